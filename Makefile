@@ -1,0 +1,41 @@
+# Two commands: `make demo` trains a model on this machine, `make test` tests everything.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test quick check bench docs clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
+
+test: $(VENV)/.installed check
+	$(BIN)/python -m pytest -m "not trial and not gpu" $(ARGS)
+
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m docs.generate --check
+	$(BIN)/python -m tests.check_wheel
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m tests.bench.bench_rendezvous
+	$(BIN)/python -m tests.bench.bench_streams
+	$(BIN)/python -m tests.bench.bench_weights
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.bench_training
+	$(BIN)/python -m tests.bench.bench_demo
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m docs.generate
+
+# The stamp is written last: an interrupted installation is taken up again.
+$(VENV)/.installed: pyproject.toml launchers/install.py
+	$(PYTHON) launchers/install.py $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
