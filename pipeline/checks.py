@@ -1,0 +1,79 @@
+"""What only several keys together can get wrong.
+
+Owns the rules between keys, and between a config and its model, that `pipeline.config` cannot see in one value.
+Promises that a config which passes can be carried out by this version, as far as its numbers tell. Pure; run once by a
+submission, before anything is started.
+"""
+
+from collections.abc import Callable
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError
+
+_TOKEN_BYTES = 9
+"""Of one token in a group on its way to the trainer: id, mask, log-probability (`pipeline.records.Sample`)."""
+
+_SAMPLE_BYTES = 512
+"""Of a sample besides its tokens, generously."""
+
+
+def check_config(config: RunConfig, positions: int | None = None) -> None:
+    """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
+    for rule in _RULES:
+        rule(config)
+    if positions is not None and config.model.max_length > positions:
+        expected = f"at most {positions}, the model's max_position_embeddings"
+        raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
+
+
+def _no_gpus(config: RunConfig) -> None:
+    asked = {"trainer": config.resources.trainer.gpus, "inference": config.resources.inference.gpus}
+    for kind, gpus in asked.items():
+        if gpus:
+            mend = "this version trains and serves on CPUs only"
+            raise ConfigError(f"resources.{kind}.gpus", gpus, "0", mend)
+
+
+def _no_reference(config: RunConfig) -> None:
+    if config.loss.kl:
+        mend = "nobody makes reference log-probabilities yet; set loss.kl=0"
+        raise ConfigError("loss.kl", config.loss.kl, "0 until there is a reference role", mend)
+
+
+def _groups_can_succeed(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.min_samples > rollout.attempts:
+        expected = f"at most rollout.attempts ({rollout.attempts})"
+        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise attempts")
+
+
+def _turns_leave_room_for_prompts(config: RunConfig) -> None:
+    most, length = config.rollout.max_tokens, config.model.max_length
+    if most >= length:
+        expected = f"less than model.max_length ({length}), which holds the prompt too"
+        raise ConfigError("rollout.max_tokens", most, expected, "lower it or raise model.max_length")
+
+
+def _samples_fit_micro_batches(config: RunConfig) -> None:
+    budget, length = config.training.micro_batch_tokens, config.model.max_length
+    if budget < length:
+        expected = f"at least model.max_length ({length}), so that every sample fits"
+        raise ConfigError("training.micro_batch_tokens", budget, expected, "raise it or lower model.max_length")
+
+
+def _groups_fit_streams(config: RunConfig) -> None:
+    sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
+    least = 2 * config.rollout.attempts * sample
+    if config.streams.budget_bytes < least:
+        expected = f"at least {least}, two of the largest groups (rollout.attempts × model.max_length tokens)"
+        raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
+
+
+_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _no_gpus,
+    _no_reference,
+    _groups_can_succeed,
+    _turns_leave_room_for_prompts,
+    _samples_fit_micro_batches,
+    _groups_fit_streams,
+)

@@ -1,0 +1,295 @@
+"""The typed configuration of a run.
+
+Owns every key a user can set, its type, its bounds and its meaning. Promises that a `RunConfig` is frozen and whole:
+once `load_config` returned, no other code checks a single value again. Must not know Hydra, torch, Redis or submitit.
+
+    config = load_config({"name": "demo", "cluster": {...}, ...})
+    config.optim.lr
+
+A wrong key or value raises `ConfigError`, which names the key, the value, what was expected and how to mend it. The
+field descriptions below are the source of `docs/configuration.md`. Rules between keys are in `pipeline.checks`, the
+keys that a resumed run may change in `pipeline.identity`.
+"""
+
+import difflib
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from pipeline.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Bytes = Annotated[int, Field(ge=1 << 16)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys are errors, and so are infinity and NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class ClusterConfig(Section):
+    """Where the job runs and how long its agents wait."""
+
+    kind: Literal["local"] = Field(description="Where the job runs. `local`: virtual nodes on this machine.")
+    rendezvous_seconds: Seconds = Field(
+        60, description="Deadline for all ranks to meet and for the world to be published."
+    )
+    startup_seconds: Seconds = Field(240, description="Deadline for a role to become ready after its process started.")
+    stop_seconds: Seconds = Field(
+        6, description="Time between asking a role to stop (TERM) and ending its group (KILL)."
+    )
+    grace_seconds: Seconds = Field(25, description="Time the trainer has to commit when the job is told to stop.")
+
+
+class TrainerResources(Section):
+    """Nodes of the trainer; one torchrun spans them."""
+
+    nodes: Positive = Field(1, description="Nodes that train.")
+    processes: Positive = Field(1, description="Trainer processes on each of its nodes.")
+    gpus: NotNegative = Field(0, description="GPUs for each trainer process; this version trains on CPUs: 0.")
+    threads: Positive = Field(1, description="CPU threads for each trainer process.")
+
+
+class InferenceResources(Section):
+    """Nodes of the vLLM servers."""
+
+    nodes: Positive = Field(1, description="Nodes that serve.")
+    servers: Positive = Field(1, description="vLLM servers on each of its nodes.")
+    gpus: NotNegative = Field(0, description="GPUs for each server; this version serves from CPUs: 0.")
+    threads: Positive = Field(1, description="CPU threads for each server.")
+
+
+class ServiceResources(Section):
+    """Nodes of Redis, the actor and the preprocessor."""
+
+    nodes: NotNegative = Field(1, le=1, description="1: a node of their own; 0: beside the least loaded other role.")
+
+
+class ResourcesConfig(Section):
+    """How many nodes each kind of role gets."""
+
+    trainer: TrainerResources = TrainerResources()
+    inference: InferenceResources = InferenceResources()
+    services: ServiceResources = ServiceResources()
+    spares: NotNegative = Field(0, description="Extra nodes that replace those whose preflight fails.")
+    nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(description="Directory with a Hugging Face config and tokenizer, or a name of `conf/models/`.")
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="Load the weights there, or make random ones."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
+    max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")
+
+
+class TaskConfig(Section):
+    """What is learned."""
+
+    name: str = Field(description="A built-in task, or `package.module:Class` of your own.")
+    options: dict[str, Any] = Field(default_factory=dict, description="The task's own options; the task checks them.")
+
+
+class LossConfig(Section):
+    """The policy loss and the advantages it weighs."""
+
+    name: Literal["grpo", "gspo", "reinforce", "ppo"] = Field(description="The policy loss.")
+    advantage: Literal["group", "group_std", "leave_one_out"] = Field(
+        "group_std",
+        description="Baseline of the advantages: group mean, group mean over its deviation, leave-one-out mean.",
+    )
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.2, description="The ratio is clipped from below at 1 − clip_low."
+    )
+    clip_high: Annotated[float, Field(ge=0)] = Field(
+        0.2, description="The ratio is clipped from above at 1 + clip_high."
+    )
+    normalise: Literal["token", "sequence", "prompt", "fixed"] = Field(
+        "token", description="What each step's loss is the mean over; `fixed` divides by samples × model.max_length."
+    )
+    kl: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the KL term; 0 until there is a reference role."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL (Schulman 2020).")
+    entropy: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
+    ratio_cap: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="REINFORCE only: truncation of the importance weight (truncated importance sampling)."
+    )
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Rate = Field(1e-4, description="Peak learning rate.")
+    beta1: Decay = Field(0.9, description="AdamW's first decay.")
+    beta2: Decay = Field(0.95, description="AdamW's second decay.")
+    eps: Rate = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Global gradient norm is clipped to this.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
+    warmup_steps: NotNegative = Field(0, description="Steps of linear warm-up from 0.")
+
+
+class WarmStartConfig(Section):
+    """Supervised fine-tuning on the task's demonstrations before RL; 0 steps skips it."""
+
+    steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
+    batch: Positive = Field(128, description="Demonstrations in each of its steps.")
+    lr: Rate = Field(1e-3, description="Its learning rate.")
+
+
+class TrainingConfig(Section):
+    """How long and in which portions to train."""
+
+    steps: Positive = Field(description="Optimizer steps of RL.")
+    prompts_per_step: Positive = Field(description="Groups (prompts) that one optimizer step trains.")
+    max_lag: NotNegative = Field(
+        1, description="Most optimizer steps between the weights that sampled and those that train."
+    )
+    micro_batch_tokens: Positive = Field(
+        16384, description="Token budget of a micro-batch in one process, padding included."
+    )
+    packing: bool = Field(True, description="Pack samples without padding, attention kept inside each.")
+    zero_advantage: Literal["keep", "drop"] = Field(
+        "keep", description="What becomes of groups whose samples all score alike."
+    )
+    eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
+    checkpoint_every: Positive = Field(50, description="Optimizer steps between checkpoints.")
+    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
+    data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+
+class RolloutConfig(Section):
+    """How the actor samples."""
+
+    attempts: Annotated[int, Field(ge=2)] = Field(8, description="Samples per prompt (the group's size).")
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
+    max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
+    concurrency: Positive = Field(64, description="Groups in flight over all servers.")
+    request_seconds: Seconds = Field(
+        120, description="Deadline of one request to a server; then it is retried elsewhere."
+    )
+    episode_seconds: Seconds = Field(
+        600, description="Deadline of one sample with all its turns and requests; then it fails with that reason."
+    )
+    min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
+    give_up_after: Positive = Field(
+        256, description="The run stops when this many samples in a row failed for reasons of the task."
+    )
+
+
+class InferenceConfig(Section):
+    """The vLLM servers."""
+
+    backend: Literal["gloo"] = Field("gloo", description="How weights travel: gloo, over TCP.")
+    update: Literal["keep", "wait", "abort"] = Field(
+        "keep", description="Requests in flight during an update: go on, finish first, or be aborted and retried."
+    )
+    recompute_kv: bool = Field(
+        False, description="With `keep`: re-prefill the requests in flight with the new weights."
+    )
+    update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
+    kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
+    gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU that a server may take.")
+    max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
+    extra_args: tuple[str, ...] = Field((), description="Further arguments for vLLM's server, as on its command line.")
+
+
+class StreamsConfig(Section):
+    """The streams between the roles."""
+
+    backend: Literal["redis", "files"] = Field("redis", description="Redis Streams, or files in the run directory.")
+    budget_bytes: Bytes = Field(1 << 28, description="Most unread bytes of one stream; then its producer waits.")
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = Field(
+        "auto", description="`auto`: online with a key in the environment or in `~/.netrc`, else offline."
+    )
+    project: str = Field("rollcall", description="The wandb project.")
+
+
+class RunConfig(Section):
+    """Everything one run is made from."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+        description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
+    )
+    output: Path = Field(Path("runs"), description="Directory (shared by all nodes) that holds the run directories.")
+    seed: NotNegative = Field(0, description="Seed of weights, data order and sampling.")
+    cluster: ClusterConfig
+    resources: ResourcesConfig = ResourcesConfig()
+    model: ModelConfig
+    task: TaskConfig
+    loss: LossConfig
+    optim: OptimConfig = OptimConfig()
+    training: TrainingConfig
+    rollout: RolloutConfig = RolloutConfig()
+    inference: InferenceConfig = InferenceConfig()
+    streams: StreamsConfig = StreamsConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.output / self.name
+
+
+def load_config(tree: dict[str, Any]) -> RunConfig:
+    """The typed config of a composed tree of plain values; else `ConfigError` for the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _config_error(error.errors()[0]) from None
+
+
+def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key of the config with its field, in the order of definition."""
+    keys: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys |= known_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys[prefix + name] = field
+    return keys
+
+
+def nearest(word: str, among: list[str]) -> str:
+    """`did you mean …?` for a misspelt word, or the list to choose from."""
+    close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]}?"
+    if len(among) > 20:
+        return "see docs/configuration.md for all of them"
+    return f"choose from: {', '.join(sorted(among))}"
+
+
+def _config_error(details: ErrorDetails) -> ConfigError:
+    key = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden":
+        return ConfigError(key, details["input"], "a known key", nearest(key, list(known_keys())))
+    if details["type"] == "missing":
+        return ConfigError(key, None, "a value", f"set {key}=…")
+    field = known_keys().get(key)
+    meaning = (field.description or "") if field else ""
+    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
+    if details["type"] == "literal_error" and choices:
+        meaning = nearest(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
+    return ConfigError(key, details["input"], expected, meaning)

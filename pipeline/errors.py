@@ -1,0 +1,110 @@
+"""The exception tree of Rollcall.
+
+Owns every error that crosses a module or a process boundary. Promises that each one pickles (errors travel from roles
+to agents to the launcher), that its text is one line a person can act on, and that third-party errors are translated
+into one of these at the boundary where they appear. Must not import anything of the project.
+
+    RollcallError
+    ├── ConfigError          the user's input is wrong; nothing was started          exit code 2
+    │   ├── PlanError        the plan does not fit the resources
+    │   └── RunStateError    the run directory is finished, live, or of another config
+    ├── DeadlineError        a wait ran out; names what was awaited and who is missing
+    ├── RendezvousError      cards, claim or world are unusable for this attempt
+    ├── RecordError          a wire record of an unknown kind or version, or torn
+    ├── StreamError          the streams' backend failed or refused
+    ├── CheckpointError      a checkpoint is missing, torn, or of another shape
+    ├── WeightSyncError      an update of the servers' weights failed
+    ├── RolloutError         one sample could not be produced; carries the reason
+    ├── TaskError            a task cannot produce anything usable
+    ├── TrainingError        a batch cannot be trained, or an operation failed on a rank of the trainer
+    └── TransitionError      a state machine got an event that its state does not allow
+"""
+
+from typing import Any
+
+
+class RollcallError(Exception):
+    """Base of all errors of Rollcall. `exit_code` is what a command ends with when it reaches the top."""
+
+    exit_code = 1
+
+
+class ConfigError(RollcallError):
+    """A config key is unknown or its value is wrong.
+
+    Attributes name the `key`, the `value` found, what was `expected`, and how to `mend` it; the message is all four
+    on one line.
+    """
+
+    exit_code = 2
+
+    def __init__(self, key: str, value: Any, expected: str, mend: str = "") -> None:
+        self.key, self.value, self.expected, self.mend = key, value, expected, mend
+        text = f"{key}={value!r}: expected {expected}"
+        super().__init__(f"{text}; {mend}" if mend else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.key, self.value, self.expected, self.mend)
+
+
+class PlanError(ConfigError):
+    """The plan asks for more than the resources hold; `mend` says which number to change."""
+
+
+class RunStateError(ConfigError):
+    """The run directory cannot take this submission: finished, live elsewhere, or made by another config."""
+
+
+class DeadlineError(RollcallError):
+    """A wait ran out. Names what was awaited, for how long (seconds), and what was still missing."""
+
+    def __init__(self, awaited: str, seconds: float, missing: str = "") -> None:
+        self.awaited, self.seconds, self.missing = awaited, seconds, missing
+        text = f"waited {seconds:.1f} s for {awaited}"
+        super().__init__(f"{text}; missing: {missing}" if missing else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.awaited, self.seconds, self.missing)
+
+
+class RendezvousError(RollcallError):
+    """The ranks cannot form a world: duplicate ranks, too few cards, or an assignment that does not fit."""
+
+
+class RecordError(RollcallError):
+    """Bytes that are no record of this version: unknown kind, other version, torn, or inconsistent lengths."""
+
+
+class StreamError(RollcallError):
+    """A stream's backend failed, or refused an operation (for instance an entry above the byte budget)."""
+
+
+class CheckpointError(RollcallError):
+    """A checkpoint is missing, torn, or does not match the model."""
+
+
+class WeightSyncError(RollcallError):
+    """A weight update failed or missed its deadline; names the server and the version."""
+
+
+class RolloutError(RollcallError):
+    """One sample could not be produced. The message is the reason that is counted and shown."""
+
+
+class TaskError(RollcallError):
+    """The task produces nothing usable; the message says what failed and how often."""
+
+
+class TrainingError(RollcallError):
+    """A batch cannot be trained, or a training operation failed; names the row, or the rank with its traceback."""
+
+
+class TransitionError(RollcallError):
+    """A state machine received an event its state does not allow."""
+
+    def __init__(self, machine: str, state: str, event: str) -> None:
+        self.machine, self.state, self.event = machine, state, event
+        super().__init__(f"{machine}: event {event!r} is not allowed in state {state!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.machine, self.state, self.event)

@@ -1,0 +1,62 @@
+"""The first failure of an attempt.
+
+Owns the document `first_failure.json`: what failed first, where, and what to do about it. Promises that a failure reads
+as one line, and that it always says what to do next. Pure: the agents write it, the launcher and the report show it.
+"""
+
+import msgspec
+
+_ADVICE: tuple[tuple[str, str], ...] = (
+    (
+        "out of memory",
+        "memory ran out: lower training.micro_batch_tokens, inference.kv_cache_bytes or rollout.concurrency",
+    ),
+    ("MemoryError", "memory ran out: lower training.micro_batch_tokens or give the role a node of its own"),
+    ("No space left on device", "the disk is full: free space, or move the run directory and set output to its place"),
+    ("ModuleNotFoundError", "a package is missing: install the project again in this environment"),
+    ("Address already in use", "a port was taken by a foreign process: submit again"),
+    ("to become ready", "it started too slowly: read its log, or raise cluster.startup_seconds"),
+    ("SIGKILL", "it was killed from outside, often by the kernel when memory ran out: see dmesg, then submit again"),
+)
+"""What to do, by the first phrase that occurs in the cause or in the last log lines."""
+
+
+class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """What failed first in an attempt.
+
+    Attributes:
+        role: the role and its index (`actor.0`), or `agent.<rank>`.
+        rank: where it ran.
+        cause: `killed by SIGKILL`, `exited with code 1`, or the text of an error.
+        exit_code: of its process (negative: the signal); None when no process ended.
+        time: seconds since the epoch.
+        log: path of the role's log.
+        last_lines: the end of that log.
+        mend: what to do; derived from the rest when it is not given.
+    """
+
+    role: str
+    rank: int
+    cause: str
+    exit_code: int | None
+    time: float
+    log: str
+    last_lines: tuple[str, ...] = ()
+    mend: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.mend:
+            msgspec.structs.force_setattr(self, "mend", self._advice())
+
+    def one_line(self) -> str:
+        """The whole story for a terminal: who, where, why, the last word of its log, and what to do."""
+        last = next((line.strip() for line in reversed(self.last_lines) if any(map(str.isalnum, line))), "")
+        story = f"{self.role} on rank {self.rank}: {self.cause}"
+        if last and last not in self.cause:
+            story += f" (last line: {last})"
+        return " ".join(f"{story}; {self.mend}".split())
+
+    def _advice(self) -> str:
+        told = "\n".join((self.cause, *self.last_lines))
+        known = next((advice for phrase, advice in _ADVICE if phrase in told), "")
+        return known or f"read {self.log or 'the log of its rank'}; the same command resumes the run"

@@ -1,0 +1,65 @@
+"""What makes two submissions the same run.
+
+Owns the list of keys that say how a run is carried out, not what it computes: a resumed run may change them. Promises
+that two configs with the same digest differ in nothing else. Pure.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from pipeline.config import RunConfig
+
+OPERATIONAL = (
+    "output",
+    "cluster",
+    "resources",
+    "tracking",
+    "streams.budget_bytes",
+    "training.data_seconds",
+    "training.keep_checkpoints",
+    "training.micro_batch_tokens",
+    "rollout.concurrency",
+    "rollout.episode_seconds",
+    "rollout.give_up_after",
+    "rollout.request_seconds",
+    "inference.extra_args",
+    "inference.gpu_memory",
+    "inference.kv_cache_bytes",
+    "inference.max_sequences",
+    "inference.update_seconds",
+)
+"""Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""
+
+
+def digest(config: RunConfig) -> str:
+    """Hex digest of everything that must be equal for two submissions to be the same run."""
+    text = json.dumps(_identity(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(mine: RunConfig, other: RunConfig) -> list[str]:
+    """The keys in which two configs are different runs, as `key: mine → other`."""
+    left, right = _identity(mine), _identity(other)
+    keys = sorted(left.keys() | right.keys())
+    return [f"{key}: {left.get(key)!r} → {right.get(key)!r}" for key in keys if left.get(key) != right.get(key)]
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    flat = flatten(config.model_dump(mode="json"))
+    return {key: value for key, value in flat.items() if not _is_operational(key)}
+
+
+def _is_operational(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in OPERATIONAL)

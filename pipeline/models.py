@@ -1,0 +1,75 @@
+"""Model directories.
+
+Owns what counts as a model path: a directory with a Hugging Face config and tokenizer, or a name under `conf/models/`.
+Reads no weights and imports neither torch nor transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import conf
+from pipeline.config import ModelConfig, nearest
+from pipeline.errors import ConfigError
+
+BUILT_IN = Path(conf.__file__).parent / "models"
+
+
+def model_directory(model: ModelConfig) -> Path:
+    """The directory that `model.path` names; `ConfigError` if it is not one that can be trained and served."""
+    directory = BUILT_IN / model.path if _is_built_in(model.path) else Path(model.path)
+    if not (directory / "config.json").is_file():
+        raise _error(model, "a directory with config.json and tokenizer.json", _mend(model.path))
+    if not (directory / "tokenizer.json").is_file():
+        raise _error(model, "a tokenizer.json in that directory", "save the fast tokenizer there")
+    if "model_type" not in _settings(model, directory):
+        raise _error(model, "a config.json with a model_type", "copy the one that belongs to the model there")
+    if model.init == "pretrained" and not list(directory.glob("*.safetensors")):
+        mend = "put the weights there, or start from random ones with model.init=random"
+        raise _error(model, "*.safetensors in that directory", mend)
+    return directory.resolve()
+
+
+def longest_sequence(model: ModelConfig) -> int | None:
+    """The positions the model was made for; None when its config does not say, or stretches them."""
+    settings = _settings(model, model_directory(model))
+    text = settings.get("text_config")
+    settings = text if isinstance(text, dict) else settings
+    stretched = any("factor" in (settings.get(key) or ()) for key in ("rope_scaling", "rope_parameters"))
+    positions = settings.get("max_position_embeddings")
+    return positions if isinstance(positions, int) and not stretched else None
+
+
+def located(model: ModelConfig) -> ModelConfig:
+    """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path."""
+    if _is_built_in(model.path):
+        return model
+    return model.model_copy(update={"path": str(Path(model.path).resolve())})
+
+
+def _settings(model: ModelConfig, directory: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise _error(model, "a config.json that is JSON", " ".join(str(error).split())) from None
+    if not isinstance(settings, dict):
+        raise _error(model, "a config.json that is a JSON object", "copy the one that belongs to the model there")
+    return settings
+
+
+def _error(model: ModelConfig, expected: str, mend: str) -> ConfigError:
+    return ConfigError("model.path", model.path, expected, mend)
+
+
+def _is_built_in(path: str) -> bool:
+    return _is_name(path) and (BUILT_IN / path).is_dir()
+
+
+def _is_name(path: str) -> bool:
+    return "/" not in path and path not in ("", ".", "..")
+
+
+def _mend(path: str) -> str:
+    if _is_name(path):
+        return nearest(path, sorted(child.name for child in BUILT_IN.iterdir() if child.is_dir()))
+    return f"download the model first, for instance: hf download {path} --local-dir DIR, then model.path=DIR"

@@ -1,0 +1,179 @@
+"""The records that travel between roles.
+
+Owns the wire form of samples, groups and control messages: msgpack through msgspec, each with its kind and version, no
+pickle. Promises that what `encode` writes `decode` returns equal, and that anything else raises `RecordError`.
+Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its elements.
+
+Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
+"""
+
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import RecordError
+
+WIRE_VERSION = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all records; the subclass's tag is its kind on the wire."""
+
+    version: int = WIRE_VERSION
+
+
+class Sample(Record, frozen=True, kw_only=True, tag="sample"):
+    """One episode of the policy on one prompt.
+
+    Attributes:
+        tokens: int32[T] as bytes: every token id in order, never re-tokenised text.
+        sampled: uint8[T] as bytes: 1 where the policy sampled the token, 0 for prompt and tool tokens.
+        logprobs: float32[T] as bytes: the behaviour policy's log-probability (nats, at the sampling temperature) of
+            each sampled token, 0 elsewhere.
+        reward: the task's reward of the episode.
+        version_min, version_max: oldest and newest weight version (optimizer steps) that may have sampled a token.
+        finish: `stop` when the policy ended the episode, `length` when it was cut off.
+        turns: model turns in the episode.
+        seconds: wall time of the episode.
+        server: the inference server that answered (`host:port`).
+    """
+
+    tokens: bytes
+    sampled: bytes
+    logprobs: bytes
+    reward: float
+    version_min: int
+    version_max: int
+    finish: Literal["stop", "length"]
+    turns: int = 1
+    seconds: float = 0.0
+    server: str = ""
+
+    def token_array(self) -> NDArray[np.int32]:
+        """int32[T], a read-only view."""
+        return np.frombuffer(self.tokens, dtype="<i4")
+
+    def sampled_array(self) -> NDArray[np.uint8]:
+        """uint8[T], a read-only view."""
+        return np.frombuffer(self.sampled, dtype="<u1")
+
+    def logprob_array(self) -> NDArray[np.float32]:
+        """float32[T], a read-only view."""
+        return np.frombuffer(self.logprobs, dtype="<f4")
+
+    def check(self) -> None:
+        """Raise `RecordError` unless the three arrays have the same length."""
+        lengths = len(self.tokens) // 4, len(self.sampled), len(self.logprobs) // 4
+        if len(set(lengths)) != 1:
+            raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
+
+
+class Group(Record, frozen=True, kw_only=True, tag="group"):
+    """All attempts at one prompt.
+
+    Attributes:
+        position: place in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.
+        prompt: index in the task's dataset.
+        samples: those that succeeded.
+        failures: one reason for each sample that did not.
+    """
+
+    position: int
+    prompt: int
+    samples: tuple[Sample, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
+    """A group ready to train, or one that will not be trained and why.
+
+    Attributes:
+        group: the group as the actor sent it.
+        advantages: one for each sample, in order; empty unless `outcome` is `train`.
+        reference_logprobs: float32[T] as bytes for each sample, or empty when no reference model is used.
+        outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`).
+    """
+
+    group: Group
+    advantages: tuple[float, ...] = ()
+    reference_logprobs: tuple[bytes, ...] = ()
+    outcome: str = "train"
+
+
+class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
+    """The trainer asks the actor for a position again (its samples were older than `max_lag`)."""
+
+    position: int
+    reason: str
+
+
+class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
+    """The trainer asks for the held-out accuracy (greedy) of weight version `weights`."""
+
+    id: str
+    weights: int
+
+
+class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
+    """Answer to one `EvalRequest`: mean reward over `prompts` held-out prompts, and the versions that answered.
+
+    `failed` of the prompts gave no sample; each counts as reward 0.
+    """
+
+    id: str
+    weights: int
+    accuracy: float
+    prompts: int
+    version_min: int
+    version_max: int
+    seconds: float
+    failed: int = 0
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`: who a run is, from its first submission on.
+
+    Attributes:
+        run_id: unique for ever; scopes rendezvous directories, tracking and streams.
+        created: seconds since the epoch.
+        revision: git revision of the checkout it was submitted from, `-dirty` if edited, empty outside of git.
+    """
+
+    run_id: str
+    created: float
+    revision: str = ""
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """`finished.json`: written once, when training reached its last step and every role came down."""
+
+    time: float
+    steps: int
+    attempt: str
+
+
+AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
+R = TypeVar("R", bound=Record)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode(record: Record) -> bytes:
+    """The record as msgpack bytes."""
+    return _encoder.encode(record)
+
+
+def decode(data: bytes, kind: type[R]) -> R:
+    """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
+    try:
+        record = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: {error}") from error
+    if not isinstance(record, kind):
+        raise RecordError(f"expected a {kind.__name__} record, found {type(record).__name__}")
+    if record.version != WIRE_VERSION:
+        raise RecordError(f"{kind.__name__} record of version {record.version}; this code reads version {WIRE_VERSION}")
+    return record
