@@ -1,0 +1,142 @@
+"""Processes that are stopped by their id, and ports that are held until used.
+
+Owns starting a child in its own session, ending its whole group with a deadline, ending whatever a process left below
+itself, and holding ports. Promises that `Child.stop` returns with no process of the group alive, and that no process is
+ever found or ended by its name. Knows nothing of roles.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from pipeline import spawn
+from pipeline.waiting import Deadline
+
+PR_SET_CHILD_SUBREAPER = 36
+_PAUSE = 0.02
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(spawn.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that `end_descendants` finds it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants() -> list[int]:
+    """Kill what still runs below this process; the pids that were found alive."""
+    left = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+    for child in left:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=5)
+    return [child.pid for child in left]
+
+
+def hold_port() -> socket.socket:
+    """A port that is free on every address of this machine, held without listening.
+
+    The bind is exclusive, so no other holder and no outgoing connection gets the same port. Reuse is allowed only
+    afterwards: then a child that sets SO_REUSEADDR, as every server does, can bind and listen on the port while it is
+    still held here, on one address or on all (torch's TCPStore knows no other way). There is no moment at which the
+    port is free. Close the socket to give it back.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.bind(("", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return holder
+
+
+class Child:
+    """A started process, the leader of its own session; output goes to one log file.
+
+    Must be started and stopped from a thread that outlives it: the parent-death signal follows the thread.
+    """
+
+    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        """Start `argv` with exactly the environment `env`; standard output and error are appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        wrapper = [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid())]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*wrapper, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it), or None while it runs.
+
+        When the leader has ended, the rest of its group is ended too. That happens before the leader is reaped: until
+        then the kernel gives its id to nobody else.
+        """
+        if self._process.returncode is None and _has_ended(self.pid):
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        return self._process.returncode
+
+    def terminate(self) -> None:
+        """Ask the whole group to end."""
+        if self.poll() is None:
+            self._signal(signal.SIGTERM)
+
+    def kill(self) -> int:
+        """End the whole group and wait until its leader is gone; its exit code."""
+        if self.poll() is None:
+            self._signal(signal.SIGKILL)
+        return self._process.wait(timeout=10)
+
+    def stop(self, seconds: float) -> int:
+        """Ask the group to end, end it after `seconds`; the exit code of its leader."""
+        self.terminate()
+        deadline = Deadline(f"process {self.pid} to end", seconds)
+        while self.poll() is None and not deadline.passed:
+            time.sleep(_PAUSE)
+        return self.kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return  # the whole group is gone already
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended, without reaping it."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def describe_exit(code: int) -> str:
+    """`killed by SIGKILL` or `exited with code 1`."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def tail(log: Path, lines: int = 20, limit: int = 1 << 16) -> list[str]:
+    """The last lines of a log that is still being written."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+        return file.read().decode(errors="replace").splitlines()[-lines:]
