@@ -1,0 +1,63 @@
+"""How the roles talk: topics of records, read once, and small values that only matter now.
+
+Owns the streams between the roles [C1]. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
+default) and files in the run directory (`files`, no Redis node). Promises:
+
+- A record is safe when `publish` has returned: it survives its writer, its reader and a restart of the backend, and is
+  delivered until it is acknowledged. Nothing unread is ever dropped. (A Redis that is killed may lose its last two
+  seconds, `appendfsync everysec`. Then the positions in them are unsettled, and the next actor issues them again.)
+- `publish` waits while the topic's unread bytes would exceed `streams.budget_bytes`: a slow reader slows its writer.
+- A reader that is opened again gets everything it read but did not acknowledge, first and in the same order.
+- A topic has one reader. On Redis it may have several writers; on files it has one.
+
+Topics outlive an attempt; values (`put`, `get`) belong to the attempt that wrote them, so no attempt ever sees a stale
+version. Knows nothing of what the records mean, nor who runs where.
+
+    streams = connect(context)
+    reader = streams.reader("groups", Group, "preprocessor")
+    for entry in reader.read(limit=16, seconds=1.0):
+        prepared = prepare(entry.record)
+        streams.publish("prepared", prepared, acknowledging=(reader, [entry.id]))
+"""
+
+from typing import Protocol
+
+from pipeline.config import RunConfig, StreamsConfig
+from pipeline.errors import StreamError
+from pipeline.paths import AttemptPaths
+from pipeline.plan import World
+from pipeline.streams.asynchronous import AsyncStreams
+from pipeline.streams.interface import Depth, Entry, Reader, Rejected, Streams
+
+__all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
+
+
+class Place(Protocol):
+    """What `connect` needs to know of a role's place; `pipeline.roles.context.RoleContext` is one."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def paths(self) -> AttemptPaths: ...
+    @property
+    def world(self) -> World: ...
+
+
+def connect(place: Place) -> Streams:
+    """The streams of the attempt that `place` belongs to; `StreamError` when the backend does not answer."""
+    return open_streams(place.config.streams, place.paths, place.world)
+
+
+def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World) -> Streams:
+    """The streams of an attempt: in Redis at the world's `redis` placement, or in the run directory."""
+    if config.backend == "files":
+        from pipeline.streams.files import FileStreams
+
+        return FileStreams(paths, config.budget_bytes)
+    servers = world.of_role("redis")
+    if not servers:
+        raise StreamError(f"the world of attempt {world.attempt} has no redis role; set streams.backend=files")
+    from pipeline.streams.redis import RedisStreams
+
+    address, port = servers[0].address, servers[0].ports[0]
+    return RedisStreams(address, port, world.secret, budget=config.budget_bytes, attempt=world.attempt)

@@ -1,0 +1,220 @@
+"""Streams in Redis.
+
+Owns every exchange with the Redis of an attempt. A topic is a Redis stream from which acknowledged entries are deleted,
+so what is still there is exactly what a reopened reader must get: its durable position. See `redis_scripts` for the
+layout. Promises that Redis's errors leave this module as `StreamError` only; that a lost connection is tried again for
+`patience` seconds; and that a step whose answer was lost is not done twice.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
+from redis.exceptions import ConnectionError as Disconnected
+from redis.exceptions import TimeoutError as TimedOut
+from redis.retry import Retry
+
+from pipeline.errors import RecordError, StreamError
+from pipeline.records import R, decode
+from pipeline.streams import redis_scripts as scripts
+from pipeline.streams.interface import Acknowledging, Depth, Entry, Reader, Rejected, Streams
+from pipeline.waiting import CLOCK, Deadline
+
+T = TypeVar("T")
+Raw = tuple[bytes, dict[bytes, bytes]]
+
+_BLOCK_SECONDS = 1.0
+_SOCKET_SECONDS = 10.0
+_PAGE = 64
+
+
+class RedisStreams(Streams):
+    """The streams of the Redis at `address:port`; `StreamError` when it does not answer within `patience` seconds."""
+
+    def __init__(
+        self, address: str, port: int, secret: str, *, budget: int, attempt: str, patience: float = 30.0
+    ) -> None:
+        self._budget, self._patience = budget, patience
+        self._name = f"redis at {address}:{port}"
+        self._client = redis.Redis(
+            host=address,
+            port=port,
+            password=secret,
+            protocol=2,
+            socket_timeout=_SOCKET_SECONDS,
+            socket_connect_timeout=_SOCKET_SECONDS,
+            socket_read_size=1 << 18,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._values = f"rollcall:state:{attempt}"
+        self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
+        self._step = 0
+        self._publishing = threading.Lock()
+        self._scripts = {text: self._client.register_script(text) for text in _SCRIPTS}
+        self.exchange(self._client.ping)
+
+    @property
+    def budget(self) -> int:
+        return self._budget
+
+    def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
+        source, ids = acknowledging or (None, ())
+        settled = [part for id in ids for part in _split(id)]
+        keys = [*_keys(topic), self._writer, *_keys(source.topic if source else topic)]
+        with self._publishing:
+            self._step += 1
+            return int(self.run(scripts.PUBLISH, keys, [self._budget, self._step, len(settled), *settled, *payloads]))
+
+    def reader(self, topic: str, kind: type[R], name: str) -> "RedisReader[R]":
+        _, meta = _keys(topic)
+        self.exchange(lambda: self._client.hsetnx(meta, "reader", name))
+        owner = self.exchange(lambda: self._client.hget(meta, "reader"))
+        if owner != name.encode():
+            raise StreamError(f"topic {topic!r} is read by {owner!r}; a second reader {name!r} would lose entries")
+        return RedisReader(self, topic, kind)
+
+    def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
+        for id, fields in self._range(_keys(topic)[0]):
+            try:
+                yield _entry(id, fields, kind)
+            except RecordError:
+                continue
+
+    def rejected(self, topic: str) -> list[Rejected]:
+        found = (fields for _, fields in self._range(_rejected(topic)))
+        return [Rejected(id=f[b"id"].decode(), reason=f[b"reason"].decode(), data=f[b"d"]) for f in found]
+
+    def depth(self, topic: str) -> Depth:
+        stream, meta = _keys(topic)
+        pipeline = self._client.pipeline()
+        pipeline.xlen(stream)
+        pipeline.hmget(meta, "held", "published", "read", "rejected")
+        entries, numbers = self.exchange(pipeline.execute)
+        held, published, read, rejected = (int(number or 0) for number in numbers)
+        return Depth(entries, held, max(0, published - read), rejected)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.exchange(lambda: self._client.hset(self._values, key, value))
+
+    def get(self, key: str) -> bytes | None:
+        value: bytes | None = self.exchange(lambda: self._client.hget(self._values, key))
+        return value
+
+    def get_all(self, prefix: str) -> Mapping[str, bytes]:
+        keys = sorted(key for key in self.exchange(lambda: self._client.hkeys(self._values)) if _begins(key, prefix))
+        values = self.exchange(lambda: self._client.hmget(self._values, keys)) if keys else []
+        return {key.decode(): value for key, value in zip(keys, values, strict=True) if value is not None}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def next_entries(self, stream: str, after: bytes, limit: int, seconds: float) -> list[Raw]:
+        """Entries behind the id `after`; waits at most `seconds`, in Redis."""
+        block = {"block": max(1, int(1000 * seconds))} if seconds > 0 else {}
+        reply = self.exchange(lambda: self._client.xread({stream: after}, count=limit, **block))
+        return reply[0][1] if reply else []
+
+    def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """Run one of `redis_scripts`."""
+        return self.exchange(lambda: self._scripts[script](keys, arguments))
+
+    def exchange(self, step: Callable[[], Any]) -> Any:
+        """The result of `step`, done again while Redis is away; `StreamError` for anything else that goes wrong."""
+        deadline = Deadline(self._name, self._patience)
+        pause = 0.02
+        while True:
+            try:
+                return step()
+            except (Disconnected, TimedOut) as error:
+                if isinstance(error, AuthenticationError) or deadline.passed:
+                    raise self._failure(error) from error
+            except RedisError as error:
+                raise self._failure(error) from error
+            CLOCK.sleep(min(pause, deadline.left))
+            pause = min(2 * pause, 1.0)
+
+    def _failure(self, error: RedisError) -> StreamError:
+        advice = "; checkpoint more often (training.checkpoint_every)" if isinstance(error, OutOfMemoryError) else ""
+        return StreamError(f"{self._name}: {type(error).__name__}: {error}{advice}")
+
+    def _range(self, stream: str) -> Iterator[Raw]:
+        page = self._page(stream, "-")
+        while page:
+            yield from page
+            page = self._page(stream, f"({page[-1][0].decode()}")
+
+    def _page(self, stream: str, start: str) -> list[Raw]:
+        return list(self.exchange(lambda: self._client.xrange(stream, start, "+", _PAGE)))
+
+
+class RedisReader(Reader[R], Generic[R]):
+    """The reader of one topic; made by `RedisStreams.reader`."""
+
+    def __init__(self, streams: RedisStreams, topic: str, kind: type[R]) -> None:
+        self.topic = topic
+        self._streams, self._kind = streams, kind
+        self._stream, self._meta = _keys(topic)
+        self._after = b"0-0"
+
+    def read(self, limit: int, seconds: float) -> list[Entry[R]]:
+        deadline = Deadline(f"an entry in {self.topic!r}", seconds)
+        while True:
+            wait = min(deadline.left, _BLOCK_SECONDS)
+            found = self._streams.next_entries(self._stream, self._after, limit, wait)
+            entries = self._accept(found) if found else []
+            if entries or (deadline.passed and not found):
+                return entries
+
+    def acknowledge(self, ids: Iterable[str]) -> None:
+        parts = [part for id in ids for part in _split(id)]
+        if parts:
+            self._streams.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], parts)
+
+    def _accept(self, found: list[Raw]) -> list[Entry[R]]:
+        entries = []
+        for id, fields in found:
+            try:
+                entries.append(_entry(id, fields, self._kind))
+            except RecordError as error:
+                self._reject(id, fields, str(error))
+        last, fields = found[-1]
+        self._streams.run(scripts.MARK_READ, [self._meta], [fields.get(b"e", b"0")])
+        self._after = last
+        return entries
+
+    def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
+        data = fields.get(b"d", b"")
+        keys = [self._stream, self._meta, _rejected(self.topic)]
+        self._streams.run(scripts.REJECT, keys, [id, len(data), reason, data])
+
+
+_SCRIPTS = (scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)
+
+
+def _keys(topic: str) -> tuple[str, str]:
+    return f"rollcall:{topic}", f"rollcall:{topic}:meta"
+
+
+def _rejected(topic: str) -> str:
+    return f"rollcall:{topic}:rejected"
+
+
+def _entry(id: bytes, fields: dict[bytes, bytes], kind: type[R]) -> Entry[R]:
+    data = fields.get(b"d", b"")
+    return Entry(f"{id.decode()}/{len(data)}", decode(data, kind))
+
+
+def _split(id: str) -> tuple[str, str]:
+    """Redis's id and the size in bytes of an entry's id."""
+    number, slash, size = id.partition("/")
+    if not slash:
+        raise StreamError(f"{id!r} is no entry id of a Redis stream")
+    return number, size
+
+
+def _begins(key: bytes, prefix: str) -> bool:
+    return key.startswith(prefix.encode())
