@@ -1,0 +1,161 @@
+"""The `gloo` weight-transfer engine that runs inside a vLLM server on a CPU [E2].
+
+Owns the server's side of an update. Promises that generation goes on while the bytes arrive (a thread fills a staging
+buffer), that the model changes at once or not at all, and that no wait is longer than the trainer's deadline. Only
+`update_weights` needs a paused server. Must not know HTTP or roles.
+
+    start_weight_update    begins to receive; returns at once
+    update_weights         waits for the last byte, loads the model
+    finish_weight_update   ends an update, also one that was left half done
+"""
+
+import logging
+import os
+import signal
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from pipeline.errors import WeightSyncError
+from pipeline.waiting import Deadline
+from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the trainer is and what it will send.
+
+    Attributes:
+        host, port: the trainer's store.
+        group: name of the group to meet in, used once.
+        address: this server's own address, for the group to listen on.
+        seconds: deadline of each wait for the trainer.
+        layout: `Layout.plain()` of every update.
+    """
+
+    host: str
+    port: int
+    group: str
+    address: str
+    seconds: float
+    layout: list[list[Any]]
+
+
+@dataclass
+class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which version the trainer wants loaded."""
+
+    version: int
+
+
+class Reception:
+    """One update on its way into the staging buffer, in a thread of its own."""
+
+    def __init__(self, group: Group, staging: Tensor, seconds: float) -> None:
+        self._version: Future[int] = Future()
+        self._deadline = Deadline("weights from the trainer", seconds)
+        # Not a pool: its threads would keep an ending server alive until the deadline.
+        Thread(target=self._run, args=(group, staging), name="weights", daemon=True).start()
+
+    def _run(self, group: Group, staging: Tensor) -> None:
+        try:
+            self._version.set_result(group.receive(staging, self._deadline))
+        except WeightSyncError as error:
+            self._version.set_exception(error)
+
+    @property
+    def version(self) -> int:
+        """The version received; waits for the last byte, `WeightSyncError` when it will not come."""
+        return self._version.result(self._deadline.left + 1)
+
+
+class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[misc]
+    """Receives every parameter into a staging buffer, then reloads the model from it."""
+
+    init_info_cls = GlooInit
+    update_info_cls = GlooUpdate
+    supports_draft_weight_update = False
+
+    _group: Group | None = None
+    _reception: Reception | None = None
+
+    def init_transfer_engine(self, init_info: GlooInit) -> None:
+        """Meet the trainer. May be called again: the earlier group is dropped."""
+        if self.parallel_config.world_size > 1:
+            raise WeightSyncError("the gloo backend feeds servers of one process; use nccl for larger ones")
+        self.shutdown()
+        self._seconds, self._layout = init_info.seconds, Layout.parse(init_info.layout)
+        self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
+        store = visit_store(init_info.host, init_info.port, init_info.seconds)
+        announce(store, init_info.group)
+        self._group = Group(store, init_info.group, SERVER, init_info.address, init_info.seconds)
+
+    def start_weight_update(self) -> None:
+        if self._group is None:
+            raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
+        self._reception = Reception(self._group, self._staging, self._seconds)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdate) -> None:
+        """Load what `start_weight_update` began to receive; on any error the old weights stay."""
+        if self._reception is None:
+            raise WeightSyncError("no update was started")
+        try:
+            version = self._reception.version
+            if version != update_info.version:
+                raise WeightSyncError(f"version {update_info.version} was announced, version {version} came")
+        except (WeightSyncError, TimeoutError):
+            self.shutdown()
+            raise
+        self._reception = None
+        self._load()
+
+    def finish_weight_update(self) -> None:
+        if self._reception is not None:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Drop the group; the trainer notices at once."""
+        self._group = self._reception = None
+
+    def _load(self) -> None:
+        """Replace every weight. A model left half replaced must not serve, so then this process ends."""
+        try:
+            reload_model(self.model, self.model_config, self._layout.views(self._staging))
+        except BaseException:
+            log.critical("the weights could not be loaded; this server ends, its model is incomplete", exc_info=True)
+            logging.shutdown()
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise
+
+
+def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Tensor]]) -> None:
+    """Load checkpoint tensors into a vLLM model that already serves."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    model.load_weights(weights)
+    finalize_layerwise_reload(model, model_config)
+    pack_heads(model)
+
+
+def pack_heads(model: nn.Module) -> None:
+    """Pack output heads again: a tied head gets its weights through the embedding, and vLLM packs what it loads."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,244 @@
+"""The trainer's side of one server: how it gets new weights [E1, E3].
+
+Owns the order of an update and the states of a server. Promises that a server which is `current` serves exactly the
+version that it says, that a server which was paused is resumed whatever happened, and that nothing outlasts the
+deadline of the update by more than `RESUME_SECONDS`. One thread at a time may use a link. Must not know other servers.
+
+    absent ──join──► joining ──succeed──► current ──update──► updating
+      ▲                 │                  │   ▲                │   │
+      └──────fail───────┴───────fail───────┴───┼──────fail──────┘   │
+                                               └──────succeed───────┘
+
+The order of an update, and why:
+
+    start     the server begins to receive, in a thread; it goes on generating
+    send      all bytes, into the server's staging buffer
+    pause     no token is sampled from here on; requests in flight are kept, finished or aborted as configured
+    update    the model changes; from here on cached prefixes are wrong
+    finish    the new version is what the server writes on every token
+    resume
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from pipeline.config import InferenceConfig
+from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
+from pipeline.waiting import Deadline, wait_for
+from pipeline.weights.control import Control, Refused
+from pipeline.weights.wire import TRAINER, Group, Layout, is_announced, visit_store
+
+log = logging.getLogger(__name__)
+
+LinkState = Literal["absent", "joining", "current", "updating", "closed"]
+LinkEvent = Literal["join", "update", "succeed", "fail", "close"]
+
+TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
+    ("absent", "join"): "joining",
+    ("joining", "succeed"): "current",
+    ("joining", "fail"): "absent",
+    ("current", "update"): "updating",
+    ("current", "fail"): "absent",
+    ("updating", "succeed"): "current",
+    ("updating", "fail"): "absent",
+    ("absent", "close"): "closed",
+    ("current", "close"): "closed",
+}
+
+PROBE_SECONDS = 2.0
+RESUME_SECONDS = 2.0
+
+
+def after(state: LinkState, event: LinkEvent) -> LinkState:
+    """The state after an event; `TransitionError` when the state does not allow it."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise TransitionError("link", state, event) from None
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One version of the weights as bytes; never changed, so that late servers may still get it."""
+
+    version: int
+    layout: Layout
+    buffer: Tensor
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where groups meet: the trainer's store; and the world's secret, which every server asks for."""
+
+    address: str
+    port: int
+    secret: str
+
+
+class Link:
+    """One server and its group with the trainer.
+
+    Attributes:
+        state: see the module.
+        version: what the server serves; None unless it may be asked.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        meeting: Meeting,
+        config: InferenceConfig,
+        on_change: Callable[[str, int | None], None],
+    ) -> None:
+        self.server, self.state, self.version = server, "absent", None
+        self._meeting, self._config, self._on_change = meeting, config, on_change
+
+    server: str
+    state: LinkState
+    version: int | None
+    _group: Group | None = None
+    _paused: bool = False
+
+    def bring(self, payload: Payload) -> None:
+        """Bring the server to these weights, from whatever state it is in.
+
+        Raises `WeightSyncError`; then the server is absent: it must not be asked until it was brought again.
+        """
+        joining = self.state == "absent"
+        self._step("join" if joining else "update")
+        awaited = f"{self.server} to load weights {payload.version}"
+        deadline = Deadline(awaited, self._config.update_seconds)
+        try:
+            with Control(self.server, self._meeting.secret) as control:
+                if joining:
+                    self._group = self._meet(control, payload.layout, deadline)
+                self._transfer(control, payload, deadline)
+                self._swap(control, payload.version, deadline)
+            self._step("succeed")
+            self._announce(payload.version)
+        except (WeightSyncError, DeadlineError) as error:
+            self._fail()
+            raise WeightSyncError(f"weights {payload.version}: {error}") from error
+
+    def verify(self) -> None:
+        """Notice a current server that lost its weights, since it was restarted; it is absent then.
+
+        One that does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
+        """
+        if self.state != "current":
+            return
+        try:
+            with Control(self.server, self._meeting.secret) as control:
+                told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
+        except WeightSyncError:
+            return
+        if told != str(self.version):
+            log.warning("%s serves weights %s instead of %s: it has to join again", self.server, told, self.version)
+            self._fail()
+
+    def close(self, seconds: float) -> None:
+        """Take the group down on both sides; `WeightSyncError` when the server did not do its part in time."""
+        met = self._group is not None
+        self._step("close")
+        self._group = None
+        if met:
+            deadline = Deadline(f"{self.server} to leave its group", seconds)
+            with Control(self.server, self._meeting.secret) as control:
+                control.post("/shutdown_weight_transfer_engine", deadline)
+
+    def _meet(self, control: Control, layout: Layout, deadline: Deadline) -> Group:
+        """A new group with the server, whatever became of an earlier one."""
+        control.get("/health", Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
+        name = f"{self.server}/{secrets.token_hex(8)}"
+        store = visit_store(self._meeting.address, self._meeting.port, deadline.left)
+        control.begin(
+            "/init_weight_transfer_engine",
+            deadline,
+            init_info={
+                "host": self._meeting.address,
+                "port": self._meeting.port,
+                "group": name,
+                "address": self.server.rpartition(":")[0],
+                "seconds": self._config.update_seconds,
+                "layout": layout.plain(),
+            },
+        )
+        wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
+        if control.answered:
+            control.end(deadline)
+        group = Group(store, name, TRAINER, self._meeting.address, deadline.left)
+        control.end(deadline)
+        return group
+
+    def _transfer(self, control: Control, payload: Payload, deadline: Deadline) -> None:
+        if self._group is None:
+            raise WeightSyncError(f"{self.server}: no group")
+        try:
+            control.post("/start_weight_update", deadline)
+        except Refused:  # an earlier update was left half done; it can only be finished
+            control.post("/finish_weight_update", deadline)
+            control.post("/start_weight_update", deadline)
+        self._group.send(payload.version, payload.buffer, deadline)
+
+    def _swap(self, control: Control, version: int, deadline: Deadline) -> None:
+        """Change the model of a server that has the bytes; it is paused meanwhile."""
+        mode, recompute = self._config.update, self._config.recompute_kv
+        clear = recompute or mode != "keep"
+        self._paused = True
+        control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
+        control.post("/update_weights", deadline, update_info={"version": version})
+        control.post("/finish_weight_update", deadline, weight_version=str(version))
+        control.post("/reset_prefix_cache", deadline)
+        told = self._told(control, deadline)
+        if told != str(version):
+            raise WeightSyncError(f"{self.server} says that it serves weights {told!r}")
+        control.post("/resume", deadline)
+        self._paused = False
+
+    def _told(self, control: Control, deadline: Deadline) -> str:
+        """The version that the server says it serves."""
+        answer = control.get("/weight_info", deadline)
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise WeightSyncError(f"{self.server}/weight_info: no weight_version in {str(answer)[:100]!r}")
+        return str(answer["weight_version"])
+
+    def _resume(self) -> None:
+        """Let a server go on that failed while it was paused: it may hold others' requests."""
+        self._paused = False
+        with Control(self.server, self._meeting.secret) as control:
+            try:
+                control.post("/resume", Deadline(f"{self.server} to resume", RESUME_SECONDS))
+            except WeightSyncError as error:
+                log.warning("could not resume a server: %s", error)
+
+    def _fail(self) -> None:
+        """Evict the server: nobody may ask it, and only then may it go on.
+
+        When it failed late, it has the new weights under the old version, so what it samples now must not be used.
+        """
+        self._group = None
+        self._step("fail")
+        try:
+            self._announce(None)
+        except WeightSyncError as error:  # its clients still notice by the version of every token
+            log.warning("%s", error)
+        if self._paused:
+            self._resume()
+
+    def _announce(self, version: int | None) -> None:
+        """Tell what the server serves, once; `WeightSyncError` when `on_change` could not pass it on."""
+        if version == self.version:
+            return
+        self.version = version
+        try:
+            self._on_change(self.server, version)
+        except RollcallError as error:
+            raise WeightSyncError(f"{self.server}: cannot tell that it serves weights {version}: {error}") from error
+
+    def _step(self, event: LinkEvent) -> None:
+        self.state = after(self.state, event)

@@ -1,0 +1,21 @@
+"""The vLLM plugin of Rollcall: called in every vLLM process before it does anything else.
+
+Promises that a second call changes nothing, that importing it costs nothing without vLLM, and that vLLM's engine
+processes never outlive the server that started them: vLLM leaves them behind when the server is killed.
+"""
+
+import multiprocessing
+
+from pipeline.process import die_with_parent
+
+BACKEND = "gloo"
+
+
+def register() -> None:
+    """Make `{"backend": "gloo"}` a weight-transfer engine of this vLLM process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if multiprocessing.parent_process() is not None:
+        die_with_parent()
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "pipeline.weights.engine", "GlooEngine")

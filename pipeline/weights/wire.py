@@ -1,0 +1,179 @@
+"""How weights travel on a CPU: one buffer of bytes, in chunks, over a gloo group of two members.
+
+Owns the layout of the buffer, the group, and the order of its messages; trainer and server both use this module, so
+they cannot disagree. Every server has a group of its own: one that is late, lost or slow delays nobody else. Must not
+know vLLM, HTTP, or what the tensors mean.
+
+A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from pipeline.errors import WeightSyncError
+from pipeline.waiting import Deadline
+
+TRAINER, SERVER = 0, 1
+CHUNK_BYTES = 1 << 26
+ALIGNMENT = 64
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the buffer: its name in a Hugging Face checkpoint, torch dtype name and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Parameter":
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * _dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensor lies where in the buffer: in order, each at a multiple of `ALIGNMENT` bytes."""
+
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def of(cls, tensors: NamedTensors) -> "Layout":
+        """The layout of these tensors in this order."""
+        return cls(tuple(Parameter.of(name, tensor) for name, tensor in tensors))
+
+    @classmethod
+    def parse(cls, plain: Sequence[Sequence[Any]]) -> "Layout":
+        """The layout that `plain()` wrote."""
+        return cls(tuple(Parameter(name, dtype, tuple(shape)) for name, dtype, shape in plain))
+
+    def plain(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The layout as values that JSON holds."""
+        return [(p.name, p.dtype, p.shape) for p in self.parameters]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer."""
+        return self._offsets()[-1]
+
+    def pack(self, tensors: NamedTensors) -> Tensor:
+        """uint8[bytes]: a copy of the tensors, which must have this layout; else `WeightSyncError`.
+
+        Reads them one by one, so an iterator that makes each of them needs memory for one.
+        """
+        buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        expected = zip(self.parameters, self.views(buffer), strict=True)
+        for name, tensor in tensors:
+            parameter, (_, target) = next(expected, (None, ("", buffer)))
+            if Parameter.of(name, tensor) != parameter:
+                raise _differ(f"{name!r} came", parameter)
+            target.copy_(tensor.detach())
+        for parameter, _ in expected:
+            raise _differ("no more came", parameter)
+        return buffer
+
+    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """The named tensors in a buffer of this layout, without a copy."""
+        starts = self._offsets()
+        return [
+            (p.name, buffer[start : start + p.bytes].view(_dtype(p.dtype)).view(p.shape))
+            for p, start in zip(self.parameters, starts, strict=False)
+        ]
+
+    def _offsets(self) -> list[int]:
+        return list(accumulate((-(-p.bytes // ALIGNMENT) * ALIGNMENT for p in self.parameters), initial=0))
+
+
+def host_store(address: str, port: int, seconds: float) -> TCPStore:
+    """The trainer's store, where groups meet; waits in it end after `seconds`."""
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+def visit_store(address: str, port: int, seconds: float) -> TCPStore:
+    """A connection to the trainer's store; `WeightSyncError` when there is none within `seconds`."""
+    try:
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise WeightSyncError(f"no trainer at {address}:{port}: {error}") from error
+
+
+def announce(store: Store, name: str) -> None:
+    """The server says that it is about to meet the trainer in group `name`."""
+    store.set(f"{name}/announced", "")
+
+
+def is_announced(store: Store, name: str) -> bool:
+    """Whether the server said so; does not wait. `WeightSyncError` when the store is lost."""
+    try:
+        return bool(store.check([f"{name}/announced"]))
+    except RuntimeError as error:
+        raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
+
+
+class Group:
+    """Two members that exchange weights. Any error leaves it unusable: drop it and meet again under another name.
+
+    Dropping it closes its connections, so the peer's wait ends at once.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, address: str, seconds: float) -> None:
+        """Meet the other member under `name`, which is used once; listens on `address` only."""
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=seconds)
+        try:
+            options._devices = [gloo.create_device(hostname=address)]
+            self._gloo = gloo(PrefixStore(name, store), rank, 2, options)
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {name}: the other member did not come: {error}") from error
+
+    def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
+        """Send a buffer; returns once all of it is handed over, `WeightSyncError` at the deadline or a lost peer."""
+        for part in self._parts(torch.tensor([version]), buffer):
+            self._exchange(self._gloo.send, part, SERVER, deadline)
+
+    def receive(self, buffer: Tensor, deadline: Deadline) -> int:
+        """Fill the buffer; the version of what is in it. Raises like `send`; then the buffer holds anything."""
+        version = torch.zeros(1, dtype=torch.int64)
+        for part in self._parts(version, buffer):
+            self._exchange(self._gloo.recv, part, TRAINER, deadline)
+        return int(version.item())
+
+    @staticmethod
+    def _parts(version: Tensor, buffer: Tensor) -> list[Tensor]:
+        cuts = [*range(0, len(buffer), CHUNK_BYTES), len(buffer)]
+        return [version, *(buffer[start:end] for start, end in pairwise(cuts))]
+
+    @staticmethod
+    def _exchange(begin: Callable[..., Any], part: Tensor, peer: int, deadline: Deadline) -> None:
+        """Begin an operation and wait for its end; both fail when the peer is lost."""
+        try:
+            begin([part], peer, 0).wait(timedelta(seconds=max(deadline.left, 0.001)))
+        except RuntimeError as error:
+            raise WeightSyncError(f"{deadline.awaited}: {error}") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightSyncError(f"{name!r} is no type of a tensor")
+    return dtype
+
+
+def _differ(found: str, expected: Parameter | None) -> WeightSyncError:
+    wanted = f"{expected.name!r} {expected.dtype}{list(expected.shape)}" if expected else "nothing more"
+    return WeightSyncError(f"the parameters are not those that were announced: {found} in place of {wanted}")
