@@ -1,0 +1,174 @@
+"""Saving and loading sharded tensors, as collective operations of the trainer's ranks.
+
+Owns the use of `torch.distributed.checkpoint` (DCP). Promises that `save` returns on every rank only after the commit,
+that it raises the same `CheckpointError` on every rank when the commit did not happen, and that `load` fills the
+tensors it is given, with any number of ranks, or says what differs. Every step is bounded by the process group's own
+timeout.
+
+`save` has three parts: begin (rank 0), write shards (every rank), commit (rank 0). Only the first has to happen while
+the tensors stand still; an asynchronous save will stage them there and run the rest in the background.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # exported nowhere else
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from pipeline.checkpoints.state import TrainerState
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import Checkpoint, FileRecord, begin, commit, name_of
+from pipeline.errors import CheckpointError
+
+Tensors = dict[str, Any]
+"""A nested tree of tensors, sharded or not, and plain values."""
+_SHOWN = 3
+T = TypeVar("T")
+
+
+def save(
+    root: str, attempt: str, state: TrainerState, tensors: Tensors, *, group: dist.ProcessGroup | None = None
+) -> Checkpoint:
+    """Commit `tensors` (each rank its shards) and `state` (rank 0's counts; job and step must be equal on all ranks).
+
+    A step that this attempt committed already is returned as it is: the tensors of a step never change. One that
+    another attempt committed is replaced, in one write of COMMIT. Raises `CheckpointError` on every rank.
+    """
+    ranks = Ranks(group)
+    storage = Storage(root)
+    existing = ranks.first_decides(lambda: begin(storage, state, attempt))
+    if existing is not None:
+        return existing
+    folder = f"{name_of(state.job, state.step)}/{attempt}"
+    _write_shards(storage, folder, tensors, ranks)
+    shards = ranks.gathered(lambda: _describe_own(storage, folder, ranks.rank))
+    return ranks.first_decides(lambda: commit(storage, state, attempt, shards, ranks.count))
+
+
+def load(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
+    """Fill `tensors` in place from the checkpoint and return the position it was saved at.
+
+    The ranks may be more or fewer than those that saved. Raises `CheckpointError` if the names, shapes or types of the
+    tensors are not those of the checkpoint; then none of them was changed.
+    """
+    ranks = Ranks(group)
+    state = ranks.first_decides(checkpoint.state)
+    reader = FsspecReader(checkpoint.location)
+    planner = _ComparingPlanner(checkpoint.name)
+    try:
+        with _alone_is_fine():
+            state_dict_loader.load(tensors, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise _translate(f"cannot load {checkpoint.location}", error) from error
+    return state
+
+
+class Ranks:
+    """The ranks that save or load together; one alone when no process group exists."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if together else 0
+        self.count = dist.get_world_size(group) if together else 1
+
+    def first_decides(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises on rank 0, on every rank."""
+        outcome: list[Any] = [_outcome(work) if self.rank == 0 else None]
+        if self.count > 1:
+            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
+        return _value(outcome[0])  # type: ignore[no-any-return]
+
+    def gathered(self, work: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """The dictionaries of all ranks as one, on every rank; the error of the first rank that failed."""
+        outcomes: list[Any] = [None] * self.count
+        mine = _outcome(work)
+        if self.count > 1:
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        else:
+            outcomes[0] = mine
+        return {name: value for outcome in outcomes for name, value in _value(outcome).items()}
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except CheckpointError as error:
+        return error
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """DCP warns when there is no process group; here that is one process on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks) -> None:
+    # DCP falls back to sync(2) where a file cannot be flushed; only a local disk needs flushing.
+    writer = FsspecWriter(storage.url(folder), sync_files=storage.local, overwrite=True)
+    try:
+        with _alone_is_fine():
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=ranks.group)
+    except CheckpointException as error:
+        raise _translate(f"cannot save {storage.url(folder)}", error) from error
+
+
+def _describe_own(storage: Storage, folder: str, rank: int) -> dict[str, FileRecord]:
+    """Size and hash of the files that this rank wrote; rank 0 wrote DCP's metadata too."""
+    own = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
+    sizes = {name: size for name, size in storage.sizes(folder).items() if name.startswith(own)}
+    return {name: FileRecord(size, storage.sha256(f"{folder}/{name}")) for name, size in sizes.items()}
+
+
+class _ComparingPlanner(DefaultLoadPlanner):
+    """Refuses a checkpoint of other tensors before any is read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def create_local_plan(self) -> LoadPlan:
+        if differing := _differences(self.state_dict, self.metadata):
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_SHOWN])}{more}")
+        return super().create_local_plan()
+
+
+def _differences(wanted: Tensors, metadata: Metadata | None) -> list[str]:
+    saved = metadata.state_dict_metadata if metadata else {}
+    lines = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
+    lines += [f"{name} is only in it" for name in sorted(saved.keys() - wanted.keys())]
+    pairs = [(name, _form(wanted[name]), _form(saved[name])) for name in sorted(wanted.keys() & saved.keys())]
+    return lines + [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+
+
+def _form(value: Any) -> str:
+    """Shape and type of a tensor; `a value` for everything else."""
+    if isinstance(value, TensorStorageMetadata):
+        return f"{value.properties.dtype} {tuple(value.size)}".removeprefix("torch.")
+    if isinstance(value, BytesStorageMetadata) or not hasattr(value, "shape"):
+        return "a value"
+    return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+
+
+def _translate(what: str, error: CheckpointException) -> CheckpointError:
+    """The first rank's own reason, in one line."""
+    rank, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+    if isinstance(reason, CheckpointError):
+        return reason
+    return CheckpointError(f"{what}: rank {rank}: {type(reason).__name__}: {' '.join(str(reason).split())}")
