@@ -1,0 +1,49 @@
+"""The tensors that every loss reads.
+
+Owns `LossTokens`: the counted tokens of one micro-batch, flat, whatever rows, padding or packing they come from. Must
+not know models, ranks or how rows were cut.
+
+Notation: N counted tokens of the micro-batch, R its rows. A suffix names a tensor's dimensions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """Counted tokens of one micro-batch.
+
+    Attributes:
+        logprobs_N: log-probability (nats, at the batch's temperature) of each token under the policy; has a gradient.
+        weights_N: factor of each token in the global loss; carries the normalisation, so a loss only sums.
+        advantages_N: advantage of each token.
+        behaviour_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` where unknown.
+        rows_N: int64, row of each token, 0 … rows − 1.
+        rows: R.
+        reference_N: log-probability under the reference model, or None.
+        entropy_N: entropy (nats) of the policy's distribution at each token, or None when it was not asked for.
+    """
+
+    logprobs_N: Tensor
+    weights_N: Tensor
+    advantages_N: Tensor
+    behaviour_N: Tensor
+    rows_N: Tensor
+    rows: int
+    reference_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+
+    @property
+    def log_ratio_N(self) -> Tensor:
+        """log(policy / behaviour) of each token."""
+        return self.logprobs_N - self.behaviour_N
+
+    def row_mean(self, values_N: Tensor) -> Tensor:
+        """Mean of the values over each token's row, for every token: [N] → [N]. Rows are never cut, so it is exact."""
+        sums_R = torch.zeros(self.rows, dtype=values_N.dtype, device=values_N.device)
+        sums_R = sums_R.index_add(0, self.rows_N, values_N)
+        counts_R = torch.bincount(self.rows_N, minlength=self.rows).clamp(min=1)
+        return (sums_R / counts_R)[self.rows_N]

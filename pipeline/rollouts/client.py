@@ -1,0 +1,166 @@
+"""The client of all inference servers [C2, C3].
+
+Owns which server gets a request, and what happens when it does not work: least loaded first, transient failures again
+elsewhere, without limit, with growing pauses. Promises that only servers with recent enough weights are asked, that a
+sample which a weight update aborted goes on where it stopped, and that cancelling a call ends it at once. Waits without
+spinning while there is no server. Must not know tasks, streams or how weights travel.
+
+    async with InferenceClient(["127.0.0.3:8000"], secret, request_seconds=120) as client:
+        client.update("127.0.0.3:8000", 0)
+        completions = await client.generate(tokens, n=8, temperature=1.0, max_tokens=32, stop_token_ids=[2])
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from pipeline.errors import RolloutError
+from pipeline.rollouts.server import Completion, Request, Server, Transient, pause_after
+
+
+class InferenceClient:
+    """Asks servers for continuations; lives in one event loop, shared by any number of tasks."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        secret: str,
+        request_seconds: float,
+        *,
+        max_lag: int = 1,
+        vocabulary: int | None = None,
+    ) -> None:
+        """No server is asked before `update` says that it is current.
+
+        Args:
+            servers: `host:port` of each.
+            secret: the world's, which every server asks for.
+            request_seconds: deadline of one request; then it is tried elsewhere.
+            max_lag: most versions that a server may be behind the newest one to be asked.
+            vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
+        """
+        self._servers = {endpoint: Server(endpoint) for endpoint in servers}
+        self._secret, self._seconds = secret, request_seconds
+        self._max_lag, self._vocabulary = max_lag, vocabulary
+        self._some = asyncio.Event()
+        self.retries: Counter[str] = Counter()
+        self.requests = self.tokens = 0
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            headers={"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"},
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    def update(self, server: str, version: int | None) -> None:
+        """Say which weights a server serves; None: do not ask it, and try what runs there elsewhere."""
+        state = self._servers.setdefault(server, Server(server))
+        if version is None and state.version is not None:
+            state.leave()
+        state.version = version
+        if self._eligible():
+            self._some.set()
+        else:
+            self._some.clear()
+
+    async def generate(
+        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, stop_token_ids: Sequence[int]
+    ) -> list[Completion]:
+        """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
+
+        Tries until it works; raises `RolloutError` for a request that can never work.
+        """
+        self._check(token_ids)
+        self.requests += 1
+        request = Request(list(token_ids), n, temperature, max_tokens, list(stop_token_ids))
+        completions = await self._somewhere(request)
+        if any(completion.finish == "abort" for completion in completions):
+            completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))
+        self.tokens += sum(len(completion.tokens) for completion in completions)
+        return completions
+
+    def numbers(self) -> dict[str, float]:
+        """For the status: counts since the start, idle fraction of each server since the last call."""
+        idle = {f"idle/{endpoint}": 1 - server.busy.take() for endpoint, server in self._servers.items()}
+        retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
+        return {"requests": self.requests, "completion_tokens": self.tokens} | idle | retries
+
+    async def _somewhere(self, request: Request) -> list[Completion]:
+        """The answer of the first server that gives one."""
+        pauses = _pauses()
+        while True:
+            server = await self._least_loaded()
+            try:
+                completions = await server.ask(self._http, request, self._seconds)
+            except Transient as failure:
+                self.retries[failure.reason] += 1
+                server.failed()
+                await asyncio.sleep(next(pauses))
+            else:
+                server.worked()
+                return completions
+
+    async def _finished(self, part: Completion, request: Request) -> Completion:
+        """`part`, continued until it ends by itself. To sample it anew would favour short samples."""
+        while part.finish == "abort":
+            self.retries["aborted"] += 1
+            left = request.max_tokens - len(part.tokens)
+            if left < 1:
+                return replace(part, finish="length")
+            tokens = [*request.token_ids, *part.tokens]
+            (more,) = await self._somewhere(replace(request, token_ids=tokens, n=1, max_tokens=left))
+            part = _joined(part, more)
+        return part
+
+    async def _least_loaded(self) -> Server:
+        while not (eligible := self._eligible()):
+            await self._some.wait()
+        now = asyncio.get_running_loop().time()
+        rested = [server for server in eligible if server.rests_until <= now] or eligible
+        least = min(server.samples for server in rested)
+        return random.choice([server for server in rested if server.samples == least])
+
+    def _eligible(self) -> list[Server]:
+        versions = {server: server.version for server in self._servers.values() if server.version is not None}
+        newest = max(versions.values(), default=0)
+        return [server for server, version in versions.items() if newest - version <= self._max_lag]
+
+    def _check(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise RolloutError("an empty prompt cannot be continued")
+        highest, lowest = max(token_ids), min(token_ids)
+        if lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
+            wrong = lowest if lowest < 0 else highest
+            raise RolloutError(f"token id {wrong} is outside of the vocabulary of {self._vocabulary} tokens")
+
+
+def _joined(first: Completion, then: Completion) -> Completion:
+    """One completion of two parts."""
+    return replace(
+        then,
+        tokens=first.tokens + then.tokens,
+        logprobs=first.logprobs + then.logprobs,
+        # An abort before the first token has no version of its own.
+        version_min=min(first.version_min, then.version_min) if first.tokens else then.version_min,
+        version_max=max(first.version_max, then.version_max),
+        seconds=first.seconds + then.seconds,
+    )
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds before each further try: doubling up to the longest, each shortened at random by up to a half."""
+    for failures in count():
+        yield pause_after(failures) * random.uniform(0.5, 1)

@@ -1,0 +1,64 @@
+"""Held-out accuracy.
+
+Owns the greedy evaluation of a task's held-out prompts on all servers. Promises that a prompt whose sample fails counts
+as reward 0 and is told, so an accuracy is always over all prompts, and that the versions which answered are told.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from pipeline.config import RunConfig
+from pipeline.records import EvalRequest, EvalResult, Sample
+from pipeline.rollouts.groups import Scorer
+from pipeline.rollouts.rollout import Sampling, Servers, attempt, sample_of
+from pipeline.tasks import Prompt, Task
+from pipeline.tasks.chat import Chat
+
+log = logging.getLogger(__name__)
+
+
+class Evaluation:
+    """Evaluates, at most `rollout.concurrency` prompts at a time."""
+
+    def __init__(self, task: Task, chat: Chat, servers: Servers, scorer: Scorer, config: RunConfig) -> None:
+        self._task, self._chat, self._servers, self._scorer = task, chat, servers, scorer
+        rollout = config.rollout
+        self._sampling = Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds)
+        self._prompts: Sequence[Prompt] = task.held_out()
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+
+    async def run(self, request: EvalRequest) -> EvalResult:
+        """The answer to a request."""
+        started = time.monotonic()
+        outcomes = await asyncio.gather(*(self._one(prompt) for prompt in self._prompts))
+        samples = [outcome for outcome in outcomes if isinstance(outcome, Sample)]
+        reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if reasons:
+            log.warning(
+                "evaluation %s: %d of %d prompts failed; the first: %s",
+                request.id,
+                len(reasons),
+                len(outcomes),
+                reasons[0],
+            )
+        return EvalResult(
+            id=request.id,
+            weights=request.weights,
+            accuracy=sum(sample.reward for sample in samples) / max(1, len(self._prompts)),
+            prompts=len(self._prompts),
+            version_min=min((sample.version_min for sample in samples), default=-1),
+            version_max=max((sample.version_max for sample in samples), default=-1),
+            seconds=time.monotonic() - started,
+            failed=len(reasons),
+        )
+
+    async def _one(self, prompt: Prompt) -> Sample | str:
+        """The sample of a prompt, or the reason why there is none."""
+        async with self._slots:
+            (ended,) = await attempt(self._task, self._chat, self._servers, self._sampling, prompt, 1)
+            if ended.episode is None:
+                return ended.reason
+            (reward,) = await self._scorer.rewards(prompt, [ended.episode.text])
+            return reward if isinstance(reward, str) else sample_of(ended.episode, reward, ended.seconds)

@@ -1,0 +1,102 @@
+"""All attempts at the prompt of a position, as one group.
+
+Owns the building of groups and the patience with a task that fails. Promises that `build` always returns a group, of
+samples and of reasons that together are `rollout.attempts`; it raises only `TaskError`, when `rollout.give_up_after`
+samples in a row failed.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from pipeline.config import RunConfig
+from pipeline.errors import DeadlineError, TaskError
+from pipeline.ledger import prompt_of
+from pipeline.records import Group, Sample
+from pipeline.rollouts.rollout import Attempted, Sampling, Servers, attempt, kind_of, reason, sample_of, score
+from pipeline.tasks import Prompt, Task
+from pipeline.tasks.chat import Chat
+from pipeline.waiting import within
+
+REWARD_THREADS = 4
+
+
+@dataclass
+class Patience:
+    """Counts samples that failed in a row; one that succeeds starts the count again."""
+
+    limit: int
+    failed: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def note(self, succeeded: int, failures: Sequence[str]) -> None:
+        """Count the end of a group; `TaskError` when patience runs out."""
+        self.counts.update(map(kind_of, failures))
+        self.failed = 0 if succeeded else self.failed + len(failures)
+        if self.failed >= self.limit:
+            raise TaskError(
+                f"{self.failed} samples in a row failed (rollout.give_up_after={self.limit}); the last: {failures[-1]}"
+            )
+
+
+class Scorer:
+    """Rewards, computed in threads so that a slow one does not hold up the event loop."""
+
+    def __init__(self, task: Task, seconds: float) -> None:
+        """`seconds`: deadline of the rewards of one group."""
+        self._task, self._seconds = task, seconds
+        self._threads = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+
+    async def rewards(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
+        """The reward of each text, or the reason why it has none."""
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._score_all, prompt, texts)
+        try:
+            return await within("the task's rewards", work, self._seconds)
+        except DeadlineError as error:
+            return [reason("reward took too long", error)] * len(texts)
+
+    def _score_all(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
+        return [score(self._task, prompt, text) for text in texts]
+
+
+class GroupBuilder:
+    """Makes the group of a position."""
+
+    def __init__(self, task: Task, chat: Chat, servers: Servers, config: RunConfig) -> None:
+        rollout = config.rollout
+        self._task, self._chat, self._servers = task, chat, servers
+        self._seed, self._attempts = config.seed, rollout.attempts
+        length, seconds = config.model.max_length, rollout.episode_seconds
+        self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
+        self.scorer = Scorer(task, rollout.request_seconds)
+        self.patience = Patience(rollout.give_up_after)
+
+    async def build(self, position: int) -> Group:
+        """The group at a position; `TaskError` when the task keeps failing."""
+        index = prompt_of(position, len(self._task), self._seed)
+        samples, failures = await self._samples(index)
+        self.patience.note(len(samples), failures)
+        return Group(position=position, prompt=index, samples=tuple(samples), failures=tuple(failures))
+
+    async def _samples(self, index: int) -> tuple[list[Sample], list[str]]:
+        try:
+            prompt = self._task.prompt(index)
+        except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is the samples' reason
+            return [], [reason("prompt raised", error)] * self._attempts
+        attempts = await attempt(self._task, self._chat, self._servers, self._sampling, prompt, self._attempts)
+        return await self.scored(prompt, attempts)
+
+    async def scored(self, prompt: Prompt, attempts: Sequence[Attempted]) -> tuple[list[Sample], list[str]]:
+        """The samples of a prompt's attempts, and the reasons of those that failed."""
+        failures = [ended.reason for ended in attempts if ended.episode is None]
+        ended = [(done.episode, done.seconds) for done in attempts if done.episode is not None]
+        rewards = await self.scorer.rewards(prompt, [episode.text for episode, _ in ended]) if ended else []
+        samples = []
+        for (episode, seconds), reward in zip(ended, rewards, strict=True):
+            if isinstance(reward, str):
+                failures.append(reward)
+            else:
+                samples.append(sample_of(episode, reward, seconds))
+        return samples, failures

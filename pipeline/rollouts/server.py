@@ -1,0 +1,251 @@
+"""One inference server as its client sees it: a request, its answer, and what they cost.
+
+Owns the form of vLLM's `/inference/v1/generate` (tokens in, tokens out) and the sorting of what can go wrong:
+`Transient` is worth another try elsewhere, `RolloutError` never works. Promises exact token ids, with the
+log-probabilities and the weight versions that sampled them. Decides nothing about retries.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from pipeline.errors import RolloutError
+from pipeline.rollouts.meters import Share
+
+ROUTE = "/inference/v1/generate"
+BUSY_STATUS = (408, 429)
+FIRST_PAUSE, LONGEST_PAUSE, MOST_DOUBLINGS = 0.05, 5.0, 10
+
+
+def pause_after(failures: int) -> float:
+    """Seconds to wait after one more failure than `failures`: doubling from the first to the longest."""
+    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, MOST_DOUBLINGS)))
+
+
+class Transient(Exception):
+    """A request that did not work here and now; `reason` is what is counted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One continuation.
+
+    Attributes:
+        tokens, logprobs: what was sampled, with the stop token if there is one; natural logarithms, at the sampling
+            temperature.
+        finish: `stop` at a stop token, `length` at the limit, `abort` when the server was paused for new weights.
+        version_min, version_max: oldest and newest weight version that sampled a token.
+        server: who answered last.
+        seconds: from the first request to the last answer.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length", "abort"]
+    version_min: int
+    version_max: int
+    server: str
+    seconds: float
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[int]
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+    @property
+    def sampled(self) -> list[_Token]:
+        """The tokens with their log-probabilities; an abort before the first has none."""
+        return (self.logprobs and self.logprobs.content) or []
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_bodies = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to continue and how; temperature 0 is greedy."""
+
+    token_ids: Sequence[int]
+    n: int
+    temperature: float
+    max_tokens: int
+    stop_token_ids: Sequence[int]
+
+    def body(self, salt: str) -> bytes:
+        """The request as JSON. Prompts share a cache of their prefixes only under the same `salt`."""
+        sampling = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "max_tokens": self.max_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        return _bodies.encode({"token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt})
+
+
+@dataclass(eq=False)
+class Server:
+    """The state of one server.
+
+    Attributes:
+        version: what it serves; None while it must not be asked.
+        samples: those it is working on.
+        failures: in a row; then it rests until `rests_until` (the loop's clock), lest a server that fails quickly look
+            idle and draw every request.
+    """
+
+    endpoint: str
+    version: int | None = None
+    samples: int = 0
+    failures: int = 0
+    rests_until: float = 0.0
+    busy: Share = field(default_factory=Share)
+    running: set[asyncio.Task[bytes]] = field(default_factory=set)
+
+    def leave(self) -> None:
+        """Give up on the server: what runs there ends as `Transient`, to be tried elsewhere."""
+        self.version = None
+        for task in self.running:
+            task.cancel()
+
+    def failed(self) -> None:
+        """Let the server rest, longer each time; requests that fail while it rests are of the same trouble."""
+        now = asyncio.get_running_loop().time()
+        if now >= self.rests_until:
+            self.rests_until = now + pause_after(self.failures)
+            self.failures += 1
+
+    def worked(self) -> None:
+        """Its earlier failures are history."""
+        self.failures, self.rests_until = 0, 0.0
+
+    async def ask(self, http: aiohttp.ClientSession, request: Request, seconds: float) -> list[Completion]:
+        """The answer of this server within `seconds`; raises `Transient` or `RolloutError`."""
+        version = self.version
+        if version is None:
+            raise Transient("evicted")
+        # Weights change the cached prefixes, so every version has its own.
+        body = request.body(salt=str(version))
+        with self._counted(request.n):
+            started = asyncio.get_running_loop().time()
+            answer = await self._guarded(self._post(http, body, seconds))
+            elapsed = asyncio.get_running_loop().time() - started
+        return [self._completion(choice, version, elapsed) for choice in _parse(answer, request.n)]
+
+    @contextmanager
+    def _counted(self, samples: int) -> Iterator[None]:
+        self.samples += samples
+        try:
+            with self.busy:
+                yield
+        finally:
+            self.samples -= samples
+
+    async def _guarded(self, work: Any) -> bytes:
+        """`work` as a task that `leave` can end without ending the caller."""
+        task: asyncio.Task[bytes] = asyncio.ensure_future(work)
+        self.running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise Transient("evicted") from None
+        finally:
+            self.running.discard(task)
+
+    async def _post(self, http: aiohttp.ClientSession, body: bytes, seconds: float) -> bytes:
+        limit = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with http.post(f"http://{self.endpoint}{ROUTE}", data=body, timeout=limit) as response:
+                answer = await response.read()
+        except TimeoutError:
+            raise Transient("timed out") from None
+        except (aiohttp.ClientError, OSError):
+            raise Transient("disconnected") from None
+        if response.status >= 500 or response.status in BUSY_STATUS:
+            raise Transient(f"status {response.status}")
+        if response.status != 200:
+            raise RolloutError(f"{self.endpoint} refused with status {response.status}: {_message(answer)}")
+        return answer
+
+    def _completion(self, choice: _Choice, asked: int, seconds: float) -> Completion:
+        versions = _versions(choice, asked)
+        return Completion(
+            tokens=tuple(choice.token_ids),
+            logprobs=tuple(token.logprob for token in choice.sampled),
+            finish=choice.finish_reason,
+            version_min=min(versions),
+            version_max=max(versions),
+            server=self.endpoint,
+            seconds=seconds,
+        )
+
+
+def _parse(answer: bytes, n: int) -> list[_Choice]:
+    try:
+        choices = _answers.decode(answer).choices
+    except msgspec.DecodeError:
+        raise Transient("malformed answer") from None
+    exact = all([token.token_id for token in c.sampled] == c.token_ids for c in choices)
+    if len(choices) != n or not exact:
+        raise Transient("malformed answer")
+    return choices
+
+
+def _versions(choice: _Choice, asked: int) -> list[int]:
+    """The weight versions of a choice. A server that lost its weights, by a restart say, has none or older ones."""
+    try:
+        versions = [int(span.version) for span in choice.weight_versions or ()]
+    except ValueError:
+        raise Transient("stale weights") from None
+    if not choice.token_ids:
+        return versions or [asked]
+    if not versions or min(versions) < asked:
+        raise Transient("stale weights")
+    return versions
+
+
+def _message(answer: bytes) -> str:
+    """The server's own words about an error."""
+    text = answer.decode(errors="replace")
+    try:
+        error = msgspec.json.decode(answer).get("error", text)
+    except (msgspec.DecodeError, AttributeError):
+        return text[:300]
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -1,0 +1,126 @@
+"""What a task is.
+
+Owns the words between a task and the rest of Rollcall [C7]: `Prompt`, `Demonstration`, `Policy`, `Episode` and the base
+class `Task`. A task says what is asked, how an episode runs and what it is worth. It must not know servers, streams,
+weights or training; the tokens it handles are those that the policy was given and gave.
+
+The least a task of your own needs:
+
+    class Parity(Task):
+        name = "parity"
+        def __len__(self): return 1000
+        def prompt(self, index): return ask(f"Is {index} even?", answer="yes" if index % 2 == 0 else "no")
+        def held_out(self): return [ask(f"Is {n} even?", answer=…) for n in range(1000, 1256)]
+        def reward(self, prompt, text): return float(text == prompt.answer)
+
+and `task.name=my.package.parity:Parity` in the config.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.tasks.episode import Episode, Turn
+
+Message = Mapping[Literal["role", "content"], str]
+
+
+class TaskOptions(BaseModel):
+    """Base of a task's options: frozen, typed; unknown keys, infinity and NaN are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing asked of the policy.
+
+    Attributes:
+        messages: the conversation so far, as for a chat template.
+        answer: whatever the task's reward compares with; nobody else looks at it.
+    """
+
+    messages: tuple[Message, ...]
+    answer: Any = None
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with a good answer, for supervised fine-tuning."""
+
+    prompt: Prompt
+    answer: str
+
+
+class Policy(Protocol):
+    """The model as one episode sees it."""
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """Token ids of the rendered prompt, ready for the first turn."""
+
+    async def sample(self, tokens: Sequence[int]) -> Turn:
+        """The policy's next turn after `tokens` (every token id so far); `RolloutError` if it can never be had."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that is appended to an episode, such as a tool's answer."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without the end-of-turn token."""
+
+
+class Task(ABC):
+    """Prompts by index, an episode, a reward.
+
+    Made once in the actor (prompts, episodes, rewards) and once in the trainer (demonstrations), from the same options
+    and seed; the same index must give the same prompt there, after a restart, and for ever. Methods may raise: then the
+    sample fails with that reason and is counted.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type[TaskOptions]] = TaskOptions
+
+    def __init__(self, options: Any, seed: int) -> None:
+        """`options` is a valid `Options`; `seed` is the run's."""
+        self.options, self.seed = options, seed
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Training prompts in an epoch."""
+
+    @abstractmethod
+    def prompt(self, index: int) -> Prompt:
+        """Training prompt `index`, 0 ≤ index < len(self)."""
+
+    @abstractmethod
+    def held_out(self) -> Sequence[Prompt]:
+        """The prompts of evaluations: the same for every seed, none of them a training prompt."""
+
+    @abstractmethod
+    def reward(self, prompt: Prompt, text: str) -> float:
+        """What the policy's last turn `text` is worth. Runs in a thread, so it may compute; it must not be awaited."""
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        """One episode: by default a single turn. Override it for several turns or tools:
+
+        episode = Episode.begin(policy.prompt)
+        while episode.open:
+            turn = await policy.sample(episode.tokens)
+            episode = episode.act(turn, policy.decode(turn.tokens))
+            ...
+            episode = episode.observe(policy.encode(tool_answer))
+        """
+        turn = await policy.sample(policy.prompt)
+        return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Demonstration `index` = 0, 1, 2, … without end, none of them held out. Needed by a warm start only."""
+        raise NotImplementedError(f"task {self.name} has no demonstrations; set training.warm_start.steps=0")
+
+
+def ask(question: str, answer: Any = None) -> Prompt:
+    """A prompt of one user message."""
+    return Prompt(({"role": "user", "content": question},), answer)

@@ -1,0 +1,115 @@
+"""Where RL's data comes from: the stream of prepared groups.
+
+Owns the cutting of batches [C4, C5]. Promises that a batch of groups holds each position once, none older than
+`max_lag`, and nothing that the ledger has settled; that what is not trained is settled with its reason or asked for
+again; and that stream entries are acknowledged only after the commit that covers them. Must not know models or ranks.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.board import Board
+from pipeline.config import RunConfig
+from pipeline.errors import DeadlineError, RollcallError
+from pipeline.ledger import TRAINED, Ledger
+from pipeline.records import PreparedGroup, Reissue
+from pipeline.staleness import lag
+from pipeline.streams import Entry, Streams
+
+READ_SECONDS = 0.5
+
+
+class Interrupted(RollcallError):
+    """The attempt is ending: there will be no further batch."""
+
+
+Pulse = Callable[[], None]
+"""Called in every loop that waits: shows the other ranks that the controller lives, and raises `Interrupted`."""
+
+
+@dataclass
+class GroupBatches:
+    """Cuts batches from the topic `prepared`.
+
+        groups = batches.next(version)      # exactly training.prompts_per_step
+        …train them…
+        batches.trained(step)               # now the ledger has them
+        batches.covered                     # stream entries that the next commit covers
+        batches.acknowledge()               # after that commit
+
+    `counts` says what was set aside since the last `next`: `duplicate`, `stale`, and the reasons of settled groups.
+    """
+
+    streams: Streams
+    board: Board
+    ledger: Ledger
+    config: RunConfig
+    pulse: Pulse
+    counts: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._reader = self.streams.reader("prepared", PreparedGroup, "trainer")
+        self._fresh: dict[int, Entry[PreparedGroup]] = {}
+        self._covered: list[str] = []
+
+    def next(self, version: int) -> list[PreparedGroup]:
+        """The groups of the next optimizer step, in their order of arrival, for weights of `version`.
+
+        Raises `Interrupted` when the attempt is ending, `DeadlineError` when no batch came for `training.data_seconds`.
+        """
+        self.counts.clear()
+        started, wanted = time.monotonic(), self.config.training.prompts_per_step
+        while len(self._fresh) < wanted:
+            self.pulse()
+            for entry in self._reader.read(wanted - len(self._fresh), READ_SECONDS):
+                self._take(entry, version)
+            self.tell_progress(version)
+            self.waited = time.monotonic() - started
+            if self.waited > self.config.training.data_seconds:
+                aside = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
+                missing = f"{wanted - len(self._fresh)} of {wanted} groups; set aside meanwhile: {aside}"
+                raise DeadlineError("a batch from the preprocessor", self.waited, missing)
+        return [entry.record for entry in self._fresh.values()]
+
+    def trained(self, step: int, outcome: str = TRAINED) -> None:
+        """Settle the groups of the last `next`: step `step`, counted from 0, made of them what `outcome` says."""
+        for position, entry in self._fresh.items():
+            self.ledger.settle(position, outcome, step)
+            self._covered.append(entry.id)
+        self._fresh.clear()
+        self.tell_progress(step + 1)
+
+    def tell_progress(self, version: int) -> None:
+        """Let the actor know the trainer's version and how much is settled."""
+        self.board.post_progress(version, self.ledger.settled)
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Stream entries that the ledger covers and that are not acknowledged yet."""
+        return tuple(self._covered)
+
+    def acknowledge(self, covered: Sequence[str] = ()) -> None:
+        """Give up what a committed ledger covers: the entries of the last commit, and those in `covered`."""
+        self._reader.acknowledge([*covered, *self._covered])
+        self._covered.clear()
+
+    def _take(self, entry: Entry[PreparedGroup], version: int) -> None:
+        prepared = entry.record
+        position = prepared.group.position
+        if self.ledger.is_settled(position) or position in self._fresh:
+            self._set_aside(entry, "duplicate")
+        elif prepared.outcome != "train":
+            self.ledger.settle(position, prepared.outcome, version)
+            self._set_aside(entry, prepared.outcome)
+        elif lag(version, prepared.group) > self.config.training.max_lag:
+            self.streams.publish("reissue", Reissue(position=position, reason="older than max_lag"))
+            self._set_aside(entry, "stale")
+        else:
+            self._fresh[position] = entry
+
+    def _set_aside(self, entry: Entry[PreparedGroup], reason: str) -> None:
+        self.counts[reason] += 1
+        self._covered.append(entry.id)

@@ -1,0 +1,95 @@
+"""A micro-batch as tensors.
+
+Owns the step from rows (numpy) to what the policy and the losses read. Promises that only counted tokens reach the head
+and the losses, in the order of rows and tokens, and that an empty micro-batch becomes one token that counts nothing, so
+that a short rank can take part in the collective operations of the others. Must not know models, ranks or losses'
+formulas.
+
+Notation: B × T the rectangle that the model reads, N counted tokens, R rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline import packing
+from pipeline.losses.tokens import LossTokens
+from pipeline.training.attention import Segments
+from pipeline.training.rows import Batch, Row
+
+_NOTHING = Batch((Row(np.zeros(1, np.int32), np.zeros(1, np.uint8)),), (0.0,))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the policy reads of a micro-batch, and the numpy side that the losses need.
+
+    Attributes:
+        tokens_BT, positions_BT: int64; padding is token 0.
+        segments: tables that keep attention inside the rows of a packed line; None when each line is a row.
+        predict_N: int64, indices of the counted tokens in the flattened rectangle.
+        batch: the rows themselves.
+    """
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    segments: Segments | None
+    predict_N: Tensor
+    batch: Batch
+
+    def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
+        """The counted tokens with the policy's answer about them; numbers in the type of `logprobs_N`.
+
+        Rows without behaviour log-probabilities count as sampled by the policy itself: their ratio is 1.
+        """
+        rows = self.batch.rows
+        counts = [row.counted for row in rows]
+
+        def like(values: NDArray[np.float64]) -> Tensor:
+            return torch.from_numpy(values).to(logprobs_N)
+
+        def given(field: str) -> Tensor | None:
+            return None if any(getattr(row, field) is None for row in rows) else like(_flat(rows, field))
+
+        behaviour_N = given("behaviour")
+
+        return LossTokens(
+            logprobs_N=logprobs_N,
+            weights_N=like(np.repeat(np.asarray(self.batch.weights, np.float64), counts)),
+            advantages_N=like(_flat(rows, "advantages")),
+            behaviour_N=logprobs_N.detach() if behaviour_N is None else behaviour_N,
+            rows_N=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logprobs_N.device),
+            rows=max(1, len(rows)),
+            reference_N=given("reference"),
+            entropy_N=entropy_N,
+        )
+
+
+def collate(batch: Batch, packed: bool, device: torch.device) -> MicroBatch:
+    """The tensors of a micro-batch on `device`."""
+    laid = batch if batch.rows else _NOTHING
+    layout = packing.pack(laid.lengths) if packed else packing.pad(laid.lengths)
+    tokens = np.zeros(len(layout.positions), np.int64)
+    predicted = np.zeros(len(layout.positions), bool)
+    for row, start in zip(laid.rows, layout.starts, strict=True):
+        tokens[start : start + len(row)] = row.tokens
+        predicted[start : start + len(row)] = row.mask
+    return MicroBatch(
+        tokens_BT=torch.from_numpy(tokens.reshape(layout.shape)).to(device),
+        positions_BT=torch.from_numpy(layout.positions.reshape(layout.shape)).to(device),
+        segments=Segments.of(laid.lengths, device) if layout.packed else None,
+        predict_N=torch.from_numpy(np.flatnonzero(predicted)).to(device),
+        batch=batch,
+    )
+
+
+def _flat(rows: tuple[Row, ...], field: str) -> NDArray[np.float64]:
+    """A field's number for each counted token of all rows, in order."""
+    parts = [np.zeros(0)]
+    for row in rows:
+        whole = np.broadcast_to(np.asarray(getattr(row, field), np.float64), len(row))
+        parts.append(whole[np.asarray(row.mask, bool)])
+    return np.concatenate(parts)

@@ -1,0 +1,140 @@
+"""The policy: a causal language model that answers with log-probabilities.
+
+Owns how a model directory becomes a network and how hidden states become log-probabilities. Promises an fp32 head
+whatever the compute type, processed log-probabilities (temperature first, then log-softmax) as the servers report them,
+and that the logits of at most `CHUNK` entries exist at a time. Knows transformers; must not know ranks, losses or
+optimizers.
+
+Notation: B lines of T tokens, N tokens to predict, E hidden size, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import nll_loss
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.config import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.training.attention import ATTENTION, Segments
+
+CHUNK = 1 << 26
+_NEUTRAL: dict[str, tuple[float | None, ...]] = {
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "output_logit_soft_cap": (None,),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "lm_head_multiplier": (None, 1),
+}
+
+
+class Policy(nn.Module):
+    """A transformers causal model whose forward returns log-probabilities of given tokens."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.network.get_decoder().layers)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        segments: Segments | None,
+        predict_N: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability [N] of the tokens at `predict_N` (indices into the flattened B × T), each given its own row
+        up to the token before; and the entropy [N] of those predictions, if asked for. Nats.
+        """
+        decoder = self.network.get_decoder()
+        output = decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
+        hidden_NE = output.last_hidden_state.flatten(0, 1)[predict_N - 1]
+        head = self.network.get_output_embeddings()
+        return head_logprobs(hidden_NE, head.weight, tokens_BT.flatten()[predict_N], temperature, with_entropy)
+
+
+def head_logprobs(
+    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability [N] of each target and, if asked for, the entropy [N], in fp32 (or fp64 for fp64 input).
+
+    Rows of hidden states are taken in chunks of at most `CHUNK` logits; with several chunks, each is computed again in
+    the backward pass instead of being kept.
+    """
+    rows = max(1, CHUNK // weight_VE.shape[0])
+    chunks = list(zip(torch.split(hidden_NE, rows), torch.split(targets_N, rows), strict=True))
+    if len(chunks) == 1:
+        return _chunk_logprobs(hidden_NE, weight_VE, targets_N, temperature, with_entropy)
+    parts = [
+        checkpoint(_chunk_logprobs, hidden, weight_VE, targets, temperature, with_entropy, use_reentrant=False)
+        for hidden, targets in chunks
+    ]
+    entropies = torch.cat([entropy for _, entropy in parts]) if with_entropy else None
+    return torch.cat([logprobs for logprobs, _ in parts]), entropies
+
+
+def _chunk_logprobs(
+    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    exact = torch.promote_types(hidden_NE.dtype, torch.float32)
+    logits_NV = hidden_NE.to(exact) @ weight_VE.to(exact).T / temperature
+    logprobs_NV = logits_NV.log_softmax(-1)
+    logprobs_N = -nll_loss(logprobs_NV, targets_N, reduction="none")
+    entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1) if with_entropy else None
+    return logprobs_N, entropy_N
+
+
+def build(config: ModelConfig, seed: int) -> Policy:
+    """The policy of a model directory with float32 weights, on the CPU; equal on every rank.
+
+    Random weights depend on the seed alone. Raises `ConfigError` when the directory holds no model that transformers
+    knows, or one whose log-probabilities this module would get wrong: its logits are not hidden states times the head.
+    """
+    if not (Path(config.path) / "config.json").is_file():
+        raise ConfigError("model.path", config.path, "a directory with config.json")
+    options = {"dtype": torch.float32, "attn_implementation": ATTENTION}
+    if config.init == "pretrained":
+        network = AutoModelForCausalLM.from_pretrained(config.path, **options)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **options)
+    refuse_unsupported(network)
+    return Policy(network).train()
+
+
+def refuse_unsupported(network: Any) -> None:
+    """`ConfigError` unless the model's logits are its last hidden states times its head, with plain attention.
+
+    Known keys are named. As others may come, the model also computes a few tokens in its own way, for comparison.
+    """
+    config = network.config.get_text_config()
+    for key, neutral in _NEUTRAL.items():
+        if getattr(config, key, None) not in neutral:
+            raise _unsupported(f"{key}={getattr(config, key)}")
+    head = network.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise _unsupported("a head with a bias (lm_head.bias)")
+    network.eval()
+    tokens_BT = torch.arange(min(4, config.vocab_size))[None]
+    given = {"input_ids": tokens_BT, "position_ids": tokens_BT, "use_cache": False}
+    with torch.no_grad():
+        hidden = network.get_decoder()(**given).last_hidden_state
+        own = network(**given).logits
+    if not torch.allclose(own, hidden @ head.weight.T, rtol=1e-3, atol=1e-4):
+        raise _unsupported(f"a head of its own ({type(network).__name__})")
+
+
+def _unsupported(found: str) -> ConfigError:
+    expected = "a model whose logits are its hidden states times its head"
+    return ConfigError("model.path", found, expected, "choose one without it, such as Qwen or Llama")

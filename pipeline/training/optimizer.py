@@ -1,0 +1,94 @@
+"""AdamW, its schedule, and the clipping of gradients.
+
+Owns the optimizer of one model on one rank. Promises that the gradient norm is that of the whole model, the same on
+every rank, and that a gradient which is not finite skips the step, is counted, and leaves parameters and moments alone.
+Must not know batches or losses.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import OptimConfig
+from pipeline.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step did: the gradient norm before clipping, the learning rate, whether it was skipped."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of step `step` (0, 1, …) of `steps`: linear warm-up from 0, then constant, or decay to 0 at `steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    if config.schedule == "linear":
+        return config.lr * (1 - progress)
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * progress)) / 2
+    return config.lr
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) over the shards of a model; matrices decay, vectors do not."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, steps: int) -> None:
+        self.config, self.steps = config, steps
+        self.taken, self.skipped = 0, 0
+        self._parameters = list(model.parameters())
+        matrices = [p for p in self._parameters if p.ndim > 1]
+        vectors = [p for p in self._parameters if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+        )
+
+    def step(self) -> Step:
+        """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters."""
+        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        if not gradients:
+            raise TrainingError("optim_step without gradients: call forward_backward first")
+        norm = self._global_norm(gradients)
+        lr = learning_rate(self.config, self.taken, self.steps)
+        finite = math.isfinite(norm)
+        if finite:
+            torch._foreach_mul_(gradients, min(1.0, self.config.clip_norm / (norm + 1e-6)))
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self.taken += 1
+        else:
+            self.skipped += 1
+        self.adamw.zero_grad(set_to_none=True)
+        return Step(norm, lr, not finite)
+
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint keeps beside the moments."""
+        return {"taken": self.taken, "skipped": self.skipped}
+
+    def load_progress(self, progress: dict[str, int]) -> None:
+        self.taken, self.skipped = progress["taken"], progress["skipped"]
+
+    @staticmethod
+    def _global_norm(gradients: list[Tensor]) -> float:
+        squares = [gradient.double().square().sum() for gradient in gradients]
+        whole = torch.stack(squares).sum()
+        dist.all_reduce(whole)
+        return math.sqrt(whole.item())
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return cast(Tensor, cast(Any, gradient).to_local()) if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,184 @@
+"""The processes of one trainer, as a torchrun world.
+
+Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports. Promises
+that every rank runs the same operations in the same order; that a failure anywhere reaches the controller with its rank
+and traceback, within `grace_seconds` even when the others are stuck in a collective; and that ranks other than 0 leave
+only when the controller tells them or is gone. Must not know what an operation does.
+
+How one operation goes:
+
+    controller: scatter (operation, arguments)  ─►  every rank: run it  ─►  controller: gather outcomes
+
+A rank that fails marks its failure in the store and waits for the others to end theirs. If they do, the outcomes are
+gathered and the world can go on. If they do not, they wait for the failed rank inside a collective: it exits, its
+connections break, and the controller, thrown out of the collective, finds the first failure in the store.
+"""
+
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pipeline.errors import DeadlineError, TrainingError
+from pipeline.training.worker import Worker
+from pipeline.waiting import wait_for
+
+Operation = Callable[..., Any]
+Order = tuple[Operation, tuple[Any, ...]]
+STOP = pickle.dumps(None)
+"""The order that ends `serve`."""
+_DEFERRED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Deadlines of a world, in seconds.
+
+    Attributes:
+        operation: for one collective inside an operation.
+        control: longest silence of the controller; `Dispatch.idle` keeps it from running out.
+        grace: how long a failed rank waits for the others to end the operation.
+    """
+
+    operation: float = 600.0
+    control: float = 1800.0
+    grace: float = 10.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An operation raised on a rank."""
+
+    rank: int
+    text: str
+
+
+@dataclass
+class Site:
+    """What operations act on in one process: its place in the world and its models."""
+
+    rank: int
+    ranks: int
+    mesh: DeviceMesh
+    store: Store
+    control: dist.ProcessGroup
+    patience: Patience
+    workers: dict[str, Worker] = field(default_factory=dict)
+    number: int = 0
+
+    def worker(self, name: str) -> Worker:
+        """The model of that name; `TrainingError` with the known names if there is none."""
+        if name not in self.workers:
+            raise TrainingError(f"no model {name!r}; there are: {', '.join(self.workers) or 'none'}")
+        return self.workers[name]
+
+    def send(self, orders: Sequence[bytes]) -> None:
+        """Controller: hand every rank its order (see `write_orders`)."""
+        self._scatter(orders)
+
+    def run(self, operation: Operation, arguments: tuple[Any, ...]) -> Any:
+        """The operation's result, or its `Failure` once all ranks have ended it; `TrainingError` if some do not."""
+        self.number += 1
+        try:
+            outcome = operation(self, *arguments)
+        except Exception:  # noqa: BLE001 - the boundary where a rank's failure becomes a report
+            outcome = Failure(self.rank, traceback.format_exc())
+            self.store.compare_set(self._key("failure"), "", f"{self.rank} {outcome.text}")
+        self.store.add(self._key("ended"), 1)
+        if isinstance(outcome, Failure):
+            self._await_others(outcome)
+        return outcome
+
+    def report(self, outcome: Any) -> list[Any] | None:
+        """Gather the outcomes: all of them, in rank order, on the controller; None elsewhere."""
+        outcomes: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
+        dist.gather_object(outcome, outcomes, dst=0, group=self.control)
+        if self.rank == 0 and self.number > 1:
+            self._forget(self.number - 1)
+        return outcomes
+
+    def first_failure(self) -> Failure | None:
+        """The failure of the current operation that was marked first, wherever it happened."""
+        if not self.store.check([self._key("failure")]):
+            return None
+        rank, _, text = self.store.get(self._key("failure")).decode().partition(" ")
+        return Failure(int(rank), text)
+
+    def serve(self) -> None:
+        """Ranks other than 0: run what the controller sends until it ends the world.
+
+        Signals that reach every process of a job are left to the controller, which alone knows when state is whole.
+        """
+        for number in _DEFERRED:
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            order: Order | None = pickle.loads(self._scatter(None))
+            if order is None:
+                return
+            self.report(self.run(*order))
+
+    def _scatter(self, orders: Sequence[bytes] | None) -> bytes:
+        mine: list[Any] = [None]
+        try:
+            dist.scatter_object_list(mine, None if orders is None else list(orders), src=0, group=self.control)
+        except RuntimeError as error:
+            raise TrainingError(f"rank {self.rank} lost the other ranks between two operations: {error}") from error
+        return bytes(mine[0])
+
+    def _await_others(self, failure: Failure) -> None:
+        try:
+            wait_for(
+                "the other ranks to end the failed operation",
+                lambda: self.store.add(self._key("ended"), 0) == self.ranks,
+                self.patience.grace,
+            )
+        except DeadlineError:
+            raise TrainingError(f"rank {failure.rank} failed alone:\n{failure.text}") from None
+
+    def _key(self, kind: str, number: int | None = None) -> str:
+        return f"operation/{self.number if number is None else number}/{kind}"
+
+    def _forget(self, number: int) -> None:
+        self.store.delete_key(self._key("ended", number))
+
+
+def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """The operation with each rank's arguments, pickled before anything is sent: what cannot travel harms nobody."""
+    return [pickle.dumps((operation, each)) for each in arguments]
+
+
+@contextmanager
+def joined(device: Literal["cpu", "cuda"], patience: Patience) -> Iterator[Site]:
+    """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
+
+    One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
+    control has a gloo group of its own, whose time-out may be long without hiding a stuck collective.
+    """
+    store, rank, ranks = next(iter(rendezvous("env://")))
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("world", store),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=patience.operation),
+    )
+    try:
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
+        mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
+        yield Site(rank, ranks, mesh, PrefixStore("control", store), control, patience)
+    finally:
+        dist.destroy_process_group()

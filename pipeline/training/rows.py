@@ -1,0 +1,143 @@
+"""What is trained: rows, and batches of rows with their share in the loss.
+
+Owns `Row` (one token sequence with what the losses need beside it) and `Batch` (the rows of one optimizer step or of
+one call). Promises that every denominator is decided here, once, over the whole batch: each row carries the weight that
+its tokens have in the global loss, so that no rank and no micro-batch ever divides by a count of its own. Numpy only,
+cheap to pickle; must not know torch, ranks or models.
+
+    batch = Batch.of(rows, normalise="token")
+    dispatch.forward_backward("policy", batch, config.loss)
+
+Notation: T tokens of a row, R rows of a batch.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import TrainingError
+
+Normalise = Literal["token", "sequence", "prompt", "fixed"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One sequence.
+
+    Attributes:
+        tokens: int32[T].
+        mask: bool or uint8 [T], 1 for the tokens that the loss counts. The first token has no prediction: its mask is
+            0.
+        advantages: one number for the whole row, or float32[T].
+        behaviour: float32[T], log-probability (nats, at the sampling temperature) of each counted token under the
+            policy that sampled it; None for supervised rows.
+        reference: float32[T], the same under the reference model; None when no KL is asked for.
+        prompt: key of the prompt (group) that the row belongs to; used by `normalise="prompt"` only.
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8] | NDArray[np.bool_]
+    advantages: float | NDArray[np.float32] = 1.0
+    behaviour: NDArray[np.float32] | None = None
+    reference: NDArray[np.float32] | None = None
+    prompt: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def counted(self) -> int:
+        """Tokens that the loss counts."""
+        return int(np.count_nonzero(self.mask))
+
+    def check(self, name: str = "row") -> None:
+        """Raise `TrainingError` unless shapes agree, the first token is masked and every counted number is finite."""
+        if not len(self):
+            raise TrainingError(f"{name} has no tokens")
+        if len(self.mask) != len(self) or self.mask[0]:
+            raise TrainingError(f"{name}: the mask needs {len(self)} entries, the first of them 0")
+        for field in ("advantages", "behaviour", "reference"):
+            self._check_values(name, field)
+
+    def _check_values(self, name: str, field: str) -> None:
+        values = getattr(self, field)
+        if values is None:
+            return
+        values = np.asarray(values)
+        if values.shape not in ((), (len(self),)) or (values.shape == () and field != "advantages"):
+            raise TrainingError(f"{name}: {field} has shape {values.shape}, expected ({len(self)},)")
+        counted = values if values.shape == () else values[np.asarray(self.mask, bool)]
+        if not np.isfinite(counted).all():
+            raise TrainingError(f"{name}: {field} holds a value that is not finite")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows with their weights in the global loss.
+
+    Attributes:
+        rows: the rows, in the caller's order.
+        weights: for each row, the factor of each of its counted tokens in the loss sum.
+        temperature: the logits are divided by it before log-probabilities are taken.
+    """
+
+    rows: tuple[Row, ...]
+    weights: tuple[float, ...]
+    temperature: float = 1.0
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], normalise: Normalise = "token", *, temperature: float = 1.0, max_length: int = 0
+    ) -> "Batch":
+        """The batch whose loss is the mean over what `normalise` names; every row is checked.
+
+        - `token`: over all counted tokens.
+        - `sequence`: over the rows that have counted tokens, each first averaged over its counted tokens.
+        - `prompt`: over the prompts that have counted tokens, each first averaged over all its counted tokens.
+        - `fixed`: the sum divided by R × `max_length` (Dr. GRPO, Liu et al. 2025): no length bias at all.
+        """
+        for index, row in enumerate(rows):
+            row.check(f"row {index}")
+        for field in ("behaviour", "reference"):
+            missing = [index for index, row in enumerate(rows) if getattr(row, field) is None]
+            if 0 < len(missing) < len(rows):
+                raise TrainingError(f"row {missing[0]} has no {field} log-probabilities, others of its batch do")
+        counts = [row.counted for row in rows]
+        weights = _weights(rows, counts, normalise, max_length)
+        return cls(tuple(rows), tuple(weights), temperature)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+    @property
+    def counted(self) -> int:
+        """Tokens that the loss counts, over all rows."""
+        return sum(row.counted for row in self.rows)
+
+    def take(self, indices: Sequence[int]) -> "Batch":
+        """The rows at `indices` with the weights they have in this batch."""
+        rows = tuple(self.rows[i] for i in indices)
+        return Batch(rows, tuple(self.weights[i] for i in indices), self.temperature)
+
+
+def _weights(rows: Sequence[Row], counts: list[int], normalise: Normalise, max_length: int) -> list[float]:
+    if normalise == "fixed":
+        if max_length <= 0:
+            raise TrainingError(f"normalise='fixed' divides by rows × max_length; max_length is {max_length}")
+        return [1.0 / (len(rows) * max_length)] * len(rows)
+    if normalise == "prompt":
+        groups = [row.prompt for row in rows]
+    elif normalise == "sequence":
+        groups = list(range(len(rows)))
+    else:
+        groups = [0] * len(rows)
+    totals: Counter[int] = Counter()
+    for group, count in zip(groups, counts, strict=True):
+        totals[group] += count
+    live = sum(total > 0 for total in totals.values())
+    return [1.0 / (live * totals[group]) if totals[group] else 0.0 for group in groups]

@@ -1,0 +1,118 @@
+"""The loop that every job runs in.
+
+Owns progress, commits, metrics and the orderly end of a job, and knows no algorithm: an algorithm is something with a
+`step`. Promises that a job ends at exactly its number of steps, or with an error after a commit of what was done
+[B7, F2]; that a commit holds model, optimizer, ledger and position together [F1]; and that entries of the streams are
+acknowledged only after the commit that covers them.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from pipeline.errors import RollcallError
+from pipeline.training.jobs import Job
+
+log = logging.getLogger(__name__)
+
+
+class Algorithm(Protocol):
+    """One kind of job. `step` numbers optimizer steps from 0."""
+
+    @property
+    def job(self) -> Job: ...
+
+    def begin(self, step: int) -> None:
+        """Called once, before the first `step`, with the step to go on from."""
+        ...
+
+    def step(self, step: int) -> Mapping[str, float]:
+        """Do optimizer step `step`; its metrics. Raises `Interrupted` only if the step was not done at all."""
+        ...
+
+    def follow_up(self, done: int) -> Mapping[str, float]:
+        """Called after each step, which counts by now: tell others. Further metrics; may raise `Interrupted`."""
+        ...
+
+    def end(self) -> None:
+        """Called once, after the last commit: what is left to do with the final model. May raise `Interrupted`."""
+        ...
+
+    def committed(self) -> None:
+        """Called after each commit: what it covers may now be given up."""
+        ...
+
+
+class Book(Protocol):
+    """Where a runner writes what it did."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model is as the last step left it, so that it may be committed."""
+        ...
+
+    def commit(self, job: Job, done: int) -> None:
+        """Commit a checkpoint after `done` steps of `job`; collective."""
+        ...
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+        ...
+
+
+class Runner:
+    """Runs jobs, one at a time."""
+
+    def __init__(self, book: Book, commit_every: int) -> None:
+        self._book, self._commit_every = book, commit_every
+
+    def run(self, algorithm: Algorithm, done: int) -> None:
+        """Run a job of which `done` steps are committed; returns when all are.
+
+        Whatever ends it early (`Interrupted`, a server's failure, a missed deadline) is raised after a commit of the
+        steps that were done, unless the model is not whole any more.
+        """
+        job = algorithm.job
+        log.info("%s: steps %d to %d", job.name, done, job.steps)
+        self._committed = done
+        try:
+            algorithm.begin(done)
+            while done < job.steps:
+                started = time.monotonic()
+                metrics = dict(algorithm.step(done))
+                done += 1
+                self._tell(algorithm, done, metrics, started)
+                if done % self._commit_every == 0:
+                    self._commit(algorithm, done)
+            self._commit(algorithm, done)
+            algorithm.end()
+        except RollcallError:
+            if self._book.whole:
+                self._commit(algorithm, done)
+            raise
+
+    def _tell(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
+        """Follow a step up and log it, in this order unless the attempt is ending: the step is logged in any case."""
+        try:
+            metrics |= algorithm.follow_up(done)
+        finally:
+            metrics |= rates(metrics, time.monotonic() - started)
+            self._book.note(algorithm.job, done, metrics)
+
+    def _commit(self, algorithm: Algorithm, done: int) -> None:
+        if done == self._committed:
+            return
+        self._book.commit(algorithm.job, done)
+        self._committed = done
+        algorithm.committed()
+
+
+def rates(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """What only the whole step tells: its seconds, tokens trained in one of them, the share spent waiting for data."""
+    found = {"seconds/step": seconds}
+    if "tokens/batch" in metrics:
+        found["tokens_per_second"] = metrics["tokens/batch"] / seconds
+    if "seconds/data" in metrics:
+        found["idle/trainer"] = metrics["seconds/data"] / seconds
+    return found

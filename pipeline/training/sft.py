@@ -1,0 +1,50 @@
+"""Supervised fine-tuning on a task's demonstrations.
+
+Owns which demonstrations a step trains. Promises that step s always trains the same ones, so that a resumed job goes on
+as if it had not stopped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pipeline.losses import SFT
+from pipeline.training.batches import Pulse
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.jobs import SftJob
+from pipeline.training.rows import Batch, Row
+
+Demonstrate = Callable[[int, int], Sequence[Row]]
+"""(step, count) → the rows of a step."""
+
+
+class SupervisedFineTuning:
+    """The `Algorithm` of an `SftJob`: minimises the cross-entropy of the demonstrated answers."""
+
+    def __init__(
+        self,
+        job: SftJob,
+        dispatch: Dispatch,
+        demonstrate: Demonstrate,
+        pulse: Pulse,
+    ) -> None:
+        self.job = job
+        self._dispatch, self._demonstrate, self._pulse = dispatch, demonstrate, pulse
+
+    def begin(self, step: int) -> None:
+        if step == 0:
+            self._dispatch.reset_optimizer("policy", self.job.optim, steps=self.job.steps)
+
+    def step(self, step: int) -> Mapping[str, float]:
+        self._pulse()
+        batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
+        metrics = self._dispatch.forward_backward("policy", batch, SFT)
+        return metrics | self._dispatch.optim_step("policy")
+
+    def follow_up(self, done: int) -> Mapping[str, float]:
+        """Nobody else needs to know."""
+        return {}
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def committed(self) -> None:
+        """Demonstrations are made anew at every start: nothing to give up."""
