@@ -1,0 +1,79 @@
+"""Small charts as SVG text that takes its colours from the page.
+
+Owns matplotlib's set-up. Promises that an SVG needs no font, file or network, that its colours are CSS variables (so
+that it follows light, dark and print), and that equal input gives equal text. Must not know what is drawn.
+"""
+
+import io
+import re
+from collections.abc import Callable
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, LINE, FILL = "#101011", "#101012", "#101013"
+SERIES = ("#101021", "#101022", "#101023")
+GOOD, BUSY, BAD = "#101031", "#101032", "#101033"
+_VARIABLES = {
+    INK: "--quiet",
+    LINE: "--line",
+    FILL: "--faint",
+    SERIES[0]: "--series-1",
+    SERIES[1]: "--series-2",
+    SERIES[2]: "--series-3",
+    GOOD: "--good",
+    BUSY: "--busy",
+    BAD: "--bad",
+}
+"""What the page calls each colour; the values here are only marks that are replaced in the SVG."""
+
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rollcall",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.01,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 1.2,
+}
+
+
+def draw(width: float, height: float, paint: Callable[[Axes], None], label: str) -> str:
+    """The SVG of one chart, `width` × `height` inches at most; `label` is read to those who cannot see it."""
+    with rc_context(_SETTINGS):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        paint(figure.add_subplot())
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _themed(text.getvalue(), label)
+
+
+def _themed(svg: str, label: str) -> str:
+    """Only the `<svg>` element, sized by the page and coloured by its variables."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
+    for mark, variable in _VARIABLES.items():
+        svg = svg.replace(mark, f"var({variable})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

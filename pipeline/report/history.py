@@ -1,0 +1,174 @@
+"""What a run left on disk, read back.
+
+Owns reading a run directory for people: the report and the terminal view show what is found here. Promises never to
+fail on what is missing, torn or still being written, and never to write. Must not know how it is shown.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from pipeline import files
+from pipeline.config import RunConfig, load_config
+from pipeline.errors import ConfigError
+from pipeline.events import Event, EventName, Events
+from pipeline.failure import FirstFailure
+from pipeline.metrics import Row, read_rows
+from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.plan import World
+from pipeline.records import Finished, RunIdentity
+from pipeline.roles.context import Status
+
+RUNS = Path("runs")
+"""Where a name is looked up: the default of the config's `output`."""
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """A role changed state: one line of a rank's timeline, as its agent wrote it."""
+
+    time: float
+    role: str
+    rank: int
+    state: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt: what its agents and roles wrote, in the order of time."""
+
+    paths: AttemptPaths
+    transitions: tuple[Transition, ...]
+    statuses: dict[str, Status]
+    events: dict[str, Event]
+    failure: FirstFailure | None
+    world: World | None
+
+    @property
+    def name(self) -> str:
+        return self.paths.attempt
+
+    @property
+    def states(self) -> dict[str, Transition]:
+        """The last transition of each role."""
+        return {transition.role: transition for transition in self.transitions}
+
+    @property
+    def is_down(self) -> bool:
+        """Whether every role that was started has come down."""
+        states = self.states
+        return bool(states) and all(last.state in ("stopped", "failed") for last in states.values())
+
+
+@dataclass(frozen=True)
+class History:
+    """A whole run; `config`, `identity` and `finished` are None while they are missing or unreadable."""
+
+    paths: RunPaths
+    config: RunConfig | None
+    identity: RunIdentity | None
+    finished: Finished | None
+    rows: list[Row]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def name(self) -> str:
+        return self.paths.root.name
+
+    @property
+    def failure(self) -> FirstFailure | None:
+        """The first failure of the last attempt."""
+        return self.attempts[-1].failure if self.attempts else None
+
+
+def find_run(arguments: Sequence[str]) -> Path:
+    """The directory of the run that a command line names: `run=<name or directory>`; `ConfigError` if there is none."""
+    if len(arguments) != 1:
+        raise ConfigError("run", " ".join(arguments), "one name or directory", "run=demo")
+    value = arguments[0].removeprefix("run=")
+    for folder in (Path(value), RUNS / value):
+        if RunPaths(folder).run.exists():
+            return folder.resolve()
+    found = ", ".join(sorted(file.parent.name for file in RUNS.glob("*/run.json"))) or "none"
+    raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", f"found there: {found}")
+
+
+def read_history(root: Path) -> History:
+    """Everything that can be read of the run in `root`."""
+    run = RunPaths(root)
+    identity = files.read_document(run.run, RunIdentity)
+    return History(
+        paths=run,
+        config=read_config(run),
+        identity=identity,
+        finished=files.read_document(run.finished, Finished),
+        rows=read_rows(run.metrics),
+        attempts=tuple(read_attempt(run.attempt(_id(identity), name)) for name in attempt_names(run)),
+    )
+
+
+def read_config(run: RunPaths) -> RunConfig | None:
+    """The run's config, or None when there is none that this version reads."""
+    tree = files.read_document(run.config, dict[str, Any])
+    try:
+        return None if tree is None else load_config(tree)
+    except ConfigError:
+        return None
+
+
+def attempt_names(run: RunPaths) -> list[str]:
+    """The run's attempts, the oldest first."""
+    if not run.attempts.is_dir():
+        return []
+    began = [(_began(folder), folder.name) for folder in run.attempts.iterdir() if folder.is_dir()]
+    return [name for _, name in sorted(began)]
+
+
+def read_attempt(paths: AttemptPaths) -> Attempt:
+    """What one attempt wrote so far."""
+    told = Events(paths)
+    seen = {name: told.seen(name) for name in get_args(EventName)}
+    return Attempt(
+        paths=paths,
+        transitions=tuple(_transitions(paths)),
+        statuses=_statuses(paths),
+        events={name: event for name, event in seen.items() if event is not None},
+        failure=files.read_document(paths.first_failure, FirstFailure),
+        world=files.read_document(paths.rendezvous / "world.json", World),
+    )
+
+
+def _id(identity: RunIdentity | None) -> str:
+    return identity.run_id if identity else "unknown"
+
+
+def _began(attempt: Path) -> float:
+    """When an attempt's first role was started, as one of its ranks knows; else when its folder last changed."""
+    timelines = sorted(attempt.glob("timeline/rank-*.jsonl"))
+    first = next(iter(_lines(timelines[0])), None) if timelines else None
+    return first.time if first else attempt.stat().st_mtime
+
+
+def _transitions(paths: AttemptPaths) -> list[Transition]:
+    found = [line for file in sorted(paths.timeline.glob("rank-*.jsonl")) for line in _lines(file)]
+    return sorted(found, key=lambda transition: transition.time)
+
+
+def _lines(timeline: Path) -> list[Transition]:
+    """The whole lines of a timeline; one that is being written is left out."""
+    found = []
+    for line in timeline.read_bytes().splitlines():
+        try:
+            found.append(msgspec.json.decode(line, type=Transition))
+        except msgspec.DecodeError:
+            continue
+    return found
+
+
+def _statuses(paths: AttemptPaths) -> dict[str, Status]:
+    folder = paths.status("any").parent
+    read = {file.stem: files.read_document(file, Status) for file in sorted(folder.glob("[!.]*.json"))}
+    return {name: status for name, status in read.items() if status is not None}

@@ -1,0 +1,183 @@
+"""The report as one HTML page.
+
+Owns the layout and the words. Promises a page that opens from a file, offline, for any run directory: what is missing
+is said where it would stand. Must not know how charts are drawn.
+"""
+
+import time
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from pipeline import files
+from pipeline.failure import FirstFailure
+from pipeline.identity import flatten
+from pipeline.metrics import series
+from pipeline.report.charts import Chart, all_charts
+from pipeline.report.history import Attempt, History
+from pipeline.report.style import STYLE
+from pipeline.report.timeline import timeline
+from pipeline.report.words import clock, count, number
+
+Tile = tuple[str, str]
+
+
+def write_report(history: History) -> Path:
+    """Write `report.html` into the run directory and return its path."""
+    files.write_atomic(history.paths.report, page(history).encode())
+    return history.paths.report
+
+
+def page(history: History) -> str:
+    """The whole page."""
+    parts = (
+        _head(history),
+        _tiles(tiles(history)),
+        _failure(history.failure) if history.failure else "",
+        f'<h2>Numbers</h2><div class="charts">{"".join(_figure(chart) for chart in all_charts(history))}</div>',
+        _timelines(history.attempts),
+        _config(history),
+        _files(history),
+    )
+    title = escape(history.name)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title} · Rollcall</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<style>{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def state_of(history: History) -> str:
+    """`finished`, `failed`, `interrupted`, `running` or `not started`."""
+    if history.finished:
+        return "finished"
+    if not history.attempts:
+        return "not started"
+    last = history.attempts[-1]
+    if last.failure or "failed" in last.events:
+        return "failed"
+    return "interrupted" if last.is_down else "running"
+
+
+def tiles(history: History) -> list[Tile]:
+    """The headline: (value, what it is)."""
+    config, rows = history.config, history.rows
+    steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
+    speeds = sorted(value for _, value in series(rows, "tokens_per_second"))
+    total = f" / {config.training.steps}" if config else ""
+    limit = f", at most {config.training.max_lag} allowed" if config else ""
+    return [
+        (f"{steps[-1][0] if steps else 0}{total}", "optimizer steps"),
+        (clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"),
+        _accuracy_tile([value for _, value in series(rows, "eval/accuracy")]),
+        _first_last(rewards, "mean reward, first → last tenth"),
+        (number(max((value for _, value in series(rows, "lag/max")), default=None), ".0f"), f"largest lag{limit}"),
+        (number(speeds[len(speeds) // 2] if speeds else None, ",.0f"), "tokens/s trained, median"),
+    ]
+
+
+def wall_seconds(history: History) -> float:
+    """Time that the attempts ran, the gaps between them left out."""
+    return sum(
+        attempt.transitions[-1].time - attempt.transitions[0].time
+        for attempt in history.attempts
+        if attempt.transitions
+    )
+
+
+def _accuracy_tile(scores: list[float]) -> Tile:
+    if len(scores) < 2:
+        return number(scores[0] if scores else None, ".1%"), "held-out accuracy"
+    return f"{scores[0]:.1%} → {scores[-1]:.1%}", f"held-out accuracy, {100 * (scores[-1] - scores[0]):+.1f} points"
+
+
+def _first_last(values: list[float], what: str) -> Tile:
+    if not values:
+        return "—", what
+    tenth = max(1, len(values) // 10)
+    return f"{sum(values[:tenth]) / tenth:.2f} → {sum(values[-tenth:]) / tenth:.2f}", what
+
+
+def _head(history: History) -> str:
+    state = state_of(history)
+    identity, config = history.identity, history.config
+    facts = (
+        [config.task.name, config.loss.name, config.model.path] if config else ["config.json is missing or unreadable"]
+    )
+    if identity:
+        facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
+        facts += [f"revision {identity.revision}"] if identity.revision else []
+    return (
+        f'<div class="head"><h1>{escape(history.name)}</h1>'
+        f'<span class="state {state.replace(" ", "-")}">{state}</span></div>'
+        f'<p class="quiet">{escape(" · ".join(facts))}</p>'
+    )
+
+
+def _tiles(values: Iterable[Tile]) -> str:
+    cells = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in values
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _failure(failure: FirstFailure) -> str:
+    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(failure.time))
+    lines = escape("\n".join(failure.last_lines)) or "its log is empty"
+    return (
+        f'<section class="failure"><h2>{escape(failure.role)} failed first</h2>'
+        f"<p>{escape(failure.cause)}{code}, on rank {failure.rank}, {when}</p>"
+        f"<p><b>What to do:</b> {escape(failure.mend)}</p><pre>{lines}</pre></section>"
+    )
+
+
+def _figure(chart: Chart, kind: str = "") -> str:
+    body = chart.svg or f'<div class="missing">{escape(chart.missing)}</div>'
+    words = f"<h3>{escape(chart.title)}</h3><figcaption>{escape(chart.note)}</figcaption>"
+    return f'<figure class="{kind}">{words}{body}</figure>'
+
+
+def _timelines(attempts: tuple[Attempt, ...]) -> str:
+    drawn = "".join(_figure(timeline(attempt), "wide") for attempt in attempts)
+    missing = '<div class="missing">no attempt has started a role yet</div>'
+    return f"<h2>Roles</h2>{drawn or missing}"
+
+
+def _config(history: History) -> str:
+    if history.config is None:
+        return '<h2>Configuration</h2><div class="missing">config.json is missing or unreadable</div>'
+    groups: dict[str, list[tuple[str, object]]] = {}
+    for key, value in flatten(history.config.model_dump(mode="json")).items():
+        section, dot, name = key.rpartition(".")
+        groups.setdefault(section if dot else "run", []).append((name, value))
+    tables = "".join(_table(section, values) for section, values in groups.items())
+    return f'<h2>Configuration</h2><div class="columns">{tables}</div>'
+
+
+def _table(title: str, values: Iterable[tuple[str, object]]) -> str:
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="value">{escape(str(value))}</td></tr>' for name, value in values
+    )
+    return f'<table><tr><th colspan="2">{escape(title)}</th></tr>{rows}</table>'
+
+
+def _files(history: History) -> str:
+    run = history.paths
+    named = [run.metrics, run.ledger, run.config, run.checkpoints, run.model]
+    links = [_link(file, run.root) for file in named if file.exists()]
+    logs = [_logs(attempt, run.root) for attempt in history.attempts]
+    footer = f"<footer>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by Rollcall.</footer>"
+    return f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>{''.join(logs)}{footer}"
+
+
+def _logs(attempt: Attempt, root: Path) -> str:
+    logs = sorted(attempt.paths.logs.glob("*.log"))
+    links = " · ".join(_link(log, root, log.stem) for log in logs) or "none"
+    return f'<p class="note">Logs of {escape(attempt.name)}: {links}</p>'
+
+
+def _link(file: Path, root: Path, text: str = "") -> str:
+    target = file.relative_to(root).as_posix()
+    return f'<a href="{escape(target)}">{escape(text or target)}</a>'

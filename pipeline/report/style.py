@@ -1,0 +1,57 @@
+"""The look of the report: one style sheet, quiet, for light and dark and for paper."""
+
+STYLE = """
+:root {
+  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+  --page: #ffffff; --card: #f7f7f5; --ink: #1d1d1b; --quiet: #6b6b66; --line: #e2e1dc; --faint: #efeeea;
+  --series-1: #2f6fcf; --series-2: #d07c1f; --series-3: #2a9270;
+  --good: #4c9f70; --busy: #c9d8cd; --bad: #c8402f; --bad-back: #fbeeec;
+}
+@media (prefers-color-scheme: dark) { :root {
+  --page: #161615; --card: #1f1f1d; --ink: #ececea; --quiet: #a1a19b; --line: #34342f; --faint: #272724;
+  --series-1: #6ea1f0; --series-2: #e6a257; --series-3: #57c09b;
+  --good: #5bb384; --busy: #38503f; --bad: #ee7766; --bad-back: #2d1c19;
+} }
+@media print { :root {
+  --page: #ffffff; --card: #ffffff; --ink: #000000; --quiet: #444444; --line: #dddddd; --faint: #eeeeee;
+  --series-1: #2f6fcf; --series-2: #d07c1f; --series-3: #2a9270;
+  --good: #4c9f70; --busy: #c9d8cd; --bad: #c8402f; --bad-back: #ffffff;
+} }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 var(--font); }
+main { max-width: 1120px; margin: 0 auto; padding: 48px 32px 80px; }
+h1 { font-size: 30px; line-height: 1.2; font-weight: 650; letter-spacing: -0.015em; margin: 0; }
+h2 { font-size: 18px; font-weight: 600; margin: 48px 0 14px; }
+h3 { font-size: 14px; font-weight: 600; margin: 0; }
+p { margin: 0; }
+a { color: var(--series-1); text-decoration: none; }
+a:hover { text-decoration: underline; }
+.quiet, figcaption, .note { color: var(--quiet); }
+.note, figcaption { font-size: 13px; }
+.head { display: flex; align-items: baseline; gap: 14px; flex-wrap: wrap; }
+.state { font-weight: 600; color: var(--quiet); }
+.state.finished { color: var(--good); } .state.failed { color: var(--bad); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 12px; margin-top: 28px; }
+.tile { background: var(--card); border-radius: 10px; padding: 14px 16px; }
+.tile b { display: block; font-size: 22px; font-weight: 600; letter-spacing: -0.01em; }
+.tile b, td.value { font-variant-numeric: tabular-nums; }
+.tile span { font-size: 13px; color: var(--quiet); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 32px 36px; }
+figure { margin: 0; break-inside: avoid; }
+figure svg { width: 100%; height: auto; display: block; margin-top: 8px; }
+figure.wide + figure.wide { margin-top: 28px; }
+.missing { background: var(--card); border-radius: 10px; padding: 26px; margin-top: 8px; }
+.missing { color: var(--quiet); text-align: center; }
+.failure { background: var(--bad-back); border-left: 3px solid var(--bad); border-radius: 6px; }
+.failure { padding: 18px 22px; margin-top: 28px; }
+.failure h2 { margin: 0 0 6px; color: var(--bad); }
+pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; white-space: pre-wrap; margin: 12px 0 0; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+td, th { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td { overflow-wrap: anywhere; width: 50%; }
+th { color: var(--quiet); font-weight: 500; }
+.columns { columns: 2 440px; column-gap: 36px; }
+.columns table { break-inside: avoid; margin-bottom: 22px; }
+footer { margin-top: 56px; font-size: 13px; color: var(--quiet); }
+@media (max-width: 560px) { .charts { grid-template-columns: 1fr; } main { padding: 28px 16px; } }
+"""

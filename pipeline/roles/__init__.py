@@ -1,0 +1,25 @@
+"""The roles of a run, one module each.
+
+Every module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is ready,
+and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the latter.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a role.
+
+    A role that ends before the attempt was told to end has failed, whatever its exit code.
+
+    Attributes:
+        argv: the command.
+        env: variables added to the agent's own environment.
+        ready: True once the role can do its work; cheap, called often, must not raise for "not yet".
+    """
+
+    argv: tuple[str, ...]
+    ready: Callable[[], bool]
+    env: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,166 @@
+"""The actor role: samples groups of attempts and publishes them; answers evaluations [C2, C3].
+
+Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
+posts its first weights; stopped by SIGTERM or `training_finished`, never by a count [B7]. A task that never succeeds
+ends it with exit code 1 and the reason as the last line of its log; so does any other failure, with its traceback.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pipeline.board import Board
+from pipeline.errors import RollcallError
+from pipeline.records import EvalRequest
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+from pipeline.rollouts.client import InferenceClient
+from pipeline.rollouts.evaluation import Evaluation
+from pipeline.rollouts.generation import Generation
+from pipeline.rollouts.groups import GroupBuilder
+from pipeline.streams import AsyncStreams, connect
+from pipeline.tasks import Task, load_task
+from pipeline.tasks.chat import Chat
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 1.0
+READ_SECONDS = 60.0
+
+
+def launch(context: RoleContext) -> Launch:
+    """One process of one thread that matters."""
+    argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, ready=lambda: is_ready(context))
+
+
+def is_ready(context: RoleContext) -> bool:
+    """Whether the actor reported so."""
+    status = context.status()
+    return status is not None and status.state == "ready"
+
+
+class Actor:
+    """The parts of the role and the loops that join them."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        task: Task,
+        chat: Chat,
+        streams: AsyncStreams,
+        board: Board,
+        client: InferenceClient,
+    ) -> None:
+        config = context.config
+        builder = GroupBuilder(task, chat, client, config)
+        self._context, self._streams, self._client = context, streams, client
+        self._generation = Generation(streams, board, builder, client, config)
+        self._evaluation = Evaluation(task, chat, client, builder.scorer, config)
+
+    async def work(self) -> None:
+        """Generate, answer and report until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._generation.run())
+            tasks.create_task(self._answer())
+            tasks.create_task(self._report())
+
+    async def _answer(self) -> None:
+        """Answer evaluation requests, one at a time; those of an earlier attempt ask for weights that are gone."""
+        ours = f"{self._context.paths.attempt}:"
+        requests = await self._streams.reader("eval_requests", EvalRequest, "actor")
+        while True:
+            for entry in await self._streams.read(requests, 1, READ_SECONDS):
+                if not entry.record.id.startswith(ours):
+                    log.info("evaluation %s is of an earlier attempt; not answered", entry.record.id)
+                    await self._streams.acknowledge(requests, [entry.id])
+                    continue
+                result = await self._evaluation.run(entry.record)
+                log.info("held-out accuracy of weights %d: %.3f", result.weights, result.accuracy)
+                await self._streams.publish("eval_results", result, acknowledging=(requests, [entry.id]))
+
+    async def _report(self) -> None:
+        while True:
+            numbers = self._generation.numbers() | self._client.numbers()
+            await asyncio.to_thread(self._context.report, "ready", "", **numbers)
+            await asyncio.sleep(REPORT_SECONDS)
+
+
+async def run(context: RoleContext, stop: asyncio.Event) -> None:
+    """Be the actor until `stop` is set or training finished; `TaskError` (in a group) when the task never succeeds."""
+    config, world = context.config, context.world
+    task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
+    streams = await asyncio.to_thread(connect, context)
+    async with (
+        AsyncStreams(streams) as asynchronous,
+        InferenceClient(
+            [placement.endpoint for placement in world.of_role("inference")],
+            world.secret,
+            config.rollout.request_seconds,
+            max_lag=config.training.max_lag,
+            vocabulary=chat.vocabulary,
+        ) as client,
+    ):
+        actor = Actor(context, task, chat, asynchronous, Board(streams), client)
+        work = asyncio.create_task(actor.work())
+        ending = [asyncio.create_task(stop.wait()), asyncio.create_task(_finished(context))]
+        done, running = await asyncio.wait([work, *ending], return_when=asyncio.FIRST_COMPLETED)
+        for left in running:
+            left.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for ended in done:
+            ended.result()
+
+
+async def _finished(context: RoleContext) -> None:
+    """Return when the trainer told that training is finished."""
+    while await asyncio.to_thread(context.events.seen, "training_finished") is None:
+        await asyncio.sleep(REPORT_SECONDS)
+
+
+async def _run_until_signal(context: RoleContext) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await run(context, stop)
+
+
+def main(arguments: list[str]) -> None:
+    """The role's process."""
+    from pipeline import logs
+
+    context = RoleContext.from_arguments(arguments)
+    logs.configure(context.placement.name)
+    context.report("starting")
+    code = 1
+    try:
+        asyncio.run(_run_until_signal(context))
+        context.report("stopped")
+        code = 0
+    except BaseException as error:  # noqa: BLE001 the end of the process: whatever it is, it is told
+        _tell(context, _first(error))
+    finally:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)  # a reward that hangs in its thread must not keep the process
+
+
+def _tell(context: RoleContext, error: BaseException) -> None:
+    """Log and report why the role failed; an error that is not ours with its type and traceback."""
+    ours = isinstance(error, RollcallError)
+    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    log.error("%s", text, exc_info=None if ours else error)
+    context.report("failed", text)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error that is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,100 @@
+"""What every role process knows when it starts.
+
+Owns the handover from the agent to a role: which run, which attempt, which placement. Promises that a role finds its
+config, world and files through one object and reports its state through it. The agent builds the same object to write
+the role's command line.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline import files
+from pipeline.config import RunConfig, load_config
+from pipeline.errors import RendezvousError
+from pipeline.events import Events
+from pipeline.models import model_directory
+from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.plan import Placement, RoleName, World
+
+RoleState = Literal["starting", "ready", "stopping", "stopped", "failed"]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Latest state of one role: replaced by its process, read by the agent and the terminal view."""
+
+    state: RoleState
+    pid: int
+    time: float
+    detail: str = ""
+    numbers: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoleContext:
+    """One role's place in one attempt of a run."""
+
+    paths: AttemptPaths
+    config: RunConfig
+    world: World
+    placement: Placement
+
+    @property
+    def run(self) -> RunPaths:
+        return RunPaths(self.paths.run)
+
+    @property
+    def events(self) -> Events:
+        return Events(self.paths)
+
+    def report(self, state: RoleState, detail: str = "", **numbers: float) -> None:
+        """Replace this role's status file."""
+        status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail, numbers=numbers)
+        files.write_document(self.paths.status(self.placement.name), status)
+
+    def status(self) -> Status | None:
+        """This role's last report."""
+        return files.read_document(self.paths.status(self.placement.name), Status)
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments from which `from_arguments` builds this context again."""
+        place = self.placement
+        return [str(self.paths.run), self.paths.run_id, self.paths.attempt, place.role, str(place.index)]
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> "RoleContext":
+        """The context that `arguments()` described; reads the config and the world from the run directory."""
+        parser = argparse.ArgumentParser(description="One role of a Rollcall run; started by its agent.")
+        parser.add_argument("run", type=Path)
+        parser.add_argument("run_id")
+        parser.add_argument("attempt")
+        parser.add_argument("role")
+        parser.add_argument("index", type=int)
+        given = parser.parse_args(arguments)
+        paths = AttemptPaths(given.run, given.run_id, given.attempt)
+        return cls(paths, read_config(RunPaths(given.run)), *_world_and_place(paths, given.role, given.index))
+
+
+def read_config(run: RunPaths) -> RunConfig:
+    """The frozen config of a run, with `model.path` as the directory it names."""
+    tree = files.read_document(run.config, dict[str, Any])
+    if tree is None:
+        raise RendezvousError(f"no readable config at {run.config}; submit the run again")
+    config = load_config(tree)
+    model = config.model.model_copy(update={"path": str(model_directory(config.model))})
+    return config.model_copy(update={"model": model})
+
+
+def _world_and_place(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
+    world = files.read_document(paths.rendezvous / "world.json", World)
+    if world is None:
+        raise RendezvousError(f"no readable world in {paths.rendezvous}")
+    for placement in world.of_role(role):
+        if placement.index == index:
+            return world, placement
+    raise RendezvousError(f"the world of attempt {paths.attempt} has no {role}.{index}")

@@ -1,0 +1,116 @@
+"""The inference role: one vLLM server [E1, E2].
+
+Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
+placement's address only, asks for the world's secret on every route that can do anything, and starts with made-up
+weights: the trainer brings the real ones before anybody may ask (`pipeline.weights`). The role's process is vLLM.
+"""
+
+import importlib.util
+import sys
+from http.client import HTTPConnection, HTTPException
+from importlib.metadata import entry_points
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.plan import Placement
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+
+_PROBE_SECONDS = 1.0
+_PLUGINS = "vllm.general_plugins"
+
+
+def find_vllm() -> None:
+    """`ConfigError` unless vLLM can be imported here and will find our plugin. Imports neither."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "resources.inference", "vllm", "vLLM in this Python", f"{sys.executable} launchers/install.py installs it"
+        )
+    if not any(plugin.name == "rollcall" for plugin in entry_points(group=_PLUGINS)):
+        mend = f"{sys.executable} -m pip install -e . makes vLLM find it"
+        raise ConfigError("resources.inference", "rollcall", f"Rollcall's entry point in {_PLUGINS}", mend)
+
+
+def launch(context: RoleContext) -> Launch:
+    """How the agent starts the server; ready once it answers, although it has no weights yet."""
+    place = context.placement
+    return Launch(
+        argv=server_command(context.config, place),
+        env=server_environment(context.config, place, context.world.secret),
+        ready=lambda: is_healthy(place.address, place.ports[0]),
+    )
+
+
+def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
+    """The argv of vLLM's server. `inference.extra_args` come last, so they win."""
+    device = _gpu_arguments(config, place) if place.gpus else _cpu_arguments(config)
+    return (
+        *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", config.model.path, "--served-model-name", "policy"),
+        *("--host", place.address, "--port", str(place.ports[0])),
+        *("--middleware", "pipeline.weights.guard.Guard", "--tokens-only"),
+        *("--load-format", "dummy", "--weight-transfer-config", f'{{"backend": "{config.inference.backend}"}}'),
+        *_head_arguments(config),
+        *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
+        *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + place.index)),
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+        *("--disable-uvicorn-access-log", "--no-enable-log-requests", "--shutdown-timeout", "1"),
+        *device,
+        *config.inference.extra_args,
+    )
+
+
+def server_environment(config: RunConfig, place: Placement, secret: str) -> dict[str, str]:
+    """What the server has beyond the agent's environment; the secret is here since anybody can read argv."""
+    common = {
+        "VLLM_API_KEY": secret,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HOST_IP": place.address,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if place.gpus:
+        return common | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, place.gpus))}
+    return common | {
+        # Compiling a few lines of the sampler would cost the first request seconds.
+        "TORCH_COMPILE_DISABLE": "1",
+        # Otherwise the `uni` executor becomes one with a process more.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The default binding would pin every server of a node to the same first core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.resources.inference.threads),
+    }
+
+
+def is_healthy(address: str, port: int) -> bool:
+    """Whether a server answers there and its engine lives."""
+    link = HTTPConnection(address, port, timeout=_PROBE_SECONDS)
+    try:
+        link.request("GET", "/health")
+        return link.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        link.close()
+
+
+def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
+    """Without compilation, which costs start-up time and gains nothing here; memory as told, not most of the node's."""
+    return (
+        *("--enforce-eager", "--distributed-executor-backend", "uni"),
+        *("--kv-cache-memory-bytes", str(config.inference.kv_cache_bytes), "--gpu-memory-utilization", "0.05"),
+    )
+
+
+def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
+    return (
+        *("--tensor-parallel-size", str(len(place.gpus))),
+        *("--gpu-memory-utilization", str(config.inference.gpu_memory)),
+    )
+
+
+def _head_arguments(config: RunConfig) -> tuple[str, ...]:
+    """The trainer's log-probabilities come from a float32 head, so the server's do too."""
+    return () if config.model.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')

@@ -1,0 +1,128 @@
+"""The preprocessor role: groups in, groups ready to train out [C6].
+
+Owns what becomes of a group: its advantages, or the reason why it is not trained. Promises one `PreparedGroup` for
+every `Group`, published together with acknowledging its input; that no group, however short or odd, ends it; and that
+it runs until it is told to stop. Reference log-probabilities stay empty: the trainer makes them when `loss.kl` > 0.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pipeline.advantages import advantages, all_alike
+from pipeline.config import RunConfig
+from pipeline.errors import RecordError, RollcallError
+from pipeline.records import Group, PreparedGroup
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+from pipeline.rollouts.meters import Share
+from pipeline.streams import Entry, Reader, Streams, connect
+
+log = logging.getLogger(__name__)
+
+READ_LIMIT = 64
+READ_SECONDS = 0.5
+REPORT_SECONDS = 1.0
+
+
+def launch(context: RoleContext) -> Launch:
+    """One process of one thread."""
+    argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, ready=lambda: is_ready(context))
+
+
+def is_ready(context: RoleContext) -> bool:
+    """Whether the preprocessor reported so."""
+    status = context.status()
+    return status is not None and status.state == "ready"
+
+
+def prepare(group: Group, config: RunConfig) -> PreparedGroup:
+    """The group with its advantages, or with the reason why it is settled without training.
+
+    `failed: …` when fewer than `rollout.min_samples` samples succeeded or one is malformed; `filtered: …` when no
+    sample can teach anything and `training.zero_advantage` is `drop`.
+    """
+    reason = _unusable(group, config.rollout.min_samples)
+    if reason:
+        return PreparedGroup(group=group, outcome=f"failed: {reason}")
+    rewards = [sample.reward for sample in group.samples]
+    if config.training.zero_advantage == "drop" and all_alike(rewards):
+        return PreparedGroup(group=group, outcome="filtered: zero advantage")
+    return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage).tolist()))
+
+
+def _unusable(group: Group, min_samples: int) -> str:
+    """Why a group cannot be trained; empty if it can. Worded without numbers, since reasons are counted."""
+    if len(group.samples) < min_samples:
+        return group.failures[0].partition(":")[0] if group.failures else "too few samples"
+    try:
+        for sample in group.samples:
+            sample.check()
+    except RecordError:
+        return "malformed sample"
+    return ""
+
+
+class Preprocessor:
+    """The loop of the role."""
+
+    def __init__(self, streams: Streams, config: RunConfig, report: Callable[[dict[str, float]], None]) -> None:
+        """`report` is called about once a second with counts, and the fractions of time since its last call."""
+        self._streams, self._config, self._report = streams, config, report
+        self._outcomes: Counter[str] = Counter()
+        self._starved, self._full = Share(), Share()
+        self._reported = float("-inf")
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Prepare groups until `should_stop()`."""
+        reader = self._streams.reader("groups", Group, "preprocessor")
+        while not should_stop():
+            self._tell()
+            with self._starved:
+                entries = reader.read(READ_LIMIT, READ_SECONDS)
+            if entries:
+                self._pass_on(reader, entries, should_stop)
+
+    def _pass_on(self, reader: Reader[Group], entries: list[Entry[Group]], should_stop: Callable[[], bool]) -> None:
+        prepared = [prepare(entry.record, self._config) for entry in entries]
+        done = (reader, [entry.id for entry in entries])
+        with self._full:
+            passed = self._streams.publish_many("prepared", prepared, acknowledging=done, should_stop=should_stop)
+        if passed:
+            self._outcomes.update(each.outcome.partition(":")[0] for each in prepared)
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._reported > REPORT_SECONDS:
+            self._reported = now
+            shares = {"starved": self._starved.take(), "backpressure": self._full.take()}
+            self._report(shares | {f"groups/{outcome}": count for outcome, count in self._outcomes.items()})
+
+
+def main(arguments: list[str]) -> None:
+    """The role's process."""
+    from pipeline import logs
+
+    context = RoleContext.from_arguments(arguments)
+    logs.configure(context.placement.name)
+    context.report("starting")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        with connect(context) as streams:
+            preprocessor = Preprocessor(streams, context.config, lambda numbers: context.report("ready", "", **numbers))
+            preprocessor.run(lambda: stop.is_set() or context.events.seen("training_finished") is not None)
+    except RollcallError as error:
+        context.report("failed", str(error))
+        log.error("%s", error)
+        sys.exit(error.exit_code)
+    context.report("stopped")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

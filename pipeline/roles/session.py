@@ -1,0 +1,156 @@
+"""One attempt of the trainer, from its newest commit to `training_finished`.
+
+Owns the wiring of the controller: which jobs run on which dispatch, with which streams, servers, checkpoints and sinks,
+and the order of the end: last commit, exported model, weight groups torn down, and only then the event [B7, B8]. Must
+not know losses, ranks or how weights travel.
+"""
+
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from pipeline.board import Board
+from pipeline.metrics import Console, MetricSinks, read_rows
+from pipeline.models import model_directory
+from pipeline.roles.context import RoleContext
+from pipeline.streams import connect
+from pipeline.tasks import load_task
+from pipeline.tasks.chat import Chat
+from pipeline.tracking import tracking_sinks
+from pipeline.training.batches import GroupBatches, Interrupted
+from pipeline.training.commits import Commits, Position
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.evaluation import Evaluations
+from pipeline.training.jobs import Job, SftJob
+from pipeline.training.publisher import Publisher
+from pipeline.training.rl import ReinforcementLearning
+from pipeline.training.rows import Row
+from pipeline.training.runner import Algorithm, Runner
+from pipeline.training.sft import SupervisedFineTuning
+from pipeline.weights.link import Meeting
+from pipeline.weights.sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """The controller's part of one attempt."""
+
+    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+        self._context, self._dispatch, self._config = context, dispatch, context.config
+        self._actor = replace(context, placement=context.world.of_role("actor")[0])
+        self._commits = Commits(context.paths, context.config, dispatch)
+
+    def run(self) -> None:
+        """Run what is left of the run's jobs; returns without `training_finished` when the attempt is ending."""
+        position = self._commits.restore()
+        with ExitStack() as opened:
+            self._open(opened)
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on events say when to commit and end
+                self._context.report("ready", "connected")
+                self._board.post_ledger(self._commits.ledger.snapshot())
+                self._batches.acknowledge(self._commits.covered)
+                self._run_jobs(position)
+                self._dispatch.export_hf("policy", self._context.run.model)
+            except Interrupted as reason:
+                log.info("%s; what is done is committed", reason)
+                return
+        self._context.events.publish("training_finished", self._context.placement.name)
+
+    def _open(self, opened: ExitStack) -> None:
+        """Connect to everything the controller talks to; `opened` closes it, the weight groups first."""
+        config, context = self._config, self._context
+        paths, run = context.paths, context.run
+        tracking = tracking_sinks(config, paths)
+        self._sinks = opened.enter_context(MetricSinks(run.metrics, paths.attempt, [Console(), *tracking]))
+        self._streams = opened.enter_context(connect(context))
+        self._board = Board(self._streams)
+        self._publisher = Publisher(self._dispatch, opened.enter_context(self._sender()), self._pulse)
+        self._batches = GroupBatches(self._streams, self._board, self._commits.ledger, config, self._pulse)
+        self._evaluations = Evaluations(
+            self._streams,
+            context.paths.attempt,
+            config.training.data_seconds,
+            [row["step"] for row in read_rows(run.metrics) if row["kind"] == "eval"],
+            self._note_evaluation,
+            self._pulse,
+        )
+
+    def _sender(self) -> WeightSender:
+        context, config = self._context, self._config
+        servers = [placement.endpoint for placement in context.world.of_role("inference")]
+        place = context.world.of_role("trainer")[0]
+        meeting = Meeting(place.address, place.ports[1], context.world.secret)
+        return WeightSender(servers, meeting, config.inference, config.cluster.startup_seconds, self._board.post_server)
+
+    def _run_jobs(self, position: Position) -> None:
+        runner = Runner(self, self._config.training.checkpoint_every)
+        runner.run(self._algorithm(position.job), position.done)
+        for job in position.rest:
+            runner.run(self._algorithm(job), 0)
+
+    def _algorithm(self, job: Job) -> Algorithm:
+        if isinstance(job, SftJob):
+            return SupervisedFineTuning(job, self._dispatch, Demonstrations(self._context), self._pulse)
+        return ReinforcementLearning(
+            job, self._config, self._dispatch, self._batches, self._publisher, self._evaluations
+        )
+
+    @property
+    def whole(self) -> bool:
+        """See `runner.Book`."""
+        return not self._dispatch.broken
+
+    def commit(self, job: Job, done: int) -> None:
+        """See `runner.Book`."""
+        self._commits.commit(job, done, self._batches.covered)
+        self._board.post_ledger(self._commits.ledger.snapshot())
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """See `runner.Book`."""
+        self._sinks.log("train", job.name, step, {**metrics, **idle_fractions(self._actor)})
+        self._context.report("ready", f"{job.name} step {step} of {job.steps}")
+
+    def _note_evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._sinks.log("eval", "rl", version, metrics)
+
+    def _pulse(self) -> None:
+        """Show the ranks that the controller lives; raise `Interrupted` when the attempt is ending."""
+        self._dispatch.idle()
+        events = self._context.events
+        ending = events.seen("failed") or events.seen("draining")
+        if ending is not None:
+            raise Interrupted(f"{ending.name} by {ending.by}")
+
+
+def idle_fractions(actor: RoleContext) -> dict[str, float]:
+    """How idle the servers and the actor were in the last second, as the actor reported: 0 … 1 each."""
+    status = actor.status()
+    numbers = status.numbers if status is not None else {}
+    servers = [value for name, value in numbers.items() if name.startswith("idle/")]
+    found = {"idle/actor": numbers.get("gate_blocked"), "idle/servers": fmean(servers) if servers else None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class Demonstrations:
+    """The task's demonstrations as rows; step s has number s · count and those after it."""
+
+    def __init__(self, context: RoleContext) -> None:
+        config = context.config
+        self._task = load_task(config.task, config.seed)
+        self._chat = Chat(model_directory(config.model))
+
+    def __call__(self, step: int, count: int) -> Sequence[Row]:
+        return [self._row(step * count + number) for number in range(count)]
+
+    def _row(self, index: int) -> Row:
+        tokens, prompt = self._chat.demonstration(self._task.demonstration(index))
+        mask = np.ones(len(tokens), np.uint8)
+        mask[:prompt] = 0
+        return Row(tokens=np.array(tokens, np.int32), mask=mask, prompt=index)

@@ -1,0 +1,60 @@
+"""The trainer role: one torchrun over its nodes, rank 0 the controller [D1, D6].
+
+Owns its command line and its processes. What the controller does is `pipeline.roles.session`.
+"""
+
+import sys
+
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+
+
+def launch(context: RoleContext) -> Launch:
+    """One torchrun agent on each trainer node; static rendezvous at the first one's held port."""
+    trainers, resources = context.world.of_role("trainer"), context.config.resources.trainer
+    master = trainers[0]
+    argv = (
+        *(sys.executable, "-P", "-m", "torch.distributed.run"),
+        *("--nnodes", str(len(trainers)), "--node-rank", str(context.placement.index)),
+        *("--nproc-per-node", str(resources.processes), "--max-restarts", "0"),
+        *("--master-addr", master.address, "--master-port", str(master.ports[0])),
+        *("-m", "pipeline.roles.trainer", *context.arguments()),
+    )
+    env = {"OMP_NUM_THREADS": str(resources.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if context.placement.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.placement.gpus))
+    return Launch(argv=argv, env=env, ready=lambda: is_ready(context))
+
+
+def is_ready(context: RoleContext) -> bool:
+    """Whether the controller reported so; the other nodes follow it."""
+    master = RoleContext(context.paths, context.config, context.world, context.world.of_role("trainer")[0])
+    status = master.status()
+    return status is not None and status.state == "ready"
+
+
+def main(arguments: list[str]) -> None:
+    from pipeline import logs, process
+    from pipeline.packing import Budget
+    from pipeline.training.dispatch import Dispatch, lead_or_serve
+
+    process.die_with_parent()
+    context = RoleContext.from_arguments(arguments)
+    logs.configure(context.placement.name)
+    training = context.config.training
+    budget = Budget(tokens=training.micro_batch_tokens, packed=training.packing)
+
+    def lead(dispatch: Dispatch) -> None:
+        try:
+            from pipeline.roles.session import Session
+
+            Session(context, dispatch).run()
+        except Exception as error:
+            context.report("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
+            raise
+
+    lead_or_serve(lead, budget, device="cuda" if context.placement.gpus else "cpu")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
