@@ -1,0 +1,53 @@
+"""What all launchers share: is this our code, then run it.
+
+Owns the guard against namesakes: `pipeline`, `slurm` and `conf` are common names, and another project's may come first
+in the search path. Promises one line for it, before any of them is imported. Uses the standard library alone.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("pipeline", "slurm", "conf")
+INSTALLED = ("site-packages", "dist-packages")
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def run(module: str, usage: str = "") -> int:
+    """The exit code of `main(arguments)` of a module of ours; with `usage`, `--help` prints that instead."""
+    if usage and {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage)
+        return 0
+    wrong = namesake(CHECKOUT)
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    try:
+        code: int = import_module(module).main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("interrupted; nothing was started", file=sys.stderr)
+        return 130
+    return code
+
+
+def namesake(checkout: Path) -> str:
+    """What is wrong with the packages that an import would find; empty if they are of this checkout, or installed."""
+    install = f"{sys.executable} -m pip install -e {checkout}"
+    found = {name: _folder(name) for name in PACKAGES}
+    for name, folder in found.items():
+        if folder is None:
+            return f"{name} is not installed in {sys.executable}: run make, or {install}"
+        if folder != checkout and not (folder.name in INSTALLED and folder == found["pipeline"]):
+            return f"{name} is found in {folder}, which is not this project: run {install}, and see PYTHONPATH"
+    return ""
+
+
+def _folder(name: str) -> Path | None:
+    """The folder that holds the package; nothing is imported."""
+    spec = find_spec(name)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve().parent
+    return Path(spec.origin or "").resolve().parent

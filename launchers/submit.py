@@ -1,0 +1,15 @@
+"""Submit one run: `python launchers/submit.py experiment=demo cluster=local`."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
+    from entry import run
+
+    return run("slurm.submit")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

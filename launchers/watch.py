@@ -1,0 +1,15 @@
+"""Watch a run: `python launchers/watch.py run=<name or directory>`; Ctrl-C leaves the run alone."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
+    from entry import run
+
+    return run("slurm.view", usage=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

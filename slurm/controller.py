@@ -1,0 +1,95 @@
+"""The controller of a local job: what slurmctld and srun are to a cluster's.
+
+Owns the agents of the virtual nodes: starts them through submitit's own controller, passes TERM on, and, like
+`srun --kill-on-bad-exit`, asks the others to stop when one ends badly. Ends with its launcher. Started by
+`slurm.executors` as `python -m slurm.controller FOLDER RUN ATTEMPT`.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from submitit.local.local import Controller
+
+from pipeline import files
+from pipeline.events import Events
+from pipeline.failure import FirstFailure
+from pipeline.paths import RunPaths
+from pipeline.process import adopt_orphans, describe_exit, end_descendants
+from pipeline.roles.context import read_config
+from slurm import runs
+from slurm.environment import launcher_process
+from slurm.supervisor import longest_descent
+
+_PAUSE = 0.1
+
+
+class VirtualController(Controller):
+    """Waits for all agents; after the first bad end, the launcher's end, or a signal, they have a bounded time left."""
+
+    def __init__(self, folder: Path, run: RunPaths, attempt: str, launcher: psutil.Process | None) -> None:
+        super().__init__(folder)
+        self._paths = run.attempt(runs.identity(run).run_id, attempt)
+        self._patience = longest_descent(read_config(run).cluster) + 5.0
+        self._launcher = launcher
+        self._asked_at: float | None = None
+        self._failed: set[int] = set()
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
+            signal.signal(number, lambda *_: self._ask())
+
+    def wait(self, freq: int = 24) -> Sequence[int | None]:
+        """Exit codes of all agents, None for those that had to be killed."""
+        while True:
+            codes = [task.poll() for task in self.tasks]
+            for rank, code in enumerate(codes):
+                if code and rank not in self._failed:
+                    self._failed.add(rank)
+                    self._tell_failure(rank, code)
+            if all(code is not None for code in codes):
+                return codes
+            if any(codes) or not self._launcher_lives():
+                self._ask()
+            if self._asked_at is not None and time.monotonic() - self._asked_at > self._patience:
+                return codes
+            time.sleep(_PAUSE)
+
+    def _ask(self) -> None:
+        """Ask all agents, once, to come down."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._forward_signal(signal.SIGTERM)
+
+    def _tell_failure(self, rank: int, code: int) -> None:
+        """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
+        files.write_document(self._paths.down(f"agent.{rank}"), "left")
+        name, cause = f"agent.{rank}", describe_exit(code)
+        failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
+        files.create_document(self._paths.first_failure, failure)
+        Events(self._paths).publish("failed", name, failure.one_line())
+
+    def _launcher_lives(self) -> bool:
+        try:
+            return self._launcher is not None and self._launcher.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def main() -> int:
+    adopt_orphans()
+    folder, run, attempt = Path(sys.argv[1]), RunPaths(Path(sys.argv[2])), sys.argv[3]
+    with runs.held_by_job(run):
+        controller = VirtualController(folder, run, attempt, launcher_process())
+        try:
+            controller.start_tasks()
+            codes = controller.wait()
+        finally:
+            controller.kill_tasks()
+            end_descendants()
+    return 0 if all(code == 0 for code in codes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

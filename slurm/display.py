@@ -1,0 +1,210 @@
+"""How a snapshot looks: a panel for a terminal, lines for everything else.
+
+Owns layout, colours and rounding. Pure: a snapshot in, renderables or lines out; reads no file and knows no clock.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.events import Event
+from pipeline.report.words import clock, number
+from slurm.snapshot import Progress, RoleLine, Snapshot
+
+JOB_NAMES = {"sft": "warm start", "rl": "training"}
+MOST_ROLES = 16
+LINE_SECONDS = 5.0
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = {
+    "waiting": "bright_black",
+    "meeting": "yellow",
+    "starting": "yellow",
+    "ready": "green",
+    "training": "green",
+    "finishing": "cyan",
+    "stopping": "yellow",
+    "stopped": "bright_black",
+    "interrupted": "yellow",
+    "failed": "bold red",
+    "finished": "bold green",
+}
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The whole picture of a run in one panel."""
+    parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
+    events = [event for event in snapshot.events if event.name != "failed" or snapshot.failure is None]
+    if events:
+        parts += [Text(), _events(events)]
+    if snapshot.failure:
+        parts += [Text(), Text(snapshot.failure.one_line(), style="red")]
+    title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{snapshot.state} ", _COLOURS[snapshot.state]))
+    elapsed = f" {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
+    subtitle = Text(
+        f" attempt {snapshot.attempt} ·{elapsed}" if snapshot.attempt else " no attempt yet ", "bright_black"
+    )
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        subtitle=subtitle,
+        subtitle_align="left",
+        box=box.ROUNDED,
+        border_style="bright_black",
+        padding=(1, 2),
+        width=100,
+    )
+
+
+def _roles_table(snapshot: Snapshot) -> RenderableType:
+    if not snapshot.roles:
+        return Text("the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …", "bright_black")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
+    for column, ratio in (("role", 3), ("rank", 1), ("address", 3), ("state", 2), ("since", 2), ("", 6)):
+        table.add_column(column, ratio=ratio, no_wrap=True, overflow="ellipsis")
+    shown = most_telling(snapshot.roles, MOST_ROLES)
+    for role in shown:
+        since = clock(snapshot.until - role.since) if role.since else ""
+        state = Text(f"● {role.state}", _COLOURS.get(role.state, ""))
+        table.add_row(role.name, str(role.rank), role.address, state, since, Text(role.detail, "bright_black"))
+    if len(shown) < len(snapshot.roles):
+        table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))
+    return table
+
+
+def most_telling(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
+    """At most `most` roles, in their order; those that are not ready are preferred."""
+    if len(roles) <= most:
+        return list(roles)
+    chosen = sorted(range(len(roles)), key=lambda index: (roles[index].state == "ready", index))[:most]
+    return [roles[index] for index in sorted(chosen)]
+
+
+def _progress_line(snapshot: Snapshot) -> RenderableType:
+    progress = snapshot.progress or Progress("rl", 0, 0, None)
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    row.add_column(width=12)
+    row.add_column(ratio=1)
+    row.add_column(justify="right", no_wrap=True)
+    bar = ProgressBar(
+        total=max(1, progress.steps), completed=progress.step, complete_style="blue", finished_style="green"
+    )
+    row.add_row(JOB_NAMES.get(progress.job, progress.job), bar, _step_text(progress))
+    return row
+
+
+def _step_text(progress: Progress) -> str:
+    text = f"{progress.step} / {progress.steps}" if progress.steps else f"{progress.step}"
+    left = progress.seconds_left
+    return f"{text} · {clock(left)} left" if left else text
+
+
+def _figures(snapshot: Snapshot) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    for width in (12, 18, None):
+        grid.add_column(width=width, no_wrap=True)
+    for name, value, more in figures(snapshot):
+        grid.add_row(
+            Text(name, "bright_black"), Text(value, "bold"), Text(more, "blue" if more[:1] in _BARS else "bright_black")
+        )
+    return grid
+
+
+def figures(snapshot: Snapshot) -> list[tuple[str, str, str]]:
+    """(name, value, more) of each number that matters, an em dash where there is none yet."""
+    numbers, scores = snapshot.numbers, [value for _, value in snapshot.accuracies]
+    first_last = (
+        f"{scores[0]:.3f} → {scores[-1]:.3f}" if len(scores) > 1 else number(scores[-1] if scores else None, ".3f")
+    )
+    lag = f"{number(numbers.get('lag/mean'), '.1f')} / {number(numbers.get('lag/max'), '.0f')}"
+    limit = "mean / largest" + (f", limit {snapshot.max_lag}" if snapshot.max_lag is not None else "")
+    return [
+        ("reward", number(snapshot.rewards[-1] if snapshot.rewards else None, ".3f"), sparkline(snapshot.rewards)),
+        ("held-out", first_last, sparkline(scores)),
+        ("lag", lag if "lag/mean" in numbers else "—", limit),
+        ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers)),
+    ]
+
+
+def _idle_text(numbers: dict[str, float]) -> str:
+    waits = [f"{name.removeprefix('idle/')} {value:.0%}" for name, value in numbers.items() if name.startswith("idle/")]
+    return f"idle: {', '.join(waits)}" if waits else ""
+
+
+def _events(events: Sequence[Event]) -> RenderableType:
+    lines = [_event_text(event) for event in events]
+    return Text("\n".join(lines), "bright_black", overflow="ellipsis", no_wrap=True)
+
+
+def _event_text(event: Event) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return f"{at}  {event.name.replace('_', ' ')} ({event.by})" + (f": {event.detail}" if event.detail else "")
+
+
+class Ticker:
+    """Turns snapshots into lines: every change of state at once, progress every `LINE_SECONDS` and at evaluations."""
+
+    def __init__(self) -> None:
+        self._state, self._roles = "", dict[str, str]()
+        self._told, self._next = ("", 0, 0), 0.0
+
+    def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:
+        """What is new since the call before; `last` tells the progress whenever it was told."""
+        return [
+            *self._state_lines(snapshot),
+            *self._role_lines(snapshot.roles),
+            *self._progress_lines(snapshot, now, last),
+        ]
+
+    def _state_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        if snapshot.state == self._state:
+            return []
+        self._state = snapshot.state
+        failure = f": {snapshot.failure.one_line()}" if snapshot.failure else ""
+        return [f"{snapshot.name}: {snapshot.state}{failure}"]
+
+    def _role_lines(self, roles: Sequence[RoleLine]) -> Iterable[str]:
+        new = [role for role in roles if role.state != "waiting" and self._roles.get(role.name) != role.state]
+        self._roles |= {role.name: role.state for role in new}
+        return [f"  {role.name} on rank {role.rank}: {role.state}" for role in new if role.state in ("ready", "failed")]
+
+    def _progress_lines(self, snapshot: Snapshot, now: float, last: bool) -> Iterable[str]:
+        progress, evaluations = snapshot.progress, len(snapshot.accuracies)
+        if progress is None or (progress.job, progress.step, evaluations) == self._told:
+            return []
+        if not last and now < self._next and evaluations == self._told[2]:
+            return []
+        self._told, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
+        return [f"  {JOB_NAMES.get(progress.job, progress.job)} {_step_text(progress)}{_known(snapshot)}"]
+
+
+def _known(snapshot: Snapshot) -> str:
+    """The figures that have a value, for one line."""
+    if snapshot.progress is None or snapshot.progress.job != "rl":
+        loss = snapshot.numbers.get("loss")
+        return "" if loss is None else f"  loss {loss:.3f}"
+    return "".join(f"  {name} {value}" for name, value, _ in figures(snapshot) if value != "—")
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The values as bars, averaged down to at most `width` of them; empty for fewer than two."""
+    if len(values) < 2:
+        return ""
+    cells = min(width, len(values))
+    edges = [round(cell * len(values) / cells) for cell in range(cells + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_BARS[min(7, int(8 * (mean - low) / span))] if span else _BARS[0] for mean in means)
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "—"
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"

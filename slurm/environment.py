@@ -1,0 +1,118 @@
+"""Where this rank is: the only reader of the scheduler's variables.
+
+Owns the translation of Slurm's and the local controller's variables into one value. Promises that no other module reads
+`os.environ` for them. `repr` of an `Environment` prints the whole situation of a rank.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipeline.errors import RendezvousError
+from slurm.preflight import candidate_addresses
+
+LOCAL_JOB = "ROLLCALL_LOCAL_JOB"
+LAUNCHER = "ROLLCALL_LAUNCHER_PID"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One rank of one attempt.
+
+    Attributes:
+        job, restart: the scheduler's job id and how often it was requeued.
+        rank, ranks: this task and how many there are.
+        addresses: candidate addresses of this node, best first.
+        interface: where this rank's beacon listens: a virtual node's own address, or "" for all interfaces.
+        visible_gpus: what the scheduler put into CUDA_VISIBLE_DEVICES, None if it did not.
+    """
+
+    job: str
+    restart: int
+    rank: int
+    ranks: int
+    addresses: tuple[str, ...]
+    interface: str = ""
+    visible_gpus: str | None = None
+
+    @property
+    def attempt(self) -> str:
+        """`<job id>-<restart count>`: names this incarnation everywhere."""
+        return f"{self.job}-{self.restart}"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str] = os.environ) -> "Environment":
+        """The environment of this process; `RendezvousError` when no known scheduler started it."""
+        if LOCAL_JOB in variables:
+            return _local(variables)
+        if "SLURM_JOB_ID" in variables:
+            return _slurm(variables)
+        raise RendezvousError("this process was started by no scheduler; start runs with launchers/submit.py")
+
+
+def _local(variables: Mapping[str, str]) -> Environment:
+    rank = int(variables["SUBMITIT_LOCAL_GLOBALID"])
+    return Environment(
+        job=variables[LOCAL_JOB],
+        restart=0,
+        rank=rank,
+        ranks=int(variables["SUBMITIT_LOCAL_NTASKS"]),
+        addresses=(local_address(rank),),
+        interface=local_address(rank),
+    )
+
+
+def _slurm(variables: Mapping[str, str]) -> Environment:
+    return Environment(
+        job=variables["SLURM_JOB_ID"],
+        restart=int(variables.get("SLURM_RESTART_COUNT", "0")),
+        rank=int(variables["SLURM_PROCID"]),
+        ranks=int(variables["SLURM_NTASKS"]),
+        addresses=candidate_addresses(),
+        visible_gpus=variables.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def launcher_process(variables: Mapping[str, str] = os.environ) -> psutil.Process | None:
+    """The launcher that a local job must not outlive, or None when it is gone already."""
+    try:
+        return psutil.Process(int(variables[LAUNCHER]))
+    except psutil.NoSuchProcess:
+        return None
+
+
+def local_address(rank: int) -> str:
+    """Loopback address of a virtual node: 127.0.0.2 for rank 0, and so on."""
+    return f"127.0.{(rank + 2) // 256}.{(rank + 2) % 256}"
+
+
+def local_job_environment(job: str, command: str, ranks: int, code: Path) -> dict[str, str]:
+    """What the controller of a local job starts with: submitit's variables and ours. Agents import from `code`."""
+    return dict(os.environ) | {
+        LOCAL_JOB: job,
+        LAUNCHER: str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONSAFEPATH": "1",
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_COMMAND": command,
+        "SUBMITIT_LOCAL_NTASKS": str(ranks),
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_TIMEOUT_S": "0",
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+        "SUBMITIT_STDERR_TO_STDOUT": "1",
+        "SUBMITIT_LOCAL_WITH_SHELL": "",
+    }
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a role: this process's own, less what belongs to the scheduler's launcher, plus `extra`.
+
+    Python children never import from their working directory (`PYTHONSAFEPATH`), so that a folder named like one of
+    ours cannot shadow it.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SUBMITIT_", LOCAL_JOB, LAUNCHER))}
+    return kept | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | dict(extra)
