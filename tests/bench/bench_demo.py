@@ -1,0 +1,86 @@
+"""The demo for several seeds: `python -m tests.bench.bench_demo [--seeds 0 1 2] [--output DIR] [key=value …]`.
+
+Starts the launcher as a user would, one run after the other, and prints what each run's own `metrics.jsonl` says:
+held-out accuracy before and after RL, time, lag, and where the time of a step goes. Exits with 1 when a run gains less
+than 25 points or takes more than 6 minutes.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from pipeline.metrics import read_rows, series
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_GAIN, MOST_SECONDS = 0.25, 360
+COLUMNS = (
+    *("seed", "warm start", "after RL", "gain", "minutes", "lag max", "s a step", "of it: data", "train", "sync"),
+    *("samples/s", "log ratio at lag 0"),
+)
+
+
+def run(seed: int, output: Path, overrides: Sequence[str]) -> float:
+    """One demo; the seconds it took from the command to its end."""
+    command = [sys.executable, "launchers/submit.py", "experiment=demo", f"name=seed{seed}", f"seed={seed}"]
+    started = time.monotonic()
+    subprocess.run([*command, f"output={output}", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
+
+
+def measure(rows: list[dict[str, Any]], seconds: float, seed: int) -> dict[str, Any]:
+    """What a run's rows say, as a row of the table."""
+    accuracy = [value for _, value in series(rows, "eval/accuracy")]
+    train = [row for row in rows if row["job"] == "rl" and row["kind"] == "train"]
+    middle = {name: median(row[name] for row in train) for name in ("seconds/step", "seconds/data", "seconds/train")}
+    return {
+        "seed": seed,
+        "warm start": f"{accuracy[0]:.3f}",
+        "after RL": f"{accuracy[-1]:.3f}",
+        "gain": accuracy[-1] - accuracy[0],
+        "minutes": seconds / 60,
+        "lag max": max(row["lag/max"] for row in train),
+        "s a step": middle["seconds/step"],
+        "of it: data": middle["seconds/data"],
+        "train": middle["seconds/train"],
+        "sync": median(row["sync/seconds"] for row in train if "sync/seconds" in row),
+        "samples/s": sum(row["samples"] for row in train) / (train[-1]["time"] - train[0]["time"]),
+        "log ratio at lag 0": f"{train[0]['log_ratio']:.1e}",
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The results as a Markdown table."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for result in results:
+        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in map(result.get, COLUMNS)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=None, help="keep the runs there")
+    options, overrides = parser.parse_known_args()
+    output = options.output or Path(tempfile.mkdtemp(prefix="rollcall-demo-"))
+    results = []
+    for seed in track(options.seeds, "demos", console=Console(stderr=True)):
+        seconds = run(seed, output, overrides)
+        results.append(measure(read_rows(output / f"seed{seed}" / "metrics.jsonl"), seconds, seed))
+    print(table(results))
+    met = all(row["gain"] >= LEAST_GAIN and row["minutes"] * 60 <= MOST_SECONDS for row in results)
+    print(f"\nat least {LEAST_GAIN:.0%} more in at most {MOST_SECONDS / 60:g} minutes: {'met' if met else 'NOT met'}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

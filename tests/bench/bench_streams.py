@@ -1,0 +1,150 @@
+"""How fast the streams are: `python -m tests.bench.bench_streams [--groups N] [--rounds N]`.
+
+Publishes, reads and acknowledges realistic groups (8 samples of 600 tokens) through the streams, on Redis and on files,
+and sends the same bytes through plain XADD and XREADGROUP + XACK of the same server in the same run. Prints groups/s,
+samples/s, MB/s and the ratio to the plain commands, for one group a call and for many. Exits with 1 when the streams on
+Redis have less than half of the plain speed in any row. Each figure is the median of the rounds, which take turns. The
+streams' figures include packing and unpacking the records, the byte accounting, and deleting what was acknowledged; the
+plain commands do none of it.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice, product
+from pathlib import Path
+
+import numpy as np
+import redis
+
+from pipeline.records import Group, Sample, encode
+from pipeline.streams import Streams, connect
+from tests.bench.tables import judge, markdown
+from tests.integration.redis_attempts import a_config, a_redis, raw_client, redis_context
+
+SAMPLES, TOKENS, BULK = 8, 600, 16
+BUDGET = 1 << 29
+PLAIN, REDIS = "plain redis", "streams, redis"
+LEAST_RATIO = 0.5
+COLUMNS = ("direction", "groups a call", "way", "groups/s", "samples/s", "MB/s", "of plain redis")
+
+Way = tuple[str, int, str]
+"""Direction, groups a call, and what carries them."""
+Times = dict[Way, list[float]]
+_names = count()
+
+
+def a_group(position: int) -> Group:
+    """Eight samples of 600 random tokens."""
+    random = np.random.default_rng(position)
+    samples = tuple(
+        Sample(
+            tokens=random.integers(0, 150_000, TOKENS, dtype=np.int32).tobytes(),
+            sampled=np.ones(TOKENS, dtype=np.uint8).tobytes(),
+            logprobs=random.standard_normal(TOKENS, dtype=np.float32).tobytes(),
+            reward=1.0,
+            version_min=1,
+            version_max=2,
+            finish="stop",
+        )
+        for _ in range(SAMPLES)
+    )
+    return Group(position=position, prompt=position, samples=samples)
+
+
+def portions(items: Iterable[bytes] | Iterable[Group], size: int) -> Iterator[list[bytes] | list[Group]]:
+    rest = iter(items)
+    while portion := list(islice(rest, size)):
+        yield portion
+
+
+def timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def plain(client: redis.Redis, payloads: list[bytes], size: int) -> tuple[float, float]:
+    """Seconds to XADD the payloads, and to XREADGROUP and XACK them, `size` a round trip."""
+    stream = f"plain-{next(_names)}"
+    client.xgroup_create(stream, "readers", id="0", mkstream=True)
+
+    def write() -> None:
+        for portion in portions(payloads, size):
+            pipeline = client.pipeline(transaction=False)
+            for payload in portion:
+                pipeline.xadd(stream, {"d": payload})
+            pipeline.execute()
+
+    def read() -> None:
+        while reply := client.xreadgroup("readers", "one", {stream: ">"}, count=size):
+            client.xack(stream, "readers", *[id for id, _ in reply[0][1]])
+
+    seconds = timed(write), timed(read)
+    client.delete(stream)
+    return seconds
+
+
+def ours(streams: Streams, groups: list[Group], size: int) -> tuple[float, float]:
+    """Seconds to publish the groups, and to read and acknowledge them, `size` a call."""
+    topic = f"groups-{next(_names)}"
+    reader = streams.reader(topic, Group, "bench")
+
+    def write() -> None:
+        for portion in portions(groups, size):
+            streams.publish_many(topic, portion, seconds=60)
+
+    def read() -> None:
+        while entries := reader.read(size, 0):
+            reader.acknowledge([entry.id for entry in entries])
+
+    return timed(write), timed(read)
+
+
+def measure(groups: list[Group], rounds: int, folder: Path) -> Times:
+    """Seconds of every way to move the groups, one figure a round."""
+    payloads = [encode(group) for group in groups]
+    times: Times = {}
+    on_files = connect(redis_context(folder / "files", "7-0", 1, a_config(backend="files", budget_bytes=BUDGET)))
+    with (
+        a_redis(folder / "redis", "7-0", a_config(budget_bytes=BUDGET)) as (context, _),
+        connect(context) as on_redis,
+        on_files,
+        raw_client(context) as client,
+    ):
+        for _, size in product(range(rounds), (1, BULK)):
+            for way, seconds in (
+                (PLAIN, plain(client, payloads, size)),
+                (REDIS, ours(on_redis, groups, size)),
+                ("streams, files", ours(on_files, groups, size)),
+            ):
+                for direction, value in zip(("publish", "read+ack"), seconds, strict=True):
+                    times.setdefault((direction, size, way), []).append(value)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Benchmark of the streams.")
+    parser.add_argument("--groups", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    groups = [a_group(position) for position in range(given.groups)]
+    size = len(encode(groups[0]))
+    print(f"{given.groups} groups of {SAMPLES} samples of {TOKENS} tokens, {size} bytes each; median of {given.rounds}")
+    with tempfile.TemporaryDirectory() as folder:
+        medians = {way: statistics.median(found) for way, found in measure(groups, given.rounds, Path(folder)).items()}
+    ratios = {key: medians[*key[:2], PLAIN] / seconds for key, seconds in medians.items()}
+    rows = []
+    for key, seconds in sorted(medians.items(), key=lambda item: item[0][:2]):
+        rate = given.groups / seconds
+        rows.append((*key, rate, rate * SAMPLES, rate * size / 1e6, ratios[key]))
+    print(markdown(COLUMNS, rows))
+    met = all(ratio >= LEAST_RATIO for (_, _, way), ratio in ratios.items() if way == REDIS)
+    return judge(f"the streams on Redis have at least {LEAST_RATIO:.0%} of the speed of plain commands", met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Stand-ins for what a test must control: clocks, directories, schedulers."""

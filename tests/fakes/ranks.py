@@ -1,0 +1,150 @@
+"""Thousands of ranks that meet in one process.
+
+`Simulation` runs the real `Meeting` of every rank on a disk in memory, one action at a time in the order of a simulated
+time, so that any interleaving and any death can be replayed from a seed.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from pipeline.errors import DeadlineError, RendezvousError
+from pipeline.plan import Card, Plan, World
+from slurm.rendezvous import Meeting, pauses
+from tests.fakes.clock import FakeClock
+from tests.fakes.disk import Crashed, Disk, Faults, View
+
+RUN, ATTEMPT = "run-1", "12-1"
+LATENCY = 0.002  # seconds of one operation
+
+
+class SkewedClock(FakeClock):
+    """A machine's own clock: the simulated time and an offset that no other machine knows."""
+
+    def __init__(self, base: FakeClock, offset: float) -> None:
+        super().__init__()
+        self._base, self._offset = base, offset
+
+    def now(self) -> float:
+        return self._base.time + self._offset
+
+
+@dataclass
+class Rank:
+    """One process that wants to take part: its card, when it starts, and what became of it."""
+
+    card: Card
+    start: float
+    view: View
+    meeting: Meeting | None = None
+    pause: float = 0.0
+    world: World | None = None
+    error: RendezvousError | DeadlineError | None = None
+    dead: bool = False
+    ended: float = 0.0
+
+    @property
+    def going(self) -> bool:
+        return self.world is None and self.error is None and not self.dead
+
+
+@dataclass
+class Simulation:
+    """All ranks of one attempt.
+
+    Attributes:
+        starts: seconds after which each of `cards` starts, 0 by default; a repeated rank is a twin process.
+        silent: ranks whose beacon nobody reaches.
+        view: makes a rank's view of the disk; replaced by mutants.
+    """
+
+    plan: Plan
+    cards: Sequence[Card]
+    faults: Faults = field(default_factory=Faults)
+    seconds: float = 60.0
+    lease: float = 2.0
+    starts: Sequence[float] = ()
+    silent: frozenset[int] = frozenset()
+    view: Callable[..., View] = View
+    ranks: list[Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = FakeClock()
+        self.disk = Disk(self.clock, self.faults)
+        self.random = Random(self.faults.seed)
+        seen: set[int] = set()
+        for place, card in enumerate(self.cards):
+            start = self.starts[place] if self.starts else 0.0
+            first = card.rank not in seen
+            seen.add(card.rank)
+            self.ranks.append(Rank(card, start, self.view(self.disk, card.rank, mortal=first)))
+
+    def run(self) -> "Simulation":
+        """Until every rank has its world, its error, or is dead."""
+        agenda = [(rank.start, place) for place, rank in enumerate(self.ranks)]
+        heapq.heapify(agenda)
+        while agenda:
+            self.clock.time, place = heapq.heappop(agenda)
+            rank = self.ranks[place]
+            pause = self._act(rank)
+            if rank.going:
+                heapq.heappush(agenda, (self.clock.time + pause, place))
+            else:
+                rank.ended = self.clock.time
+        return self
+
+    def _act(self, rank: Rank) -> float:
+        """Let a rank perform one action; the seconds until its next."""
+        before = rank.view.operations
+        try:
+            self._advance(rank)
+        except Crashed:
+            rank.dead = True
+        except (RendezvousError, DeadlineError) as error:
+            rank.error = error
+        if rank.view.stalled:
+            stalled, rank.view.stalled = rank.view.stalled, 0.0
+            return stalled
+        busy = LATENCY * (rank.view.operations - before) * self.random.uniform(0.5, 2)
+        return busy + (self._rest(rank) if rank.meeting and rank.meeting.resting else 0.0)
+
+    def _advance(self, rank: Rank) -> None:
+        if rank.meeting is None:
+            rank.meeting = self._begin(rank)
+        rank.meeting.act()
+        rank.world = rank.meeting.world
+        if rank.world is None and self.clock.time > rank.start + self.seconds:
+            raise DeadlineError("the world", self.seconds, rank.meeting.missing())
+
+    def _begin(self, rank: Rank) -> Meeting:
+        clock = SkewedClock(self.clock, self.random.uniform(-1e6, 1e6))
+        return Meeting(rank.view, self.plan, rank.card, RUN, self.seconds, self._find, self.lease, clock)
+
+    def _rest(self, rank: Rank) -> float:
+        first, longest = pauses(self.plan.ranks, self.lease)
+        rank.pause = min(max(first, rank.pause * 1.5), longest)
+        return rank.pause
+
+    def _find(self, cards: Sequence[Card]) -> Mapping[int, str]:
+        """The connect-back: whoever lives and is not silent answers, at its last address."""
+        living = {rank.card.rank for rank in self.ranks if not rank.dead}
+        return {card.rank: card.addresses[-1] for card in cards if card.rank in living - self.silent}
+
+
+def make_cards(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTEMPT) -> list[Card]:
+    """Healthy cards of a cluster of equal nodes, rank 0 first."""
+    return [
+        Card(
+            rank=rank,
+            attempt=attempt,
+            hostname=f"node{rank}",
+            pid=1000 + rank,
+            boot="boot",
+            addresses=("192.168.0.1", f"10.0.{rank // 256}.{rank % 256}"),
+            beacon=4000,
+            ports=tuple(range(5000, 5000 + ports)),
+            gpus=tuple(range(gpus)),
+        )
+        for rank in range(ranks)
+    ]

@@ -1,0 +1,138 @@
+"""A server that takes weights as vLLM with Rollcall's engine does: the same routes, the same group, no model.
+
+with WeightServer("127.0.0.5") as server:
+    with server.held("/update_weights"):        # that route does not answer within this block
+        ...
+    server.answers["/weight_info"] = b"[]"      # what it says instead of the truth
+    server.failing.add("/pause")                # answers with status 500
+    server.calls                                # routes asked, in order
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from pipeline.errors import WeightSyncError
+from pipeline.waiting import Deadline
+from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
+
+
+class WeightServer:
+    """One server; serves from its construction to the end of its block.
+
+    Attributes:
+        version: what it says that it serves.
+        loaded: versions whose bytes came to their end, in order.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.version, self.loaded, self.calls = "default", list[int](), list[str]()
+        self.answers: dict[str, bytes] = {}
+        self.failing: set[str] = set()
+        self._gates: dict[str, tuple[Event, Event]] = {}
+        self._address = address
+        self._group: Group | None = None
+        self._http = ThreadingHTTPServer((address, 0), self._handler())
+        self.endpoint = f"{address}:{self._http.server_address[1]}"
+        self._thread = Thread(target=self._http.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+    @contextmanager
+    def held(self, route: str) -> Iterator[Event]:
+        """Do not answer `route` until the block ends; the value is set when it is asked."""
+        asked, free = self._gates[route] = Event(), Event()
+        try:
+            yield asked
+        finally:
+            del self._gates[route]
+            free.set()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors that were loaded last."""
+        return dict(self._layout.views(self._buffer))
+
+    def answer(self, route: str, body: dict[str, Any]) -> bytes:
+        """Do what `route` asks for; the answer's body."""
+        self.calls.append(route)
+        if route in self._gates:
+            asked, free = self._gates[route]
+            asked.set()
+            assert free.wait(20)
+        match route:
+            case "/init_weight_transfer_engine":
+                self._meet(**body["init_info"])
+            case "/start_weight_update":
+                self._receive()
+            case "/update_weights":
+                self._reception.join()
+                assert self.loaded[-1] == body["update_info"]["version"]
+            case "/finish_weight_update":
+                self.version = body["weight_version"]
+            case "/weight_info":
+                return self.answers.get(route, json.dumps({"weight_version": self.version}).encode())
+            case "/shutdown_weight_transfer_engine":
+                self._group = None
+        return self.answers.get(route, b"")
+
+    def _meet(self, host: str, port: int, group: str, address: str, seconds: float, layout: list[list[Any]]) -> None:
+        self._layout = Layout.parse(layout)
+        self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)
+        store = visit_store(host, port, seconds)
+        announce(store, group)
+        self._group = Group(store, group, SERVER, address, seconds)
+
+    def _receive(self) -> None:
+        group = self._group
+        assert group is not None
+
+        def receive() -> None:
+            try:
+                self.loaded.append(group.receive(self._buffer, Deadline("weights", 20)))
+            except WeightSyncError:
+                return
+
+        self._reception = Thread(target=receive)
+        self._reception.start()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                route = self.path.partition("?")[0]
+                answer = server.answer(route, json.loads(body) if body else {})
+                self.send_response(500 if route in server.failing else 200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                try:
+                    self.wfile.write(answer)
+                except OSError:
+                    self.close_connection = True
+
+            def log_message(self, format: str, *args: Any) -> None:
+                return
+
+        return Handler

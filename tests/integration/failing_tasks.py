@@ -1,0 +1,55 @@
+"""Tasks whose rewards do not work, for the actor's tests."""
+
+import itertools
+import threading
+from typing import Any
+
+from pipeline.tasks import Prompt
+from pipeline.tasks.arithmetic import Arithmetic
+
+
+class AlwaysRaises(Arithmetic):
+    """Its verifier is broken."""
+
+    name = "always_raises"
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        raise ValueError("the verifier is broken")
+
+
+class HangsThenBreaks(Arithmetic):
+    """Its rewards hang; from then on it has no length."""
+
+    name = "hangs_then_breaks"
+
+    def __init__(self, options: Any, seed: int) -> None:
+        super().__init__(options, seed)
+        self._hanging = threading.Event()
+
+    def __len__(self) -> int:
+        if self._hanging.is_set():
+            raise ZeroDivisionError("a foreign error")
+        return super().__len__()
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        self._hanging.set()
+        threading.Event().wait()
+        return 0.0
+
+
+class SometimesWrong(Arithmetic):
+    """Every fourth reward is NaN, a string or an exception, in turn."""
+
+    name = "sometimes_wrong"
+
+    def __init__(self, options: Any, seed: int) -> None:
+        super().__init__(options, seed)
+        self._calls, self._faults = itertools.count(), itertools.cycle([float("nan"), "1.0", None])
+
+    def reward(self, prompt: Prompt, text: str) -> Any:
+        if next(self._calls) % 4:
+            return super().reward(prompt, text)
+        fault = next(self._faults)
+        if fault is None:
+            raise ZeroDivisionError("every twelfth")
+        return fault

@@ -1,0 +1,117 @@
+"""A small server that speaks vLLM's generate route and answers sums, with faults on demand; real HTTP, no model."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from pipeline.models import BUILT_IN
+from pipeline.rollouts.server import ROUTE
+from pipeline.tasks.arithmetic import evaluate
+from pipeline.tasks.chat import Chat
+
+ADDRESS = "127.0.0.1"
+CHAT = Chat(BUILT_IN / "tiny_qwen3")
+
+Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class PolicyServer:
+    """Answers right in every other sample of a request, or always when greedy, with the weights `version`."""
+
+    version: int = 0
+    port: int = 0
+    requests: int = 0
+    in_flight: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests += 1
+        if self.faults:
+            return await self.faults.pop(0)(request)
+        asked = await request.json()
+        version = self.version
+        self.in_flight += 1
+        try:
+            while not self.hold.is_set():
+                await asyncio.sleep(0.005)
+        finally:
+            self.in_flight -= 1
+        sampling = asked["sampling_params"]
+        right = str(evaluate(CHAT.decode(asked["token_ids"]).strip("^=")))
+        said = [right if sampling["temperature"] == 0 or n % 2 else "0" for n in range(sampling["n"])]
+        return web.json_response({"choices": [_choice(n, text, version) for n, text in enumerate(said)]})
+
+    def late(self, release: threading.Event) -> Fault:
+        """The usual answer, once `release` is set."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            while not release.is_set():
+                await asyncio.sleep(0.005)
+            return await self.answer(request)
+
+        return answer
+
+
+async def broken(_: web.Request) -> web.StreamResponse:
+    """Status 500."""
+    return web.Response(status=500, text="the engine died")
+
+
+async def refused(_: web.Request) -> web.StreamResponse:
+    """Status 400."""
+    return web.json_response({"error": {"message": "too long"}}, status=400)
+
+
+async def disconnected(request: web.Request) -> web.StreamResponse:
+    """No answer: the connection is cut."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def _choice(index: int, text: str, version: int) -> dict[str, Any]:
+    tokens = CHAT.encode(f"{text}$")
+    return {
+        "index": index,
+        "finish_reason": "stop",
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": -0.25} for token in tokens]},
+        "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}],
+    }
+
+
+@contextmanager
+def a_policy_server() -> Iterator[PolicyServer]:
+    """A running server; ends with the block."""
+    server, loop = PolicyServer(), asyncio.new_event_loop()
+    application = web.Application()
+    application.router.add_post(ROUTE, server.answer)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+
+    async def start() -> None:
+        await runner.setup()
+        site = web.TCPSite(runner, ADDRESS, 0)
+        await site.start()
+        server.port = runner.addresses[0][1]
+
+    loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever, name="policy server")
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.hold.set()
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

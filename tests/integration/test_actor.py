@@ -1,0 +1,319 @@
+"""The actor's process: a real Redis, servers over real HTTP, and the test in the trainer's place."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.board import Board
+from pipeline.ledger import Ledger
+from pipeline.process import Child, tail
+from pipeline.records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
+from pipeline.streams import Streams
+from pipeline.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.integration.attempts import Attempt, an_attempt
+from tests.integration.policy_server import ADDRESS, PolicyServer, a_policy_server, broken, disconnected, refused
+
+pytestmark = pytest.mark.integration
+
+PROMPTS, ATTEMPTS, MAX_LAG = 4, 4, 1
+LIMIT = PROMPTS * (MAX_LAG + 1)
+
+
+@dataclass
+class Trainer:
+    """The test in the trainer's place: posts versions, settles groups."""
+
+    attempt: Attempt
+    streams: Streams
+    servers: list[PolicyServer]
+
+    def __post_init__(self) -> None:
+        self.board, self.ledger, self.version = Board(self.streams), Ledger(), 0
+        self.reader = self.streams.reader("groups", Group, "preprocessor")
+
+    def begin(self) -> None:
+        self.board.post_ledger(self.ledger.snapshot())
+        self.update(0)
+
+    def update(self, version: int) -> None:
+        """New weights on every server."""
+        self.version = version
+        self.board.post_progress(version, self.ledger.settled)
+        for server in self.servers:
+            server.version = version
+            self.board.post_server(f"{ADDRESS}:{server.port}", version)
+
+    def take(self, count: int, *, refused: int | None = None) -> list[Group]:
+        """The next `count` groups, given up, and settled but for the one at the position `refused`."""
+        groups: list[Group] = []
+        while len(groups) < count:
+            entries = self.reader.read(count - len(groups), 20)
+            assert entries, f"{len(groups)} of {count} groups came"
+            self.reader.acknowledge([entry.id for entry in entries])
+            groups += [entry.record for entry in entries]
+        for group in groups:
+            if group.position != refused:
+                self.ledger.settle(group.position, "trained", self.version)
+        return groups
+
+    def numbers(self) -> dict[str, float]:
+        """The actor's last report."""
+        status = self.attempt.context("actor").status()
+        return status.numbers if status else {}
+
+    def wait_for_number(self, name: str, value: float) -> None:
+        def arrived() -> bool:
+            return abs(self.numbers().get(name, -1.0) - value) < 1e-3
+
+        wait_for(f"{name} = {value}", arrived, 20, missing=lambda: str(self.numbers()))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def a_trainer(
+    stack: ExitStack,
+    run: Path,
+    *,
+    servers: int = 2,
+    task: str = "arithmetic",
+    startup_seconds: float = 60,
+    **rollout: Any,
+) -> Trainer:
+    config = make_config(
+        cluster={"kind": "local", "startup_seconds": startup_seconds},
+        model={"path": "tiny_qwen3", "init": "random", "max_length": 64},
+        task={"name": task},
+        training={"steps": 100, "prompts_per_step": PROMPTS, "max_lag": MAX_LAG},
+        rollout={"attempts": ATTEMPTS, "max_tokens": 8, "concurrency": 16, **rollout},
+    )
+    running = [stack.enter_context(a_policy_server()) for _ in range(servers)]
+    attempt = stack.enter_context(an_attempt(run, config, tuple((ADDRESS, server.port) for server in running)))
+    return Trainer(attempt, stack.enter_context(attempt.connect()), running)
+
+
+@pytest.fixture
+def trainer(stack: ExitStack, tmp_path: Path) -> Trainer:
+    return a_trainer(stack, tmp_path)
+
+
+def positions(groups: list[Group]) -> list[int]:
+    return sorted(group.position for group in groups)
+
+
+def test_nothing_is_asked_of_a_server_before_the_trainer_says_that_it_is_current(trainer: Trainer) -> None:
+    trainer.attempt.start("actor")
+    trainer.board.post_ledger(trainer.ledger.snapshot())
+    trainer.board.post_progress(0, 0)
+    trainer.board.post_server(f"{ADDRESS}:{trainer.servers[0].port}", 0)
+    trainer.take(LIMIT)
+    assert trainer.servers[0].requests == LIMIT
+    assert trainer.servers[1].requests == 0
+
+
+def test_groups_come_in_order_and_stop_at_the_staleness_limit(trainer: Trainer) -> None:
+    trainer.attempt.start("actor")
+    trainer.begin()
+    trainer.wait_for_number("groups", LIMIT)
+    trainer.wait_for_number("gate_blocked", 1.0)
+    first = trainer.take(LIMIT)
+    assert positions(first) == list(range(LIMIT))
+    assert all(len(group.samples) == ATTEMPTS and not group.failures for group in first)
+    assert {sample.reward for sample in first[0].samples} == {0.0, 1.0}
+    trainer.update(1)
+    second = trainer.take(LIMIT)
+    assert positions(second) == list(range(LIMIT, 2 * LIMIT))
+    assert {sample.version_min for group in second for sample in group.samples} == {1}
+
+
+def test_a_server_that_fails_costs_no_sample(trainer: Trainer) -> None:
+    trainer.servers[0].faults += [broken, disconnected, broken]
+    trainer.attempt.start("actor")
+    trainer.begin()
+    groups = trainer.take(LIMIT)
+    assert positions(groups) == list(range(LIMIT))
+    assert not any(group.failures for group in groups)
+
+
+def test_a_refused_request_fails_its_group_and_the_next_goes_on(trainer: Trainer) -> None:
+    for server in trainer.servers:
+        server.faults.append(refused)
+    trainer.attempt.start("actor")
+    trainer.begin()
+    groups = trainer.take(LIMIT)
+    failed = [group for group in groups if group.failures]
+    assert len(failed) == 2
+    assert all(not group.samples and "too long" in group.failures[0] for group in failed)
+    trainer.wait_for_number("failed/request refused RolloutError", 2 * ATTEMPTS)
+
+
+def test_rewards_that_fail_are_counted_by_reason_and_training_goes_on(stack: ExitStack, tmp_path: Path) -> None:
+    trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:SometimesWrong")
+    trainer.attempt.start("actor")
+    trainer.begin()
+    groups = trainer.take(LIMIT)
+    assert all(len(group.samples) + len(group.failures) == ATTEMPTS for group in groups)
+    reasons = Counter(failure.partition(":")[0] for group in groups for failure in group.failures)
+    assert reasons.keys() == {"reward is not finite", "reward is no number", "reward raised ZeroDivisionError"}
+    for reason, count in reasons.items():
+        trainer.wait_for_number(f"failed/{reason}", count)
+
+
+def test_a_task_that_always_fails_stops_the_run_with_its_reason(stack: ExitStack, tmp_path: Path) -> None:
+    trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:AlwaysRaises", give_up_after=16)
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    assert "16 samples in a row failed" in failure_of(trainer, child)
+    last = tail(child.log)[-1]
+    assert "16 samples in a row failed" in last
+    assert "reward raised ValueError: the verifier is broken" in last
+
+
+def failure_of(trainer: Trainer, child: Child) -> str:
+    """What the actor reported when it ended with code 1."""
+    assert wait_for("its end", lambda: None if child.poll() is None else [child.poll()], 20) == [1]
+    status = trainer.attempt.context("actor").status()
+    assert status is not None
+    assert status.state == "failed"
+    return status.detail
+
+
+def test_a_foreign_error_ends_the_process_with_its_traceback_even_when_a_reward_hangs(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:HangsThenBreaks")
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    wait_for("rewards", lambda: sum(server.requests for server in trainer.servers) == LIMIT, 20)
+    for position in range(LIMIT):
+        trainer.ledger.settle(position, "trained", 0)
+    trainer.update(1)
+    assert failure_of(trainer, child) == "ZeroDivisionError: a foreign error"
+    assert "Traceback" in child.log.read_text()
+
+
+def test_events_that_cannot_be_read_end_the_actor_with_the_reason(trainer: Trainer) -> None:
+    child = trainer.attempt.start("actor")
+    (trainer.attempt.paths.events / "training_finished.json").mkdir(parents=True)
+    assert "IsADirectoryError" in failure_of(trainer, child)
+
+
+def test_an_actor_whose_trainer_posts_no_ledger_ends_with_what_it_missed(stack: ExitStack, tmp_path: Path) -> None:
+    trainer = a_trainer(stack, tmp_path, startup_seconds=0.5)
+    child = trainer.attempt.start("actor")
+    assert failure_of(trainer, child).startswith("waited 1.0 s for the trainer's ledger")
+
+
+def test_what_was_in_flight_when_an_actor_died_is_issued_again(trainer: Trainer) -> None:
+    for server in trainer.servers:
+        server.hold.clear()
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) == LIMIT, 20)
+    child.kill()
+    for server in trainer.servers:
+        server.hold.set()
+    trainer.attempt.start("actor")
+    assert positions(trainer.take(LIMIT)) == list(range(LIMIT))
+
+
+def test_a_restarted_actor_fills_the_holes_and_doubles_nothing(trainer: Trainer) -> None:
+    """Settled: 0, 1, 5. In `prepared`: 2. In `groups`: 7. So 3, 4 and 6 are missing."""
+    for position in (0, 1, 5):
+        trainer.ledger.settle(position, "trained", 1)
+    trainer.streams.publish("prepared", PreparedGroup(group=Group(position=2, prompt=0)))
+    trainer.streams.publish("groups", Group(position=7, prompt=0))
+    trainer.begin()
+    trainer.attempt.start("actor")
+    room = LIMIT - len((2, 7))
+    groups = trainer.take(1 + room)
+    assert positions(groups) == [3, 4, 6, 7, 8, 9, 10]
+
+
+def test_a_refused_position_is_issued_again_and_its_request_outlives_the_actor(trainer: Trainer) -> None:
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    trainer.take(LIMIT, refused=2)
+    for server in trainer.servers:
+        server.hold.clear()
+    trainer.streams.publish("reissue", Reissue(position=2, reason="older than max_lag"))
+    trainer.update(1)
+    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) >= PROMPTS, 20)
+    child.kill()
+    trainer.board.post_ledger(trainer.ledger.snapshot())
+    for server in trainer.servers:
+        server.hold.set()
+    trainer.attempt.start("actor")
+    assert 2 in positions(trainer.take(LIMIT))
+    wait_for("the request to be settled", lambda: trainer.streams.depth("reissue").entries == 0, 20)
+
+
+def test_a_refused_position_is_not_overtaken_again(stack: ExitStack, tmp_path: Path) -> None:
+    trainer = a_trainer(stack, tmp_path, servers=1)
+    (server,) = trainer.servers
+    release = threading.Event()
+    trainer.attempt.start("actor")
+    trainer.begin()
+    trainer.take(LIMIT, refused=2)
+    server.faults.append(server.late(release))
+    trainer.streams.publish("reissue", Reissue(position=2, reason="older than max_lag"))
+    wait_for("its request", lambda: not server.faults, 20)
+    trainer.update(1)
+    trainer.wait_for_number("groups", LIMIT + PROMPTS - 1)
+    trainer.wait_for_number("gate_blocked", 1.0)
+    others = positions(trainer.take(PROMPTS - 1))
+    assert others == [LIMIT, LIMIT + 1, LIMIT + 2], "one more, and the trainer could step on without it"
+    release.set()
+    assert trainer.take(1)[0].position == 2
+
+
+def test_an_evaluation_is_answered_while_the_gate_is_closed(trainer: Trainer) -> None:
+    results = trainer.streams.reader("eval_results", EvalResult, "trainer")
+    trainer.attempt.start("actor")
+    trainer.begin()
+    trainer.wait_for_number("groups", LIMIT)
+    trainer.streams.publish("eval_requests", EvalRequest(id="7-0:0", weights=0))
+    (entry,) = results.read(1, 30)
+    assert (entry.record.id, entry.record.accuracy, entry.record.prompts) == ("7-0:0", 1.0, 256)
+    assert trainer.streams.depth("eval_requests").entries == 0
+    assert all(server.requests > LIMIT for server in trainer.servers), "all servers take part"
+
+
+def test_an_evaluation_that_an_earlier_attempt_asked_for_is_given_up_unanswered(trainer: Trainer) -> None:
+    results = trainer.streams.reader("eval_results", EvalResult, "trainer")
+    trainer.streams.publish("eval_requests", EvalRequest(id="6-0:4", weights=4))
+    trainer.streams.publish("eval_requests", EvalRequest(id="7-0:0", weights=0))
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    (entry,) = results.read(1, 30)
+    assert entry.record.id == "7-0:0"
+    wait_for("both requests to be settled", lambda: trainer.streams.depth("eval_requests").entries == 0, 20)
+    assert "evaluation 6-0:4 is of an earlier attempt" in child.log.read_text()
+
+
+def test_it_stops_when_training_is_finished_with_requests_in_flight(trainer: Trainer) -> None:
+    for server in trainer.servers:
+        server.hold.clear()
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) > 0, 20)
+    trainer.attempt.context("actor").events.publish("training_finished", "test")
+    assert wait_for("its end", lambda: None if child.poll() is None else [child.poll()], 20) == [0]
+
+
+def test_it_stops_when_it_is_told_to_before_the_first_weights(trainer: Trainer) -> None:
+    child = trainer.attempt.start("actor")
+    assert child.stop(5) == 0
+    status = trainer.attempt.context("actor").status()
+    assert status is not None
+    assert status.state == "stopped"

@@ -1,0 +1,289 @@
+"""`pipeline.checkpoints`: whole or not at all, with real ranks, on a disk and on an object store."""
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from pipeline.checkpoints import Checkpoint, TrainerState, claim, newest_committed, prune
+from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.state import decode_state, encode_state
+from pipeline.errors import CheckpointError
+from pipeline.waiting import wait_for
+from tests.integration import checkpoint_processes as ranks
+
+pytestmark = pytest.mark.integration
+Tree = dict[str, Any]
+
+
+def tensors(value: float) -> Tree:
+    return {"model": {"w": torch.full((4, 3), value), "b": torch.full((3,), -value)}, "taken": int(value)}
+
+
+def commit(root: str, step: int, attempt: str = "1-0", job: Any = "rl") -> Checkpoint:
+    return save(root, attempt, TrainerState(job=job, step=step, ledger=b"x" * step), tensors(float(step)))
+
+
+def newest_step(root: str, **options: bool) -> int | None:
+    found = newest_committed(root, **options)
+    return found.manifest.step if found else None
+
+
+def checkpoint_names(root: str) -> list[str]:
+    return sorted(path.name for path in Path(root).iterdir() if path.is_dir())
+
+
+@pytest.fixture(params=["disk", "object store"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty place for checkpoints."""
+    if request.param == "disk":
+        yield str(tmp_path / "checkpoints")
+        return
+    memory = fsspec.filesystem("memory")
+    yield "memory://bucket/checkpoints"
+    if memory.exists("/bucket"):
+        memory.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    return str(tmp_path / "checkpoints")
+
+
+def test_what_was_saved_is_loaded(root: str) -> None:
+    state = TrainerState(
+        job="rl",
+        step=50,
+        ledger=b"\x00ledger",
+        ledger_bytes=7,
+        acknowledge={"prepared": ("1-0", "2-0")},
+    )
+    save(root, "1-0", state, tensors(3.0))
+    found = newest_committed(root, hashes=True)
+    assert found is not None
+    into = tensors(0.0)
+    assert load(found, into) == state
+    assert torch.equal(into["model"]["w"], torch.full((4, 3), 3.0))
+    assert torch.equal(into["model"]["b"], torch.full((3,), -3.0))
+    assert into["taken"] == 3
+
+
+def test_nothing_is_found_where_nothing_was_saved(root: str) -> None:
+    assert newest_committed(root) is None
+    assert prune(root, keep=2) == []
+
+
+def test_the_newest_goes_by_step_and_rl_comes_after_the_warm_start(root: str) -> None:
+    commit(root, 200, job="sft")
+    assert newest_step(root) == 200
+    for step in (9, 100, 25):
+        commit(root, step)
+    found = newest_committed(root)
+    assert found is not None
+    assert found.name == "rl-100"
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    ranks.run_ranks(2, ranks.save_model, folder, 5)
+    return folder
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_saved_by_two_ranks_is_loaded_bit_for_bit_by_one_or_two(count: int, saved_by_two: Path) -> None:
+    ranks.run_ranks(count, ranks.load_model, saved_by_two)
+
+
+def test_every_rank_learns_that_a_save_failed(tmp_path: Path) -> None:
+    ranks.run_ranks(2, ranks.fail_together, tmp_path)
+    told = [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert "rank 1: OSError" in told[0]
+    assert newest_committed(str(tmp_path / "checkpoints")) is None
+
+
+def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = str(tmp_path / "checkpoints")
+    commit(root, 25)
+    processes = ranks.start_ranks(2, ranks.save_and_stop, tmp_path, 50)
+    wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, 60)
+    for process in processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+    assert (tmp_path / "checkpoints/rl-50/2-0").is_dir()
+    with caplog.at_level(logging.WARNING):
+        assert newest_step(root, hashes=True) == 25
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "checkpoint rl-50 is skipped: no COMMIT: its save did not end"
+    ]
+    commit(root, 50, "3-0")
+    assert newest_step(root, hashes=True) == 50
+    assert "rl-50/2-0" in prune(root, keep=2)
+
+
+def torn(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def changed(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, torn])
+@pytest.mark.parametrize(
+    "name", ["COMMIT", "1-0/manifest.json", "1-0/state.msgpack", "1-0/__0_0.distcp", "1-0/.metadata"]
+)
+def test_a_missing_or_truncated_file_makes_it_fall_back_and_say_why(
+    disk: str, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(disk, 25)
+    commit(disk, 50)
+    damage(Path(disk) / "rl-50" / name)
+    assert newest_step(disk) == 25
+    assert "rl-50 is skipped" in caplog.text
+    assert name.rpartition("/")[2] in caplog.text
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "1-0/manifest.json", "1-0/state.msgpack", "1-0/__0_0.distcp"])
+def test_a_changed_bit_is_found_when_hashes_are_asked_for(disk: str, name: str) -> None:
+    commit(disk, 25)
+    commit(disk, 50)
+    changed(Path(disk) / "rl-50" / name)
+    assert newest_step(disk, hashes=True) == 25
+
+
+def test_a_manifest_that_is_not_the_committed_one_is_torn(disk: str, caplog: pytest.LogCaptureFixture) -> None:
+    commit(disk, 25)
+    commit(disk, 50)
+    manifest = Path(disk) / "rl-50/1-0/manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"world_size":1', b'"world_size":2'))
+    assert newest_step(disk) == 25
+    assert "its hash is not the one in COMMIT" in caplog.text
+
+
+def test_another_model_is_refused_and_the_difference_named(disk: str) -> None:
+    found = commit(disk, 1)
+    other: Tree = {"model": {"w": torch.zeros(4, 5), "head": torch.zeros(2)}, "taken": 0}
+    with pytest.raises(CheckpointError) as caught:
+        load(found, other)
+    told = str(caught.value)
+    assert "model.head is not in it" in told
+    assert "model.b is only in it" in told
+    assert "model.w is float32 (4, 5) here and float32 (4, 3) there" in told
+    assert not other["model"]["w"].any(), "nothing was loaded"
+
+
+def test_another_type_of_numbers_is_another_model(disk: str) -> None:
+    found = commit(disk, 1)
+    other = tensors(0.0)
+    other["model"]["w"] = other["model"]["w"].to(torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"model\.w is bfloat16 \(4, 3\) here and float32 \(4, 3\) there"):
+        load(found, other)
+
+
+def test_saving_a_step_again_keeps_what_is_committed(root: str) -> None:
+    first = commit(root, 5)
+    again = save(root, "1-0", TrainerState(job="rl", step=5), tensors(8.0))
+    assert again == first
+    into = tensors(0.0)
+    load(again, into)
+    assert into["taken"] == 5
+
+
+def test_a_later_attempt_replaces_the_commit_of_an_earlier_one(root: str) -> None:
+    commit(root, 50, "1-0")
+    claim(root, "2-0")
+    save(root, "2-0", TrainerState(job="rl", step=50), tensors(8.0))
+    found = newest_committed(root, hashes=True)
+    assert found is not None
+    assert found.manifest.attempt == "2-0"
+    into = tensors(0.0)
+    load(found, into)
+    assert into["taken"] == 8
+    assert prune(root, keep=2) == ["rl-50/1-0"]
+
+
+def test_an_attempt_that_was_taken_over_cannot_commit(root: str) -> None:
+    claim(root, "1-0")
+    commit(root, 25, "1-0")
+    claim(root, "2-0")
+    with pytest.raises(CheckpointError, match=r"attempt 2-0 has taken over .*; attempt 1-0 must not commit"):
+        commit(root, 50, "1-0")
+    assert newest_step(root) == 25
+
+
+def test_pruning_keeps_the_newest_committed_ones(root: str) -> None:
+    commit(root, 200, job="sft")
+    for step in (25, 50, 75):
+        commit(root, step)
+    assert prune(root, keep=2) == ["rl-25", "sft-200"]
+    assert newest_step(root, hashes=True) == 75
+    assert prune(root, keep=0) == ["rl-50"], "the newest stays, whatever is asked"
+    assert newest_step(root, hashes=True) == 75
+
+
+def test_pruning_counts_only_whole_checkpoints_and_removes_older_remains(disk: str) -> None:
+    for step in (10, 20, 30, 40):
+        commit(disk, step)
+    torn(Path(disk) / "rl-30/1-0/__0_0.distcp")
+    (Path(disk) / "rl-20/COMMIT").unlink()
+    assert prune(disk, keep=2) == ["rl-30", "rl-20"]
+    assert checkpoint_names(disk) == ["rl-10", "rl-40"]
+
+
+def test_pruning_leaves_alone_what_is_younger_than_the_newest_committed(disk: str) -> None:
+    commit(disk, 10)
+    commit(disk, 20)
+    (Path(disk) / "rl-20/COMMIT").unlink()
+    assert prune(disk, keep=2) == []
+    assert checkpoint_names(disk) == ["rl-10", "rl-20"]
+
+
+def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_committed(disk: str) -> None:
+    commit(disk, 10)
+    commit(disk, 20)
+    (Path(disk) / "rl-20/COMMIT").unlink()
+    shutil.rmtree(Path(disk) / "rl-20/1-0/")
+    assert newest_step(disk) == 10
+
+
+def test_folders_with_other_names_are_left_alone(disk: str) -> None:
+    for name in ("rl-10.bak", "notes", "rl-x"):
+        (Path(disk) / name).mkdir(parents=True)
+    commit(disk, 20)
+    assert newest_step(disk) == 20
+    prune(disk, keep=1)
+    assert checkpoint_names(disk) == ["notes", "rl-10.bak", "rl-20", "rl-x"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file"):
+        commit(str(tmp_path / "file"), 1)
+
+
+def test_an_address_of_an_unknown_kind_is_refused_with_its_name() -> None:
+    with pytest.raises(CheckpointError, match="nowhere://x"):
+        newest_committed("nowhere://x")
+
+
+def test_a_state_of_another_version_or_shape_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="here has version 2; this code reads version 1"):
+        decode_state(encode_state(TrainerState(job="rl", step=1, version=2)), "here")
+    with pytest.raises(CheckpointError, match="here is no trainer state"):
+        decode_state(b"\xc0", "here")
+
+
+def test_a_checkpoint_says_where_it_is(disk: str) -> None:
+    assert str(commit(disk, 7)) == f"{disk}/rl-7/1-0"

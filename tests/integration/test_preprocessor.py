@@ -1,0 +1,135 @@
+"""The preprocessor: what becomes of each kind of group, and that its process loses none of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.records import Group, PreparedGroup, Sample
+from pipeline.roles.preprocessor import prepare
+from pipeline.streams import Streams
+from pipeline.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.integration.attempts import Attempt, an_attempt
+
+pytestmark = pytest.mark.integration
+
+
+def a_config(**training: Any) -> RunConfig:
+    return make_config(
+        model={"path": "tiny_qwen3", "init": "random"},
+        loss={"name": "grpo", "advantage": "group"},
+        training={"steps": 1, "prompts_per_step": 1, **training},
+        rollout={"attempts": 4, "min_samples": 2},
+    )
+
+
+def a_group(position: int, *rewards: float, failures: tuple[str, ...] = ()) -> Group:
+    return Group(position=position, prompt=0, samples=tuple(map(a_sample, rewards)), failures=failures)
+
+
+def a_sample(reward: float, tokens: int = 3) -> Sample:
+    return Sample(
+        tokens=np.arange(tokens, dtype="<i4").tobytes(),
+        sampled=b"\0\1\1",
+        logprobs=np.zeros(3, dtype="<f4").tobytes(),
+        reward=reward,
+        version_min=0,
+        version_max=0,
+        finish="stop",
+    )
+
+
+def test_a_group_gets_one_advantage_for_each_sample() -> None:
+    prepared = prepare(a_group(0, 1, 0, 0, 0), a_config())
+    assert (prepared.outcome, prepared.advantages) == ("train", (0.75, -0.25, -0.25, -0.25))
+
+
+def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:
+    prepared = prepare(a_group(0, 1, 0, failures=("reward raised ValueError: x",) * 2), a_config())
+    assert (prepared.outcome, prepared.advantages) == ("train", (0.5, -0.5))
+
+
+@pytest.mark.parametrize(
+    ("group", "outcome"),
+    [
+        (a_group(0, 1, failures=("reward raised ValueError: x",) * 3), "failed: reward raised ValueError"),
+        (a_group(0), "failed: too few samples"),
+        (Group(position=0, prompt=0, samples=(a_sample(0), a_sample(1, tokens=2))), "failed: malformed sample"),
+    ],
+)
+def test_a_group_that_cannot_be_trained_is_settled_with_its_reason(group: Group, outcome: str) -> None:
+    prepared = prepare(group, a_config())
+    assert (prepared.outcome, prepared.advantages) == (outcome, ())
+
+
+def test_samples_that_score_alike_are_kept_or_dropped_as_configured() -> None:
+    alike = a_group(0, 1, 1, 1, 1)
+    assert prepare(alike, a_config()).advantages == (0, 0, 0, 0)
+    assert prepare(alike, a_config(zero_advantage="drop")).outcome == "filtered: zero advantage"
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Iterator[Attempt]:
+    with an_attempt(tmp_path, a_config()) as attempt:
+        yield attempt
+
+
+@pytest.fixture
+def streams(attempt: Attempt) -> Iterator[Streams]:
+    with attempt.connect() as streams:
+        yield streams
+
+
+def prepared_positions(streams: Streams) -> list[int]:
+    return [entry.record.group.position for entry in streams.scan("prepared", PreparedGroup)]
+
+
+def wait_for_positions(streams: Streams, count: int) -> list[int]:
+    wait_for(f"{count} prepared groups", lambda: len(prepared_positions(streams)) >= count, 20)
+    return prepared_positions(streams)
+
+
+def publish(streams: Streams, positions: range) -> None:
+    streams.publish_many("groups", [a_group(position, 1, 0, 0, 0) for position in positions])
+
+
+def test_every_group_is_prepared_once_in_order_and_given_up(attempt: Attempt, streams: Streams) -> None:
+    publish(streams, range(10))
+    attempt.start("preprocessor")
+    publish(streams, range(10, 100))
+    assert wait_for_positions(streams, 100) == list(range(100))
+    assert streams.depth("groups").entries == 0
+
+
+def test_a_preprocessor_that_is_killed_loses_and_doubles_nothing(attempt: Attempt, streams: Streams) -> None:
+    first = attempt.start("preprocessor")
+    publish(streams, range(500))
+    wait_for_positions(streams, 1)
+    first.kill()
+    attempt.start("preprocessor")
+    assert wait_for_positions(streams, 500) == list(range(500))
+
+
+def test_bytes_that_are_no_group_are_set_aside(attempt: Attempt, streams: Streams) -> None:
+    streams.offer("groups", [b"no group"], None)
+    publish(streams, range(1))
+    attempt.start("preprocessor")
+    assert wait_for_positions(streams, 1) == [0]
+    assert streams.depth("groups").rejected == 1
+
+
+def test_it_stops_when_training_is_finished(attempt: Attempt) -> None:
+    child = attempt.start("preprocessor")
+    attempt.context("preprocessor").events.publish("training_finished", "test")
+    assert wait_for("its exit", lambda: None if child.poll() is None else [child.poll()], 10) == [0]
+
+
+def test_it_stops_when_it_is_told_to(attempt: Attempt) -> None:
+    assert attempt.start("preprocessor").stop(5) == 0
+    status = attempt.context("preprocessor").status()
+    assert status is not None
+    assert status.state == "stopped"

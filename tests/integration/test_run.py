@@ -1,0 +1,159 @@
+"""Whole runs, started as a user starts them: finished, interrupted, resumed, broken, side by side."""
+
+import fcntl
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.events import Events
+from pipeline.plan import RoleName
+from pipeline.waiting import wait_for
+from tests.integration.launched import PROMPTS, STEPS, Launched
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launched]]:
+    started: list[Launched] = []
+    yield started
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()
+        for process in launched.processes():
+            process.kill()
+        launched.close()
+
+
+def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
+    tmp_path: Path, launches: list[Launched]
+) -> None:
+    first = Launched.start(tmp_path, "r")
+    launches.append(first)
+    first.wait_for_step(7)
+    first.interrupt(signal.SIGINT)
+    assert first.end() == 130, first.output()
+    first.assert_nothing_left()
+    done = first.rows()[-1]["step"]
+    assert (first.run.checkpoints / f"rl-{done}" / "COMMIT").exists()
+    assert Events(first.attempts[0]).seen("training_finished") is None
+
+    second = Launched.start(tmp_path, "r")
+    launches.append(second)
+    second.wait_for_step(STEPS)
+    wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), 60)
+    second.assert_nothing_left(seconds=15)
+    assert second.end() == 0, second.output()
+    assert_whole(second)
+    assert len({row["attempt"] for row in second.rows()}) == 2
+
+    third = Launched.start(tmp_path, "r")
+    launches.append(third)
+    assert third.end() == 2
+    assert "start a new run with name=r-2" in third.output()
+
+
+def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
+    tmp_path: Path, launches: list[Launched]
+) -> None:
+    whole = Launched.start(tmp_path, "whole", "streams.backend=files")
+    broken = Launched.start(tmp_path, "broken")
+    launches += [whole, broken]
+    broken.wait_for_step(7)
+    broken.kill_role("trainer", 0)
+    assert broken.end() == 1
+    failure = broken.failure()
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.cause) == ("trainer.0", 1, "killed by SIGKILL")
+    assert failure.last_lines
+    assert "failed: trainer.0 on rank 1: killed by SIGKILL" in broken.output()
+    broken.assert_nothing_left()
+    whole.wait_for_step(STEPS)
+    assert whole.end() == 0, whole.output()
+    whole.assert_nothing_left()
+    assert_whole(whole)
+    assert len({*broken.ports(), *whole.ports()}) == len(broken.ports()) + len(whole.ports())
+
+    resumed = Launched.start(tmp_path, "broken")
+    launches.append(resumed)
+    resumed.wait_for_step(STEPS)
+    assert resumed.end() == 0, resumed.output()
+    assert_whole(resumed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["world", "roles"])
+def test_a_launcher_that_ends_during_start_up_leaves_nothing(
+    moment: str, number: signal.Signals, tmp_path: Path, launches: list[Launched]
+) -> None:
+    launched = Launched.start(tmp_path, "r")
+    launches.append(launched)
+    if moment == "world":
+        launched.wait_for_world()
+    else:
+        launched.wait_for_state("inference.1", "starting")
+    launched.interrupt(number)
+    launched.assert_nothing_left()
+    assert launched.end() == (130 if number == signal.SIGINT else -signal.SIGKILL)
+
+
+def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends_it_at_once(
+    tmp_path: Path, launches: list[Launched]
+) -> None:
+    launched = Launched.start(tmp_path, "r")
+    launches.append(launched)
+    launched.wait_for_state("trainer.0", "starting")
+    with (launched.run.job_lock).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    launched.interrupt(signal.SIGINT)
+    launched.interrupt(signal.SIGINT)
+    launched.assert_nothing_left()
+    assert launched.end() == 130
+    with (launched.run.job_lock).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(("role", "rank"), [("redis", 0), ("actor", 0), ("inference", 2)])
+def test_a_role_that_is_killed_is_named_and_nothing_is_left(
+    role: RoleName, rank: int, tmp_path: Path, launches: list[Launched]
+) -> None:
+    launched = Launched.start(tmp_path, "r")
+    launches.append(launched)
+    launched.wait_for_state("actor.0", "ready")
+    launched.kill_role(role, 0)
+    launched.assert_nothing_left()
+    assert launched.end() == 1
+    failure = launched.failure()
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.cause) == (f"{role}.0", rank, "killed by SIGKILL")
+
+
+def test_an_agent_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, launches: list[Launched]) -> None:
+    launched = Launched.start(tmp_path, "r")
+    launches.append(launched)
+    launched.wait_for_state("inference.1", "starting")
+    launched.kill_agent(1)
+    launched.assert_nothing_left()
+    assert launched.end() == 1
+    failure = launched.failure()
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.cause) == ("agent.1", 1, "killed by SIGKILL")
+
+
+def assert_whole(launched: Launched) -> None:
+    """The run did exactly its steps, trained every position once and none too late, and left what it promises."""
+    rows = launched.rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["lag/max"] for row in rows) <= 2
+    assert rows[0]["log_ratio_max"] < 1e-4, "trainer and servers disagree on the first batch, which has no lag"
+    assert [row["step"] for row in launched.rows("eval")] == [0, STEPS]
+    settled = sorted(json.loads(line)["position"] for line in launched.run.ledger.read_text().splitlines())
+    assert len(settled) == len(set(settled)) == STEPS * PROMPTS
+    assert launched.run.report.exists()
+    assert (launched.run.model / "model.safetensors").exists()
+    finished = Events(launched.attempts[-1]).seen("training_finished")
+    assert finished is not None
+    assert finished.by == "trainer.0"

@@ -1,0 +1,107 @@
+"""`pipeline.tracking` with the real wandb, offline; and with one that fails."""
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.metrics import MetricSinks, Sink
+from pipeline.paths import AttemptPaths
+from pipeline.tracking import tracking_sinks
+from pipeline.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+
+pytestmark = pytest.mark.integration
+
+BROKEN = """
+import time
+Settings = dict
+class Run:
+    def define_metric(self, *_, **__): pass
+    def log(self, numbers): {log}
+    def finish(self): {finish}
+def init(**_):
+    {init}
+    return Run()
+"""
+
+
+def a_run(folder: Path, mode: str = "offline") -> FakeRun:
+    return FakeRun(folder / "run", make_config(tracking={"wandb": mode}))
+
+
+def attempt_of(run: FakeRun, name: str) -> AttemptPaths:
+    return AttemptPaths(run.root, run.identity.run_id, name)
+
+
+def broken_wandb(folder: Path, *, init: str = "pass", log: str = "pass", finish: str = "pass") -> dict[str, str]:
+    """An environment in which `import wandb` finds one that does this."""
+    (folder / "wandb.py").write_text(BROKEN.format(init=init, log=log, finish=finish))
+    return {"PYTHONPATH": str(folder)}
+
+
+def write_rows(run: FakeRun, sinks: list[Sink], attempt: str = "12-0", steps: int = 3) -> None:
+    with MetricSinks(run.paths.metrics, attempt, sinks) as metrics:
+        for step in range(1, 1 + steps):
+            metrics.log("train", "rl", step, {"reward/mean": 0.5})
+
+
+def test_offline_keeps_one_wandb_run_with_the_runs_id_for_all_attempts(tmp_path: Path) -> None:
+    run, home = a_run(tmp_path), tmp_path / "home"
+    home.mkdir()
+    for restart in (0, 1):
+        sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(home)}, seconds=60)
+        write_rows(run, sinks, f"12-{restart}", steps=1 + restart)
+    kept = sorted(run.paths.tracking.glob("wandb/offline-run-*/*.wandb"))
+    assert len(kept) == 2
+    assert {file.name for file in kept} == {f"run-{run.identity.run_id}.wandb"}
+    # wandb's own process writes the file, and its last block a moment after `finish` has returned.
+    wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), 20)
+    assert list(home.iterdir()) == [], "wandb writes below the tracking folder only"
+
+
+@pytest.mark.parametrize("fault", ["log", "init", "finish"])
+def test_a_wandb_that_raises_is_told_once_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    run = a_run(tmp_path)
+    variables = broken_wandb(tmp_path, **{fault: 'raise RuntimeError("the disk is full")'})
+    with caplog.at_level(logging.WARNING):
+        write_rows(run, tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=20))
+    (message,) = caplog.messages
+    assert "exited with code 1" in message
+    assert "RuntimeError: the disk is full" in message
+    assert len(run.paths.metrics.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("fault", ["log", "init", "finish"])
+def test_a_wandb_that_hangs_is_ended_at_the_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    run = a_run(tmp_path)
+    variables = broken_wandb(tmp_path, **{fault: "time.sleep(300)"})
+    sinks = tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=1)
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        write_rows(run, sinks)
+    assert time.monotonic() - started < 5
+    assert "killed by SIGKILL" in caplog.text
+
+
+def test_a_missing_wandb_is_a_warning_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = a_run(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert tracking_sinks(run.config, attempt_of(run, "12-0"), {}) == []
+    assert caplog.messages == ["metrics go to metrics.jsonl only: wandb is not installed"]
+
+
+def test_nothing_is_started_when_wandb_is_off(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "off")
+    assert tracking_sinks(run.config, attempt_of(run, "12-0"), {"WANDB_API_KEY": "key"}) == []
+    assert not run.paths.tracking.exists()

@@ -1,0 +1,350 @@
+"""Weights on their way from a trainer to real vLLM servers: what is served afterwards, and what survives a fault."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import WeightSyncError
+from pipeline.process import hold_port
+from pipeline.roles.inference import is_healthy
+from pipeline.rollouts.client import InferenceClient
+from pipeline.rollouts.server import Completion
+from pipeline.waiting import Deadline, wait_for
+from pipeline.weights.control import Control
+from pipeline.weights.sender import WeightSender
+from tests.integration.servers import (
+    EOS,
+    SECRET,
+    Model,
+    Served,
+    a_model,
+    a_sender,
+    a_server,
+    distance,
+    model_directory,
+    parameters,
+    publish_to_all,
+    straddles,
+)
+
+pytestmark = pytest.mark.integration
+
+PROBE = [1, 5, 6, 7, 11, 4]
+CLOSE = 1e-4
+APART = 1e-2
+
+
+def client_of(servers: Sequence[Served], **settings: int) -> InferenceClient:
+    return InferenceClient([server.endpoint for server in servers], SECRET, 60, **settings)
+
+
+async def sample(client: InferenceClient, tokens: int = 24, prompt: Sequence[int] = PROBE) -> Completion:
+    """One sample that never ends early."""
+    (completion,) = await client.generate(prompt, n=1, temperature=1.0, max_tokens=tokens, stop_token_ids=[])
+    return completion
+
+
+def probe(server: Served, version: int) -> Completion:
+    """A sample of one server, which must serve `version`."""
+
+    async def ask() -> Completion:
+        async with client_of([server]) as client:
+            client.update(server.endpoint, version)
+            return await asyncio.wait_for(sample(client), 60)
+
+    return asyncio.run(ask())
+
+
+def test_after_an_update_every_server_serves_the_trainers_logprobs(servers: list[Served]) -> None:
+    first, second = (a_model(servers[0].model, seed) for seed in (1, 2))
+    with a_sender(servers) as sender:
+        for version, (new, old) in enumerate([(first, second), (second, first), (first, second)]):
+            publish_to_all(sender, version, new)
+            for server in servers:
+                completion = probe(server, version)
+                assert (completion.version_min, completion.version_max) == (version, version)
+                assert distance(new, PROBE, completion) < CLOSE
+                assert distance(old, PROBE, completion) > APART
+
+
+def test_a_tied_head_is_updated_too_and_a_dead_server_loses_no_request(servers: list[Served], tmp_path: Path) -> None:
+    """Two tests that share the 15 s of one more server, which the second kills."""
+    directory = model_directory(tmp_path / "tied", tied=True)
+    with a_server(directory, "127.0.0.5") as victim:
+        with a_sender([victim]) as sender:
+            for version, seed in enumerate((1, 2)):
+                model = a_model(directory, seed)
+                publish_to_all(sender, version, model)
+                assert distance(model, PROBE, probe(victim, version)) < CLOSE
+        both = [servers[0], victim]
+        with a_sender([servers[0]]) as sender:
+            publish_to_all(sender, 1, a_model(servers[0].model, 1))
+            completions, retries = asyncio.run(lose_a_server(both, victim))
+    assert len(completions) == 32
+    assert {completion.server for completion in completions} == {servers[0].endpoint}
+    assert retries >= 16
+
+
+async def lose_a_server(servers: Sequence[Served], victim: Served) -> tuple[list[Completion], int]:
+    """The samples of 32 requests, half of which run on a server when it is killed; how many were tried again."""
+    async with client_of(servers) as client:
+        for server in servers:
+            client.update(server.endpoint, 1)
+        requests = [asyncio.create_task(sample(client, tokens=200)) for _ in range(32)]
+        while len(client._servers[victim.endpoint].running) < 16:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(victim.child.kill)
+        completions = await asyncio.wait_for(asyncio.gather(*requests), 60)
+        return list(completions), client.retries["disconnected"]
+
+
+@dataclass
+class Traffic:
+    """Requests without a break, and which version was acknowledged when each was issued."""
+
+    servers: Sequence[Served]
+    tokens: int = 32
+    acknowledged: int = 0
+    issued: int = 0
+    done: list[tuple[int, Completion]] = field(default_factory=list)
+    retries: int = 0
+
+    async def during(self, sender: WeightSender, versions: Sequence[tuple[int, Model]]) -> None:
+        """Keep 16 requests in flight while these versions are published, each after 32 more samples."""
+        async with client_of(self.servers, max_lag=len(versions)) as client:
+            self._tell(client, sender)
+            self._running = True
+            requests = [asyncio.create_task(self._ask(client)) for _ in range(16)]
+            for version, model in versions:
+                await self._more(32)
+                await asyncio.to_thread(publish_to_all, sender, version, model)
+                self.acknowledged = version
+                self._tell(client, sender)
+            await self._more(32)
+            self._running = False
+            await asyncio.wait_for(asyncio.gather(*requests), 60)
+            self.retries = client.retries.total()
+
+    def _tell(self, client: InferenceClient, sender: WeightSender) -> None:
+        for server, version in sender.versions().items():
+            client.update(server, version)
+
+    async def _more(self, samples: int) -> None:
+        enough, deadline = len(self.done) + samples, Deadline("samples", 60)
+        while len(self.done) < enough:
+            assert not deadline.passed
+            await asyncio.sleep(0.005)
+
+    async def _ask(self, client: InferenceClient) -> None:
+        while self._running:
+            acknowledged = self.acknowledged
+            self.issued += 1
+            self.done.append((acknowledged, await sample(client, self.tokens)))
+
+
+def run_traffic(servers: list[Served], tokens: int = 32, **settings: Any) -> tuple[Traffic, dict[int, Model]]:
+    """Traffic during weights A, B, A, B, and the model of each version."""
+    first, second = (a_model(servers[0].model, seed) for seed in (3, 4))
+    models = {version: (first, second)[version % 2] for version in range(5)}
+    traffic = Traffic(servers, tokens)
+    with a_sender(servers, **settings) as sender:
+        publish_to_all(sender, 0, models[0])
+        asyncio.run(traffic.during(sender, [(version, models[version]) for version in range(1, 5)]))
+    return traffic, models
+
+
+def check_purity(traffic: Traffic, models: dict[int, Model], *, kept: bool = True) -> None:
+    """No request is lost, none sees weights older than those acknowledged when it was issued, no label lies: a sample
+    of one version is of that model, one of two is of the older model first and of the newer one from some token on.
+
+    `kept`: requests in flight go on with the keys and values that they have.
+    """
+    assert len(traffic.done) == traffic.issued
+    for acknowledged, completion in traffic.done:
+        assert len(completion.tokens) == traffic.tokens
+        assert completion.version_min >= acknowledged
+        if completion.version_min == completion.version_max:
+            assert distance(models[completion.version_min], PROBE, completion) < CLOSE
+        elif completion.version_max == completion.version_min + 1:
+            older, newer = models[completion.version_min], models[completion.version_max]
+            assert straddles(older, newer, PROBE, completion, CLOSE, kept=kept)
+
+
+def straddling(traffic: Traffic) -> list[Completion]:
+    return [completion for _, completion in traffic.done if completion.version_min < completion.version_max]
+
+
+def test_requests_in_flight_go_on_through_an_update_and_later_ones_see_only_the_new_weights(
+    servers: list[Served],
+) -> None:
+    traffic, models = run_traffic(servers)
+    check_purity(traffic, models)
+    spans = {completion.version_max - completion.version_min for completion in straddling(traffic)}
+    assert 1 in spans, "no request was in flight during an update"
+    assert traffic.retries == 0
+
+
+def test_the_purity_check_notices_a_request_that_saw_other_weights(servers: list[Served]) -> None:
+    model, other = (a_model(servers[0].model, seed) for seed in (3, 4))
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 1, model)
+        completion = probe(servers[0], 1)
+    traffic = Traffic(servers, tokens=24, issued=1, done=[(1, completion)])
+    check_purity(traffic, {1: model})
+    with pytest.raises(AssertionError):
+        check_purity(traffic, {1: other})
+    traffic.done = [(1, replace(completion, version_max=2))]
+    for kept in (False, True):  # no token is of the second version
+        with pytest.raises(AssertionError):
+            check_purity(traffic, {1: model, 2: other}, kept=kept)
+
+
+@pytest.mark.parametrize("settings", [{"update": "abort"}, {"update": "wait"}, {"recompute_kv": True}], ids=str)
+def test_no_update_loses_a_request_however_it_pauses(servers: list[Served], settings: dict[str, Any]) -> None:
+    traffic, models = run_traffic(servers, tokens=64, **settings)
+    check_purity(traffic, models, kept=False)
+    if settings.get("update") == "abort":
+        assert traffic.retries
+        assert straddling(traffic), "no aborted sample went on where it stopped"
+    if settings.get("update") == "wait":
+        assert not straddling(traffic)
+
+
+def test_a_server_that_hangs_is_evicted_and_brought_up_to_date_before_it_serves(servers: list[Served]) -> None:
+    steady, hanging = servers
+    models = [a_model(steady.model, seed) for seed in range(3)]
+    told: list[tuple[str, int | None]] = []
+    with a_sender(servers, lambda server, version: told.append((server, version)), update_seconds=2) as sender:
+        publish_to_all(sender, 0, models[0])
+        os.killpg(hanging.child.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            report = sender.publish(1, parameters(models[1]))
+            took = time.monotonic() - started
+            unhindered = sender.publish(2, parameters(models[2]))
+        finally:
+            os.killpg(hanging.child.pid, signal.SIGCONT)
+        wait_for("the server to be back", lambda: sender.versions()[hanging.endpoint] == 2, 30)
+        assert distance(models[2], PROBE, probe(hanging, 2)) < CLOSE
+    assert took < 2 + 5
+    assert list(report.servers) == [steady.endpoint]
+    assert "no answer in time" in report.failures[hanging.endpoint]
+    assert unhindered.seconds < 1.5
+    assert unhindered.failures == {}
+    assert [version for server, version in told if server == hanging.endpoint] == [0, None, 2]
+
+
+@pytest.mark.parametrize("point", ["sending", "paused"])
+def test_a_trainer_killed_in_the_middle_of_an_update_leaves_a_server_that_the_next_one_can_use(
+    servers: list[Served], point: str
+) -> None:
+    server = servers[0]
+    before, after = (a_model(server.model, seed) for seed in (5, 6))
+    with a_sender([server]) as sender:
+        publish_to_all(sender, 0, before)
+    command = [sys.executable, "-m", "tests.integration.half_trainer", point, server.endpoint, str(server.model)]
+    killed = subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    address, _, port = server.endpoint.rpartition(":")
+    assert is_healthy(address, int(port))
+    if point == "sending":
+        assert distance(before, PROBE, probe(server, 0)) < CLOSE
+    with a_sender([server]) as sender:
+        publish_to_all(sender, 7, after)
+        assert distance(after, PROBE, probe(server, 7)) < CLOSE
+
+
+def test_a_server_without_weights_is_not_believed(servers: list[Served]) -> None:
+    """A server that restarted has made-up weights of version `default`; one that was not told has older ones."""
+
+    async def ask() -> int:
+        async with client_of(servers) as client:
+            client.update(servers[0].endpoint, 9)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sample(client), 3)
+            return client.retries["stale weights"]
+
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 8, a_model(servers[0].model, 1))
+        assert asyncio.run(ask()) > 0
+
+
+def test_a_server_that_lost_its_weights_gets_them_again_between_two_updates(servers: list[Served]) -> None:
+    """What a restarted server looks like: alive, and at version `default`."""
+    server, model = servers[0], a_model(servers[0].model, 1)
+    told: list[int | None] = []
+    with a_sender([server], lambda _, version: told.append(version)) as sender:
+        publish_to_all(sender, 3, model)
+        with Control(server.endpoint, SECRET) as control:
+            control.post("/update_weight_version", Deadline("an answer", 10), new_version="default")
+        wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
+        assert distance(model, PROBE, probe(server, 3)) < CLOSE
+
+
+def test_both_sides_leave_their_group_at_the_end(servers: list[Served]) -> None:
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 0, a_model(servers[0].model, 1))
+        assert sender.close() == []
+    with Control(servers[0].endpoint, SECRET) as control, pytest.raises(WeightSyncError):
+        control.post("/start_weight_update", Deadline("refusal", 10))
+
+
+def test_a_stranger_can_neither_ask_nor_change_a_server(servers: list[Served]) -> None:
+    endpoint = servers[0].endpoint
+    deadline = Deadline("refusal", 10)
+    for route in ("/inference/v1/generate", "/pause?mode=abort", "/update_weights", "/init_weight_transfer_engine"):
+        with Control(endpoint, "guess") as control, pytest.raises(WeightSyncError, match="status 401"):
+            control.post(route, deadline, anything=1)
+    command_line = Path(f"/proc/{servers[0].child.pid}/cmdline").read_bytes()
+    assert SECRET.encode() not in command_line
+
+
+def test_a_request_that_can_never_work_says_why(servers: list[Served]) -> None:
+    from pipeline.errors import RolloutError
+
+    async def ask() -> None:
+        async with client_of(servers, vocabulary=17) as client:
+            client.update(servers[0].endpoint, 0)
+            with pytest.raises(RolloutError, match="maximum"):
+                await sample(client, prompt=[1] * 300)
+            with pytest.raises(RolloutError, match="token id 17 is outside"):
+                await sample(client, prompt=[1, 17])
+
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 0, a_model(servers[0].model, 1))
+        asyncio.run(ask())
+
+
+def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> None:
+    async def ask() -> list[Completion]:
+        async with client_of(servers) as client:
+            client.update(servers[0].endpoint, 0)
+            return await client.generate(PROBE, n=16, temperature=1.0, max_tokens=100, stop_token_ids=[EOS])
+
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 0, a_model(servers[0].model, 1))
+        stopped = [completion for completion in asyncio.run(ask()) if completion.finish == "stop"]
+    assert stopped
+    assert all(completion.tokens.index(EOS) == len(completion.tokens) - 1 for completion in stopped)
+
+
+def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
+    from pipeline.config import InferenceConfig
+    from pipeline.weights.link import Meeting
+    from tests.integration.servers import port_of
+
+    with hold_port() as holder:
+        meeting = Meeting("127.0.0.2", port_of(holder), SECRET)
+        refused = pytest.raises(WeightSyncError, match=r"127\.0\.0\.9:9/health: ConnectionRefusedError")
+        nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
+        with nobody as sender, refused:
+            sender.publish(0, [])

@@ -1,0 +1,76 @@
+"""One rank of a rendezvous as a process of its own: prints the world it gets, or the error on standard error.
+
+    python -m tests.protocol.rank DIRECTORY ATTEMPT RANK RANKS SPARES SECONDS LEASE [--hold NAME]
+
+With `--hold` it says `holding` before it creates the file of that name, and goes on when it may read a line.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import RollcallError
+from pipeline.plan import Card, Plan, Seat, Slot
+from slurm.beacon import Beacon
+from slurm.directory import FileDirectory
+from slurm.preflight import boot_id
+from slurm.rendezvous import meet
+
+
+class HeldDirectory(FileDirectory):
+    """Stops before one file is created, so that a test can act exactly there."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        super().__init__(root)
+        self._name = name
+
+    def create(self, name: str, document: Any) -> bool:
+        if name == self._name:
+            print("holding", flush=True)
+            sys.stdin.readline()
+        return super().create(name, document)
+
+
+def make_plan(ranks: int, spares: int) -> Plan:
+    seats = tuple(Seat(slots=(Slot(role="inference", index=index, ports=1),)) for index in range(ranks - spares))
+    return Plan(ranks=ranks, seats=seats)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("attempt")
+    for number in ("rank", "ranks", "spares"):
+        parser.add_argument(number, type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("lease", type=float)
+    parser.add_argument("--hold", default="")
+    given = parser.parse_args()
+    address = f"127.0.0.{given.rank + 2}"
+    with Beacon("run", given.attempt, given.rank, address) as beacon:
+        card = Card(
+            rank=given.rank,
+            attempt=given.attempt,
+            hostname=f"node{given.rank}",
+            pid=os.getpid(),
+            boot=boot_id(),
+            addresses=(address,),
+            beacon=beacon.port,
+            ports=(beacon.port,),
+        )
+        directory, plan = HeldDirectory(given.directory, given.hold), make_plan(given.ranks, given.spares)
+        try:
+            world = meet(directory, plan, card, run_id="run", seconds=given.seconds, lease=given.lease)
+        except RollcallError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return error.exit_code
+        print(msgspec.json.encode(world).decode(), flush=True)
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

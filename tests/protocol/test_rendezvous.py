@@ -1,0 +1,162 @@
+"""Real processes meet in a real directory, and some of them are killed, stopped or doubled on the way."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.plan import Card, World
+from slurm.beacon import Beacon, find_addresses
+from slurm.directory import FileDirectory
+from slurm.rendezvous import Claim, Lease
+from tests.fakes.ranks import make_cards
+
+ROOT = Path(__file__).parents[2]
+AMPLE, SHORT = 60.0, 8.0  # seconds; where somebody is missing, the short deadline is lived through
+LEASE, BOUND = 1.0, 90.0
+
+Rank = subprocess.Popen[str]
+Start = Callable[..., Rank]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ranks of four, one of them spare, and ends those that a test leaves."""
+    started: list[Rank] = []
+
+    def one(rank: int, seconds: float = AMPLE, attempt: str = "7-0", hold: str = "", spares: int = 1) -> Rank:
+        numbers = [str(number) for number in (rank, 4, spares, seconds, LEASE)]
+        held = ["--hold", hold] if hold else []
+        command = [sys.executable, "-m", "tests.protocol.rank", str(tmp_path / attempt), attempt, *numbers, *held]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate(timeout=BOUND)
+
+
+def world_of(process: Rank) -> World:
+    """The world that a rank ended with."""
+    out, err = process.communicate(timeout=BOUND)
+    assert process.returncode == 0, err
+    return msgspec.json.decode(out.splitlines()[-1], type=World)
+
+
+def hold(process: Rank) -> None:
+    """Wait until a rank is about to create the file that it holds at."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holding\n"
+
+
+def test_four_processes_agree_on_one_world(start, tmp_path):
+    worlds = [world_of(process) for process in [start(rank) for rank in range(4)]]
+    assert all(world == worlds[0] for world in worlds)
+    assert [(place.rank, place.address) for place in worlds[0].placements] == [
+        (0, "127.0.0.2"),
+        (1, "127.0.0.3"),
+        (2, "127.0.0.4"),
+    ]
+    left = {path.name for path in (tmp_path / "7-0").iterdir()}
+    assert left == {"cards", "claim-1.json", "lease-1.json", "world.json"}
+
+
+def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(start):
+    leader = start(0, SHORT, hold="world.json")
+    others = [start(rank, SHORT) for rank in (1, 2, 3)]
+    hold(leader)
+    leader.send_signal(signal.SIGKILL)
+    leader.wait(BOUND)
+    worlds = [world_of(process) for process in others]
+    assert all(world == worlds[0] for world in worlds)
+    assert worlds[0].epoch >= 2
+    assert worlds[0].leader != 0
+    assert {place.rank for place in worlds[0].placements} == {1, 2, 3}
+
+
+def test_a_leader_that_was_stopped_and_wakes_up_accepts_the_world_of_its_successor(start):
+    leader = start(0, SHORT, hold="world.json")
+    others = [start(rank, SHORT) for rank in (1, 2, 3)]
+    hold(leader)
+    leader.send_signal(signal.SIGSTOP)
+    worlds = [world_of(process) for process in others]
+    leader.send_signal(signal.SIGCONT)
+    out, _ = leader.communicate("go on\n", timeout=BOUND)
+    assert msgspec.json.decode(out.splitlines()[-1], type=World) == worlds[0]
+    assert worlds[0].leader != 0
+
+
+def test_of_two_processes_with_one_rank_one_is_told_who_has_it(start):
+    first, *others = [start(rank) for rank in (1, 0, 2, 3)]
+    twin = start(1)
+    worlds = [world_of(process) for process in others]
+    outcomes = [process.communicate(timeout=BOUND) for process in (first, twin)]
+    assert sorted(process.returncode for process in (first, twin)) == [0, 1]
+    refused = outcomes[0][1] or outcomes[1][1]
+    assert "RendezvousError: rank 1 of attempt 7-0 is taken" in refused
+    assert all(world == worlds[0] for world in worlds)
+
+
+def test_a_finished_attempt_beside_it_is_never_looked_at(start):
+    old, *_ = [world_of(process) for process in [start(rank) for rank in range(4)]]
+    new, *_ = [world_of(process) for process in [start(rank, attempt="7-1") for rank in range(4)]]
+    assert (old.attempt, new.attempt) == ("7-0", "7-1")
+    assert old.secret != new.secret
+
+
+def test_claim_lease_and_card_that_strayed_from_an_old_attempt_do_no_harm(start, tmp_path):
+    directory = FileDirectory(tmp_path / "7-0")
+    directory.create("claim-1.json", Claim(epoch=1, rank=2, hostname="ghost", pid=1))
+    directory.create("lease-1.json", Lease(epoch=1, beat=9))
+    directory.create("cards/3.json", make_cards(4, attempt="6-0")[3])
+    worlds = [world_of(process) for process in [start(rank, SHORT) for rank in range(3)]]
+    assert all(world == worlds[0] for world in worlds)
+    assert worlds[0].epoch == 2
+    assert {place.rank for place in worlds[0].placements} == {0, 1, 2}
+
+
+def test_torn_files_are_waited_out(start, tmp_path):
+    cards = tmp_path / "7-0" / "cards"
+    cards.mkdir(parents=True)
+    for name in (cards / "3.json", cards.parent / "lease-1.json"):
+        name.write_bytes(b"rollcall 400 00")
+    worlds = [world_of(process) for process in [start(rank, SHORT) for rank in range(3)]]
+    assert {place.rank for place in worlds[0].placements} == {0, 1, 2}
+
+
+def test_who_is_missing_is_named_by_all_who_came(start):
+    for process in [start(rank, SHORT, spares=0) for rank in range(3)]:
+        _, err = process.communicate(timeout=BOUND)
+        assert process.returncode == 1
+        assert "rank 3" in err
+
+
+def beacon_card(beacon: Beacon, rank: int, *addresses: str) -> Card:
+    """A card of attempt 7-0 that says where the beacon is."""
+    return msgspec.structs.replace(
+        make_cards(rank + 1, attempt="7-0")[rank], addresses=addresses or ("127.0.0.1",), beacon=beacon.port
+    )
+
+
+def test_the_first_address_that_answers_is_found():
+    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon:
+        assert find_addresses("run", [beacon_card(beacon, 2, "127.0.0.77", "127.0.0.1")]) == {2: "127.0.0.1"}
+
+
+@pytest.mark.parametrize(("run", "attempt", "rank"), [("other", "7-0", 2), ("run", "6-0", 2), ("run", "7-0", 1)])
+def test_the_beacon_of_another_run_attempt_or_rank_is_not_believed(run, attempt, rank):
+    with Beacon(run, attempt, rank, "127.0.0.1") as beacon:
+        assert find_addresses("run", [beacon_card(beacon, 2)]) == {}
+
+
+def test_a_closed_beacon_answers_nobody():
+    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon:
+        card = beacon_card(beacon, 2)
+    assert find_addresses("run", [card]) == {}

@@ -1,0 +1,202 @@
+"""Supervisors of several ranks with real processes: who ends, in which order, and what is said of it."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import files
+from pipeline.config import ClusterConfig
+from pipeline.events import Events
+from pipeline.failure import FirstFailure
+from pipeline.paths import AttemptPaths
+from pipeline.plan import Placement, RoleName, World
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+from pipeline.waiting import Deadline, wait_for
+from slurm import supervisor
+from slurm.compose import compose_config
+from slurm.supervisor import End, Notice, Supervisor
+
+FOREVER = "import time; print('up', flush=True); time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FOREVER}"
+UNTIL_TOLD = (
+    "import sys, time, pathlib; print('up', flush=True)\n"
+    "while not list(pathlib.Path(sys.argv[1]).glob('*.json')): time.sleep(0.02)"
+)
+RANKS: dict[RoleName, int] = {"redis": 0, "preprocessor": 0, "actor": 0, "trainer": 1, "inference": 2}
+
+
+@dataclass
+class Attempt:
+    """An attempt of three ranks whose roles are small scripts."""
+
+    paths: AttemptPaths
+    cluster: ClusterConfig
+    scripts: dict[RoleName, str]
+    ends: dict[int, End] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
+    supervisors: dict[int, Supervisor] = field(default_factory=dict)
+    notices: dict[int, Notice] = field(default_factory=dict)
+    others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children(recursive=True)))
+
+    @property
+    def events(self) -> Events:
+        return Events(self.paths)
+
+    def launch(self, context: RoleContext) -> Launch:
+        role = context.placement.role
+        argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events))
+        return Launch(argv=argv, ready=lambda: b"up" in self.paths.log(role, 0).read_bytes())
+
+    def start(self) -> None:
+        config = compose_config(["experiment=demo"])
+        places = tuple(Placement(role=role, index=0, rank=rank, address="127.0.0.2") for role, rank in RANKS.items())
+        world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places)
+        for rank in sorted(set(RANKS.values())):
+            contexts = [RoleContext(self.paths, config, world, place) for place in world.of_rank(rank)]
+            self.notices[rank] = Notice()
+            self.supervisors[rank] = Supervisor(contexts, f"agent.{rank}", self.paths, self.cluster, self.notices[rank])
+            thread = threading.Thread(target=self._run, args=(rank,))
+            thread.start()
+            self.threads.append(thread)
+
+    def _run(self, rank: int) -> None:
+        self.ends[rank] = self.supervisors[rank].run()
+
+    def join(self, seconds: float = 30) -> set[End]:
+        for thread in self.threads:
+            thread.join(seconds)
+            assert not thread.is_alive(), "a supervisor did not end"
+        return set(self.ends.values())
+
+    def history(self) -> list[tuple[str, str]]:
+        lines = [line for file in self.paths.timeline.glob("*.jsonl") for line in file.read_text().splitlines()]
+        entries = sorted((json.loads(line) for line in lines), key=lambda entry: entry["time"])
+        return [(entry["role"], entry["state"]) for entry in entries]
+
+    def all_ready(self) -> bool:
+        return {role for role, state in self.history() if state == "ready"} == {f"{role}.0" for role in RANKS}
+
+    def left(self) -> set[psutil.Process]:
+        """What was started since this attempt began and is still there."""
+        return set(psutil.Process().children(recursive=True)) - self.others
+
+    def pid_of(self, role: RoleName) -> int:
+        children = psutil.Process().children(recursive=True)
+        return next(child.pid for child in children if self.scripts[role] in child.cmdline())
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
+    def make(startup_seconds: float = 20, **scripts: str) -> Attempt:
+        cluster = ClusterConfig(kind="local", startup_seconds=startup_seconds, stop_seconds=1, grace_seconds=3)
+        distinct = {role: f"{scripts.get(role, FOREVER)}\n# {role}" for role in RANKS}
+        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct)
+        monkeypatch.setattr(supervisor, "launch_of", made.launch)
+        made.start()
+        return made
+
+    return make
+
+
+def test_a_finished_run_comes_down_in_order_and_redis_last(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=UNTIL_TOLD)
+    wait_for("all roles", run.all_ready, 20)
+    run.events.publish("training_finished", "trainer.0")
+    assert run.join() == {"finished"}
+    stopped = [role for role, state in run.history() if state == "stopped"]
+    assert set(stopped[:3]) == {"actor.0", "preprocessor.0", "trainer.0"}
+    assert stopped[3:] == ["inference.0", "redis.0"]
+
+
+def test_a_role_that_is_killed_fails_every_rank_and_is_named(attempt: Callable[..., Attempt]) -> None:
+    run = attempt()
+    wait_for("all roles", run.all_ready, 20)
+    os.kill(run.pid_of("inference"), 9)
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.cause) == ("inference.0", 2, "killed by SIGKILL")
+    assert failure.last_lines == ("up",)
+    assert ("redis.0", "stopped") in run.history()
+
+
+def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(inference="print('up', flush=True)")
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert (failure.role, failure.cause) == ("inference.0", "exited with code 0")
+
+
+def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(startup_seconds=1.5, actor="import time; time.sleep(600)")
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.cause == "waited 1.5 s for actor.0 to become ready"
+
+
+def test_draining_waits_for_the_trainer_to_commit_and_end(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=f"{UNTIL_TOLD}\ntime.sleep(1.5)")
+    wait_for("all roles", run.all_ready, 20)
+    run.notices[2].reason = "SIGTERM"
+    assert run.join() == {"preempted"}
+    history = run.history()
+    assert ("trainer.0", "stopping") not in history
+    assert history.index(("trainer.0", "stopped")) < history.index(("inference.0", "stopping"))
+
+
+def test_a_trainer_that_does_not_end_within_the_grace_is_ended(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=STUBBORN)
+    wait_for("all roles", run.all_ready, 20)
+    run.notices[0].reason = "SIGTERM"
+    assert run.join() == {"preempted"}
+    assert ("trainer.0", "stopping") in run.history()
+    assert run.left() == set()
+
+
+def test_stubborn_roles_are_ended_with_their_groups(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(actor=STUBBORN, redis=STUBBORN)
+    wait_for("all roles", run.all_ready, 20)
+    run.events.publish("failed", "agent.9", "for the test")
+    assert run.join() == {"failed"}
+    assert not run.paths.first_failure.exists()
+    assert run.left() == set()
+
+
+def test_stubborn_roles_do_not_keep_a_finished_run_beyond_its_bound(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(actor=STUBBORN, preprocessor=STUBBORN, inference=STUBBORN, redis=STUBBORN, trainer=UNTIL_TOLD)
+    wait_for("all roles", run.all_ready, 20)
+    run.events.publish("training_finished", "trainer.0")
+    deadline = Deadline("the descent", 2 * run.cluster.stop_seconds + 1)
+    assert run.join() == {"finished"}
+    assert not deadline.passed
+    assert run.left() == set()
+
+
+def test_nobody_waits_for_roles_whose_agent_has_left(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=STUBBORN)
+    wait_for("all roles", run.all_ready, 20)
+    files.write_document(run.paths.down("agent.1"), "left")
+    run.notices[2].reason = "SIGTERM"
+    wait_for("Redis to be down", lambda: ("redis.0", "stopped") in run.history(), run.cluster.grace_seconds - 0.5)
+    assert run.join() == {"preempted"}
+
+
+def test_a_trainer_that_fails_to_commit_while_draining_is_a_failure(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=f"{UNTIL_TOLD}\nraise SystemExit(5)")
+    wait_for("all roles", run.all_ready, 20)
+    run.notices[0].reason = "SIGTERM"
+    run.join()
+    assert run.ends[RANKS["trainer"]] == "failed"
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert (failure.role, failure.exit_code) == ("trainer.0", 5)

@@ -1,0 +1,93 @@
+"""From overrides to a config, and what every mistake is told."""
+
+import pytest
+
+from pipeline.config import RunConfig, known_keys
+from pipeline.errors import ConfigError
+from pipeline.identity import OPERATIONAL, differences, digest
+from slurm import compose
+
+
+@pytest.mark.parametrize("experiment", compose.groups()["experiment"])
+def test_every_experiment_composes(experiment: str) -> None:
+    assert isinstance(compose.compose_config([f"experiment={experiment}"]), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [(group, choice) for group, choices in compose.groups().items() for choice in choices if group != "experiment"],
+)
+def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
+    config = compose.compose_config(["experiment=demo", f"{group}={choice}"])
+    assert config.name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("experiment=dmeo", "experiment='dmeo': expected one of demo"),
+        ("loss=grop", "did you mean grpo?"),
+        ("optim.lrr=1", "optim.lrr=1: expected a known key; did you mean optim.lr?"),
+        (
+            "training.warm_start={steps: 3}",
+            "one key at a time; set training.warm_start.steps, ",
+        ),
+        ("rollout=3", "set rollout.attempts, rollout.temperature"),
+        ("optim.lr=fast", "optim.lr='fast': expected a valid number"),
+        ("optim.lr=-1", "expected greater than 0"),
+        ("optim.lr=1e-4,1e-5", "expected one value"),
+        ("optim.lr", "expected key=value"),
+        ("loss.name=grop", "did you mean grpo?"),
+        ("rollout.attempts=1", "greater than or equal to 2"),
+        ("optim.beta1=1", "less than 1"),
+        ("optim.beta2=1.0", "less than 1"),
+        ("optim.weight_decay=inf", "finite number"),
+        ("loss.entropy=nan", "finite number"),
+        ("rollout.temperature=inf", "finite number"),
+        ("cluster.stop_seconds=inf", "finite number"),
+        ("inference.backend=nccl", "'gloo'"),
+        ("name='a b'", "letters, digits"),
+        ("seed=${sed}", "overrides that compose"),
+    ],
+)
+def test_a_mistake_is_named_with_its_mend(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.compose_config(["experiment=demo", override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_run_needs_a_name() -> None:
+    with pytest.raises(ConfigError, match="choose an experiment"):
+        compose.compose_config([])
+
+
+def test_keys_that_no_file_mentions_can_be_set() -> None:
+    config = compose.compose_config(["experiment=demo", "optim.eps=1e-6", "task.options.digits=1"])
+    assert config.optim.eps == 1e-6
+    assert config.task.options["digits"] == 1
+
+
+def test_every_key_is_documented() -> None:
+    assert [key for key, field in known_keys().items() if not field.description] == []
+
+
+def test_configs_differ_by_named_keys() -> None:
+    one = compose.compose_config(["experiment=demo"])
+    other = compose.compose_config(["experiment=demo", "seed=3", "optim.lr=1e-3"])
+    assert differences(one, other) == ["optim.lr: 0.0001 → 0.001", "seed: 0 → 3"]
+    assert digest(one) != digest(other)
+
+
+@pytest.mark.parametrize("name", OPERATIONAL)
+def test_every_operational_key_exists(name: str) -> None:
+    assert any(key == name or key.startswith(f"{name}.") for key in known_keys())
+
+
+def test_deadlines_and_sizes_do_not_make_another_run() -> None:
+    one = compose.compose_config(["experiment=demo"])
+    changed = ["cluster.startup_seconds=900", "training.micro_batch_tokens=999", "resources.spares=1", "output=x"]
+    other = compose.compose_config(["experiment=demo", *changed])
+    assert differences(one, other) == []
+    assert digest(one) == digest(other)

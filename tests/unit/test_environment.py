@@ -1,0 +1,53 @@
+"""What a rank learns from its scheduler's variables."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RendezvousError
+from slurm import environment
+from slurm.environment import Environment
+
+SLURM = {"SLURM_JOB_ID": "812", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+LOCAL = {"ROLLCALL_LOCAL_JOB": "local1", "SUBMITIT_LOCAL_GLOBALID": "2", "SUBMITIT_LOCAL_NTASKS": "4"}
+
+
+def test_a_virtual_node_has_a_loopback_address_of_its_own() -> None:
+    found = Environment.detect(LOCAL)
+    assert (found.attempt, found.rank, found.ranks) == ("local1-0", 2, 4)
+    assert found.addresses == (found.interface,) == ("127.0.0.4",)
+
+
+def test_addresses_go_on_beyond_the_last_byte() -> None:
+    assert [environment.local_address(rank) for rank in (0, 253, 254)] == ["127.0.0.2", "127.0.0.255", "127.0.1.0"]
+
+
+def test_a_requeue_is_another_attempt_of_the_same_job() -> None:
+    assert Environment.detect(SLURM).attempt == "812-0"
+    assert Environment.detect(SLURM | {"SLURM_RESTART_COUNT": "2"}).attempt == "812-2"
+
+
+def test_on_a_cluster_all_interfaces_are_bound_and_the_scheduler_s_gpus_are_kept() -> None:
+    found = Environment.detect(SLURM | {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert found.interface == ""
+    assert found.visible_gpus == "0,1"
+    assert found.addresses
+
+
+def test_without_a_scheduler_it_says_how_to_start() -> None:
+    with pytest.raises(RendezvousError, match=r"launchers/submit\.py"):
+        Environment.detect({})
+
+
+def test_a_role_gets_no_variable_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {**LOCAL, "ROLLCALL_LAUNCHER_PID": "1", "KEPT": "yes"}.items():
+        monkeypatch.setenv(key, value)
+    made = environment.child_environment({"EXTRA": "1"})
+    assert not [key for key in made if key.startswith(("SUBMITIT_", "ROLLCALL_LOCAL", "ROLLCALL_LAUNCHER"))]
+    assert (made["KEPT"], made["EXTRA"], made["PYTHONSAFEPATH"]) == ("yes", "1", "1")
+
+
+def test_a_job_imports_from_its_snapshot_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    made = environment.local_job_environment("job", "command", 4, Path("/run/code"))
+    assert made["PYTHONPATH"] == "/run/code:/mine"

@@ -1,0 +1,97 @@
+"""How the agent starts a vLLM server."""
+
+import socket
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.plan import Placement
+from pipeline.roles import inference
+from tests.fakes.configs import make_config
+
+SECRET = "do-not-show"
+
+
+def place(**values: Any) -> Placement:
+    return Placement(**{"role": "inference", "index": 2, "rank": 1, "address": "127.0.0.4", "ports": (4321,), **values})
+
+
+def option(command: tuple[str, ...], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def config(**sections: object) -> RunConfig:
+    return make_config(model={"path": "/models/tiny", "max_length": 99}, seed=5, **sections)
+
+
+def test_a_server_listens_where_it_was_placed_and_serves_the_configured_model() -> None:
+    command = inference.server_command(config(), place())
+    assert command[:3] == (sys.executable, "-P", "-m")
+    assert (option(command, "--host"), option(command, "--port")) == ("127.0.0.4", "4321")
+    assert (option(command, "--model"), option(command, "--max-model-len")) == ("/models/tiny", "99")
+    assert option(command, "--seed") == "7"
+
+
+def test_the_secret_is_in_the_environment_and_not_in_the_command() -> None:
+    assert SECRET in inference.server_environment(config(), place(), SECRET).values()
+    assert not any(SECRET in word for word in inference.server_command(config(), place()))
+    assert "pipeline.weights.guard.Guard" in inference.server_command(config(), place())
+
+
+def test_a_server_starts_without_weights_of_its_own() -> None:
+    assert option(inference.server_command(config(), place()), "--load-format") == "dummy"
+
+
+def test_a_server_on_gpus_sees_those_and_no_others() -> None:
+    given = place(gpus=(2, 3))
+    assert inference.server_environment(config(), given, SECRET)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    command = inference.server_command(config(), given)
+    assert option(command, "--tensor-parallel-size") == "2"
+    assert "--kv-cache-memory-bytes" not in command
+
+
+def test_a_server_on_a_cpu_takes_the_memory_and_threads_it_was_given() -> None:
+    resources = {"inference": {"threads": 3}}
+    given = config(resources=resources, inference={"kv_cache_bytes": 1 << 20})
+    assert option(inference.server_command(given, place()), "--kv-cache-memory-bytes") == str(1 << 20)
+    assert inference.server_environment(given, place(), SECRET)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_head_is_float32_whatever_the_model_is() -> None:
+    half = make_config(model={"path": "/models/tiny", "dtype": "bfloat16"})
+    assert "head_dtype" in option(inference.server_command(half, place()), "--hf-overrides")
+    assert "--hf-overrides" not in inference.server_command(config(), place())
+
+
+def test_the_users_arguments_come_last_and_so_win() -> None:
+    given = config(inference={"extra_args": ["--max-num-seqs", "3"]})
+    assert inference.server_command(given, place())[-2:] == ("--max-num-seqs", "3")
+
+
+def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    inference.find_vllm()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"launchers/install\.py"):
+        inference.find_vllm()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", b"nonsense\r\n\r\n", b""])
+def test_a_server_is_not_ready_before_it_says_so(answer: bytes) -> None:
+    def respond(listener: socket.socket) -> None:
+        with listener.accept()[0] as link:
+            link.recv(1024)
+            link.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=respond, args=(listener,))
+        thread.start()
+        assert not inference.is_healthy("127.0.0.1", listener.getsockname()[1])
+        thread.join()
+
+
+def test_nobody_at_the_port_is_not_ready() -> None:
+    assert not inference.is_healthy("127.0.0.9", 9)

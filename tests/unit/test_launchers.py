@@ -1,0 +1,116 @@
+"""The scripts a user starts, as the user starts them."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.identity import OPERATIONAL
+from pipeline.models import BUILT_IN
+from pipeline.tasks.chat import Chat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(
+    script: str, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The script's end, with what it printed."""
+    command = [sys.executable, str(ROOT / "launchers" / script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_the_installer_deletes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("the only copy")
+    for target in (".", str(tmp_path), "thesis.txt"):
+        ended = start("install.py", target, cwd=tmp_path)
+        assert ended.returncode == 2
+        assert ended.stderr == (
+            f"error: {target}: expected a new or empty directory, or a virtual environment; choose another name\n"
+        )
+    assert (tmp_path / "thesis.txt").read_text() == "the only copy"
+
+
+@pytest.mark.parametrize(
+    "makes", [lambda path: None, Path.mkdir, lambda path: (path.mkdir(), (path / "pyvenv.cfg").touch())]
+)
+def test_the_installer_takes_what_is_new_or_empty_or_an_environment(makes, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launchers"))
+    import install
+
+    makes(tmp_path / "env")
+    assert install.is_ours_to_fill(tmp_path / "env")
+
+
+def test_asking_the_installer_for_help_installs_nothing(tmp_path: Path) -> None:
+    ended = start("install.py", "--help", cwd=tmp_path)
+    assert ended.returncode == 0
+    assert "virtual environment" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_packages_of_the_same_names_are_refused_before_they_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "__init__.py").write_text("raise SystemExit('imported')")
+    ended = start("submit.py", "experiment=demo", "--dry-run", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: slurm is found in {tmp_path}, which is not this project: run ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_python_without_the_project_says_how_to_install_it() -> None:
+    command = [sys.executable, "-I", "-S", str(ROOT / "launchers" / "submit.py")]
+    ended = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "pipeline is not installed in" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["watch.py", "report.py", "submit.py"])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_is_no_error(script: str, option: str) -> None:
+    ended = start(script, option)
+    assert ended.returncode == 0
+    assert f"launchers/{script}" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_ctrl_c_before_the_start_is_no_traceback(tmp_path: Path) -> None:
+    # A shell that started the tests in the background has Ctrl-C ignored; the task brings Python's own handler back.
+    lines = ("import os, signal", "signal.signal(2, signal.default_int_handler)", "os.kill(os.getpid(), 2)")
+    (tmp_path / "slow_task.py").write_text("\n".join(lines))
+    overrides = ["experiment=demo", f"output={tmp_path / 'runs'}", "task.name=slow_task:Task", "~task.options"]
+    ended = start("submit.py", *overrides, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 130
+    assert ended.stderr == "interrupted; nothing was started\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_task_of_the_quickstart_is_right_and_would_start(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (tmp_path / "parity.py").write_text(page.split("```python")[1].split("```")[0])
+    told = next(line for line in page.splitlines() if "parity:Parity" in line)
+    command = told.partition("launchers/submit.py")[2]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = start("submit.py", *shlex.split(command), f"output={tmp_path / 'runs'}", "--dry-run", env=environment)
+    assert ended.returncode == 0, ended.stderr
+
+    names: dict[str, Any] = {}
+    exec((tmp_path / "parity.py").read_text(), names)
+    task = names["Parity"](None, 0)
+    held_out = {prompt.messages[0]["content"] for prompt in task.held_out()}
+    asked = [task.prompt(index) for index in range(len(task))]
+    assert not held_out & {prompt.messages[0]["content"] for prompt in asked}
+    assert [task.reward(asked[7], text) for text in ("1", "0", "")] == [1.0, 0.0, 0.0]
+    chat = Chat(BUILT_IN / "tiny_qwen3")
+    assert chat.render(asked[7].messages).endswith("7=")
+    assert chat.decode(chat.prompt(asked[7].messages)).endswith("7=")
+
+
+def test_the_quickstart_names_every_key_that_a_resumed_run_may_change() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    assert [name for name in OPERATIONAL if f"`{name}`" not in page and f"`{name}.*`" not in page] == []

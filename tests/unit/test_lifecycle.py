@@ -1,0 +1,42 @@
+"""The life of a role, and the order in which a run comes down."""
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from pipeline.errors import TransitionError
+from pipeline.plan import Placement, RoleName, World
+from slurm import lifecycle
+
+
+def test_a_role_lives_from_waiting_to_stopped() -> None:
+    state: lifecycle.State = "waiting"
+    for happening in ("start", "became_ready", "asked_to_stop", "ended"):
+        state = lifecycle.advance("actor.0", state, happening)  # type: ignore[arg-type]
+    assert state == "stopped"
+
+
+def test_what_the_table_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(TransitionError, match=r"actor\.0: event 'start' is not allowed in state 'ready'"):
+        lifecycle.advance("actor.0", "ready", "start")
+
+
+def test_nothing_leaves_an_end_state() -> None:
+    for state, happening in itertools.product(("stopped", "failed"), get_args(lifecycle.Happening)):
+        with pytest.raises(TransitionError):
+            lifecycle.advance("redis.0", state, happening)  # type: ignore[arg-type]
+
+
+def test_every_role_has_one_place_in_the_descent() -> None:
+    assert sorted(itertools.chain(*lifecycle.DESCENT)) == sorted(get_args(RoleName))
+
+
+def test_redis_waits_for_all_who_talk_to_it() -> None:
+    roles: tuple[RoleName, ...] = ("redis", "actor", "preprocessor", "trainer", "inference")
+    places = tuple(Placement(role=role, index=0, rank=0, address="127.0.0.2") for role in roles)
+    world = World(run_id="r", attempt="a", epoch=1, leader=0, secret="s", placements=places)
+    waits = {place.role: {other.role for other in lifecycle.must_wait_for(place, world)} for place in places}
+    assert waits["redis"] == {"actor", "preprocessor", "trainer", "inference"}
+    assert waits["trainer"] == {"actor", "preprocessor"}
+    assert waits["actor"] == set()

@@ -1,0 +1,122 @@
+"""Children, their groups and held ports."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import process
+from pipeline.waiting import wait_for
+
+ENV = dict(os.environ)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "role.log"
+
+
+@pytest.fixture
+def started() -> Iterator[list[process.Child]]:
+    children: list[process.Child] = []
+    yield children
+    for child in children:
+        child.kill()
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def first_line(log: Path) -> str:
+    return wait_for("the child's first line", lambda: next(iter(log.read_text().splitlines()), None), 20)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_that_ends_reports_its_exit_code(log: Path) -> None:
+    child = process.Child(python("raise SystemExit(7)"), log, ENV)
+    assert wait_for("its end", lambda: child.poll() is not None, 20)
+    assert child.poll() == 7
+
+
+def test_stop_ends_a_child_that_ignores_the_request(log: Path, started: list[process.Child]) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    child = process.Child(python(code), log, ENV)
+    started.append(child)
+    first_line(log)
+    assert child.stop(0.2) == -9
+    assert process.describe_exit(-9) == "killed by SIGKILL"
+
+
+def test_what_a_dead_leader_left_in_its_group_is_ended(log: Path, started: list[process.Child]) -> None:
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
+    child = process.Child(python(code), log, ENV)
+    started.append(child)
+    grandchild = int(first_line(log))
+    assert wait_for("the leader's end", lambda: child.poll() is not None, 20)
+    assert wait_for("the grandchild's end", lambda: gone(grandchild), 5)
+
+
+def test_a_child_dies_with_its_agent(log: Path, started: list[process.Child]) -> None:
+    agent = (
+        "import os, sys, time; from pathlib import Path; from pipeline import process;"
+        f"child = process.Child(['sleep', '600'], Path({str(log)!r}), dict(os.environ));"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    out = log.with_name("agent.log")
+    parent = process.Child(python(agent), out, ENV)
+    started.append(parent)
+    pid = int(first_line(out))
+    parent.kill()
+    assert wait_for("the role's end", lambda: gone(pid), 5)
+
+
+def test_scheduler_signals_do_not_reach_a_role(log: Path, started: list[process.Child]) -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGUSR2).name, flush=True)"
+    started.append(process.Child(python(code), log, ENV))
+    assert first_line(log) == "SIG_IGN"
+
+
+def test_descendants_in_other_sessions_are_found_and_ended(log: Path, started: list[process.Child]) -> None:
+    inner = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
+    agent = (
+        "import subprocess, sys; from pipeline import process; process.adopt_orphans();"
+        f"pid = int(subprocess.run([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE).stdout);"
+        "print(pid in process.end_descendants(), pid, flush=True)"
+    )
+    started.append(process.Child(python(agent), log, ENV))
+    found, pid = first_line(log).split()
+    assert found == "True"
+    assert gone(int(pid))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", ""])
+def test_a_held_port_is_refused_to_strangers_and_serves_its_own_child(address: str) -> None:
+    with process.hold_port() as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.3", port))
+        with socket.create_server((address, port)), socket.create_connection(("127.0.0.2", port)) as client:
+            assert client.getpeername()[1] == port
+
+
+def test_a_port_that_is_taken_on_any_address_is_not_held() -> None:
+    with socket.create_server(("127.0.0.9", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), socket.socket() as holder:
+            holder.bind(("", taken))
+
+
+def test_the_tail_of_a_log_is_its_last_lines(log: Path) -> None:
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    assert process.tail(log, 2) == ["line 98", "line 99"]
+    assert process.tail(log.with_name("none.log")) == []

@@ -1,0 +1,217 @@
+"""`pipeline.report`: a page for every run directory, however little is in it."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from pipeline import files
+from pipeline.errors import ConfigError
+from pipeline.report import history as histories
+from pipeline.report.charts import all_charts, resume_steps, smoothed
+from pipeline.report.history import find_run, read_history
+from pipeline.report.page import page, state_of, tiles, wall_seconds, write_report
+from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING))
+
+
+@pytest.fixture
+def finished(run: FakeRun) -> FakeRun:
+    """A run that was interrupted at step 40 and finished by its second attempt."""
+    first = run.attempt("local1-0")
+    first.meet()
+    first.all_roles("starting", "ready")
+    first.train("sft", range(1, 21))
+    first.train("rl", range(41), eval_every=20)
+    first.tell("draining", "agent.0", "SIGTERM")
+    first.all_roles("stopping", "stopped")
+    run.now += 3600
+    second = run.attempt("local2-0")
+    second.meet()
+    second.all_roles("starting", "ready")
+    second.train("rl", range(31, 61), eval_every=20)
+    second.tell("training_finished", "trainer.0")
+    second.all_roles("stopping", "stopped")
+    run.finish(60)
+    return run
+
+
+class Links(HTMLParser):
+    """Collects every address in a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+
+
+def test_the_headline_gives_state_steps_wall_time_accuracy_and_lag(finished: FakeRun) -> None:
+    history = read_history(finished.root)
+    words = {what: value for value, what in tiles(history)}
+    assert state_of(history) == "finished"
+    assert words["optimizer steps"] == "60 / 60"
+    assert words["held-out accuracy, +37.9 points"] == "20.0% → 57.9%"
+    assert words["largest lag, at most 2 allowed"] == "2"
+    assert wall_seconds(history) < 120, "the hour between the attempts does not count"
+
+
+def test_a_page_is_self_contained(finished: FakeRun) -> None:
+    for log in ("trainer.0", "actor.0"):
+        (finished.root / "attempts/local1-0/logs").mkdir(exist_ok=True)
+        (finished.root / f"attempts/local1-0/logs/{log}.log").write_text("x")
+    text = page(read_history(finished.root))
+    outside = [link for link in Links(text).found if not link.startswith("#") and not (finished.root / link).exists()]
+    assert outside == []
+    assert "attempts/local1-0/logs/actor.0.log" in text
+    assert not re.search(r"url\((?!#)|@import|<script", text)
+
+
+def test_charts_take_their_colours_from_the_page(finished: FakeRun) -> None:
+    for chart in all_charts(read_history(finished.root)):
+        ElementTree.fromstring(chart.svg)
+        assert "#1010" not in chart.svg, "a mark was not replaced"
+        assert "var(--series-1)" in chart.svg
+        assert f'aria-label="{chart.title}' in chart.svg
+
+
+def test_every_subject_has_a_chart(finished: FakeRun) -> None:
+    titles = [chart.title for chart in all_charts(read_history(finished.root))]
+    assert titles == ["Reward", "Held-out accuracy", "Lag", "Throughput", "Idle", "Weight sync", "Warm start"]
+
+
+def test_a_resume_is_marked_at_the_first_step_of_the_new_attempt(finished: FakeRun) -> None:
+    assert resume_steps(read_history(finished.root).rows) == [41]
+
+
+def test_equal_runs_give_equal_charts(finished: FakeRun) -> None:
+    history = read_history(finished.root)
+    assert all_charts(history) == all_charts(history)
+
+
+def test_a_run_directory_with_nothing_in_it_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    text = page(read_history(tmp_path))
+    for missing in ("config.json is missing", "no attempt has started", "no reward/mean", "nothing was written"):
+        assert missing in text
+    assert "not started" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run.json",
+        "config.json",
+        "finished.json",
+        "metrics.jsonl",
+        "attempts/local2-0/timeline/rank-0.jsonl",
+        "attempts/local2-0/events/training_finished.json",
+        "attempts/local2-0/status/actor.0.json",
+    ],
+)
+@pytest.mark.parametrize("damage", ["absent", "empty", "torn", "nonsense"])
+def test_no_missing_or_torn_file_stops_the_report(finished: FakeRun, name: str, damage: str) -> None:
+    file = finished.root / name
+    data = file.read_bytes()
+    if damage == "absent":
+        file.unlink()
+    else:
+        file.write_bytes({"empty": b"", "torn": data[: len(data) // 2], "nonsense": b"\xff\x00{"}[damage])
+    # Drawing is not what is tested here: the same history feeds it.
+    history = read_history(finished.root)
+    assert tiles(history)
+    assert state_of(history) in ("finished", "interrupted")
+
+
+def test_a_failure_stands_at_the_top_with_its_last_lines_and_what_to_do(run: FakeRun) -> None:
+    attempt = run.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.fail("actor.0", 0)
+    text = page(read_history(run.root))
+    assert text.index("actor.0 failed first") < text.index("Reward")
+    for word in ("killed by SIGKILL", "exit code -9", "rank 0", "group 812 sent", "What to do:"):
+        assert word in text
+    assert state_of(read_history(run.root)) == "failed"
+
+
+def test_text_from_the_run_cannot_break_the_page(run: FakeRun) -> None:
+    attempt = run.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting")
+    failure = attempt.fail("actor.0", 0)
+    hostile = msgspec.structs.replace(failure, cause="<script>x</script>")
+    files.write_document(attempt.paths.first_failure, hostile)
+    text = page(read_history(run.root))
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_bars_last_from_one_state_to_the_next_and_the_open_one_to_the_end(run: FakeRun) -> None:
+    attempt = run.attempt("local1-0")
+    for second, state in ((0, "starting"), (5, "ready")):
+        run.now += second
+        attempt.role("actor.0", 0, state)  # type: ignore[arg-type]
+    transitions = histories.read_attempt(attempt.paths).transitions
+    began = transitions[0].time
+    assert bars(transitions, began, began + 12) == [(0.0, 5.0, "starting"), (5.0, 7.0, "ready")]
+
+
+def test_a_timeline_of_many_roles_keeps_those_that_failed(run: FakeRun) -> None:
+    attempt = run.attempt("local1-0")
+    for number in range(3 * MOST_ROLES):
+        run.now += 1
+        attempt.role(f"inference.{number}", number, "starting")
+    attempt.role(f"inference.{3 * MOST_ROLES - 1}", 3 * MOST_ROLES - 1, "failed")
+    read = histories.read_attempt(attempt.paths)
+    shown = shown_roles(read)
+    assert len(shown) == MOST_ROLES
+    assert f"inference.{3 * MOST_ROLES - 1}" in shown
+    assert f"{2 * MOST_ROLES} more roles are not shown" in timeline(read).note
+
+
+def test_attempts_are_in_the_order_in_which_they_began(run: FakeRun) -> None:
+    for name in ("z-0", "a-0"):
+        run.now += 10
+        run.attempt(name).role("actor.0", 0, "starting")
+    assert [attempt.name for attempt in read_history(run.root).attempts] == ["z-0", "a-0"]
+
+
+def test_smoothing_keeps_length_steps_and_a_constant() -> None:
+    assert smoothed([(1, 2.0), (2, 2.0), (3, 2.0)], 5) == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert smoothed([(1, 0.0), (2, 3.0), (3, 0.0)], 1) == [(1, 0.0), (2, 1.0), (3, 0.0)]
+
+
+def test_a_run_is_found_by_directory_and_by_name(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_run([f"run={run.root}"]) == run.root.resolve()
+    monkeypatch.setattr(histories, "RUNS", run.root.parent)
+    assert find_run(["run=demo"]) == run.root.resolve()
+    with pytest.raises(ConfigError, match=r"run='dmeo': expected a run directory.*found there: demo"):
+        find_run(["run=dmeo"])
+
+
+def test_the_command_writes_the_report_and_refuses_what_is_no_run(run: FakeRun) -> None:
+    command = [sys.executable, "-P", "-m", "pipeline.report"]
+    done = subprocess.run([*command, f"run={run.root}"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str(run.paths.report)
+    assert run.paths.report.read_text().startswith("<!doctype html>")
+    refused = subprocess.run([*command, "run=/nowhere"], capture_output=True, text=True, timeout=60, check=False)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+
+
+def test_a_report_is_written_again_over_the_old_one(run: FakeRun) -> None:
+    assert write_report(read_history(run.root)) == write_report(read_history(run.root))

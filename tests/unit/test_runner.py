@@ -1,0 +1,129 @@
+"""The loop that every job runs in."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from pipeline.config import OptimConfig
+from pipeline.errors import RollcallError, WeightSyncError
+from pipeline.training.batches import Interrupted
+from pipeline.training.jobs import Job, RlJob
+from pipeline.training.runner import Runner, rates
+
+
+class Diary:
+    """Remembers what a runner wrote, in order."""
+
+    whole = True
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def commit(self, job: Job, done: int) -> None:
+        self.lines.append(f"commit {done}")
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append(f"note {step} {sorted(metrics)}")
+
+
+class Counting:
+    """An algorithm that counts, and is interrupted where it is told to be."""
+
+    def __init__(self, diary: Diary, steps: int, interrupt: str = "", error: type[RollcallError] = Interrupted) -> None:
+        self._job = RlJob(steps=steps, prompts=1, optim=OptimConfig())
+        self._diary, self._interrupt, self._error = diary, interrupt, error
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    def begin(self, step: int) -> None:
+        self._diary.lines.append(f"begin {step}")
+
+    def step(self, step: int) -> Mapping[str, float]:
+        self._reach(f"step {step}")
+        return {"loss": 1.0}
+
+    def follow_up(self, done: int) -> Mapping[str, float]:
+        self._reach(f"follow up {done}")
+        return {"sync": 1.0}
+
+    def end(self) -> None:
+        self._reach("end")
+
+    def committed(self) -> None:
+        self._diary.lines.append("committed")
+
+    def _reach(self, place: str) -> None:
+        if place == self._interrupt:
+            raise self._error(place)
+
+
+def run(steps: int, every: int, done: int = 0, interrupt: str = "") -> list[str]:
+    diary = Diary()
+    runner = Runner(diary, every)
+    if interrupt:
+        with pytest.raises(Interrupted):
+            runner.run(Counting(diary, steps, interrupt), done)
+    else:
+        runner.run(Counting(diary, steps), done)
+    return diary.lines
+
+
+def commits(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("commit ")]
+
+
+def test_a_job_commits_at_its_interval_and_at_its_end() -> None:
+    lines = run(steps=5, every=2)
+    assert commits(lines) == ["commit 2", "commit 4", "commit 5"]
+    assert lines.count("committed") == 3
+
+
+def test_a_resumed_job_does_the_steps_that_are_left() -> None:
+    lines = run(steps=5, every=10, done=3)
+    assert lines[0] == "begin 3"
+    assert [line.split()[1] for line in lines if line.startswith("note")] == ["4", "5"]
+
+
+def test_an_interruption_commits_exactly_the_steps_that_were_done() -> None:
+    assert commits(run(steps=9, every=10, interrupt="step 3")) == ["commit 3"]
+
+
+def test_a_step_counts_although_its_following_up_was_interrupted() -> None:
+    lines = run(steps=9, every=10, interrupt="follow up 3")
+    assert commits(lines) == ["commit 3"]
+    assert "note 3 ['loss', 'seconds/step']" in lines
+
+
+def test_an_interruption_right_after_a_commit_commits_nothing_twice() -> None:
+    assert commits(run(steps=9, every=3, interrupt="step 3")) == ["commit 3"]
+
+
+def test_an_interruption_before_the_end_keeps_the_last_step() -> None:
+    assert commits(run(steps=2, every=10, interrupt="end")) == ["commit 2"]
+
+
+def test_what_is_done_is_committed_before_the_end_is_tried() -> None:
+    lines = run(steps=3, every=10)
+    assert lines[-2:] == ["commit 3", "committed"]
+
+
+def test_an_error_commits_what_was_done_while_the_model_is_whole() -> None:
+    diary = Diary()
+    with pytest.raises(WeightSyncError):
+        Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
+    assert commits(diary.lines) == ["commit 4"]
+
+
+def test_an_error_commits_nothing_of_a_model_that_is_not_whole() -> None:
+    diary = Diary()
+    diary.whole = False
+    with pytest.raises(WeightSyncError):
+        Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
+    assert commits(diary.lines) == []
+
+
+def test_rates_are_of_the_whole_step() -> None:
+    found = rates({"tokens/batch": 100.0, "seconds/data": 1.0}, seconds=4.0)
+    assert found == {"seconds/step": 4.0, "tokens_per_second": 25.0, "idle/trainer": 0.25}

