@@ -7,7 +7,7 @@ submission, before anything is started.
 
 from collections.abc import Callable
 
-from pipeline.config import RunConfig
+from pipeline.config import ClusterConfig, RunConfig
 from pipeline.errors import ConfigError
 
 _TOKEN_BYTES = 9
@@ -15,6 +15,14 @@ _TOKEN_BYTES = 9
 
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""
+
+
+SLURM_KEYS = tuple(
+    key
+    for key in ClusterConfig.model_fields
+    if key != "kind" and (key == "notice_seconds" or not key.endswith("_seconds"))
+)
+"""The keys of `cluster` that say nothing on one machine."""
 
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
@@ -26,12 +34,27 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
         raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
 
 
-def _no_gpus(config: RunConfig) -> None:
-    asked = {"trainer": config.resources.trainer.gpus, "inference": config.resources.inference.gpus}
-    for kind, gpus in asked.items():
-        if gpus:
-            mend = "this version trains and serves on CPUs only"
-            raise ConfigError(f"resources.{kind}.gpus", gpus, "0", mend)
+def _no_cuda(config: RunConfig) -> None:
+    if config.resources.device == "cuda":
+        raise ConfigError("resources.device", "cuda", "cpu", "this version trains and serves on CPUs only")
+
+
+def _slurm_keys_need_slurm(config: RunConfig) -> None:
+    if config.cluster.kind == "slurm":
+        return
+    plain = ClusterConfig(kind="local")
+    for key in SLURM_KEYS:
+        value = getattr(config.cluster, key)
+        if value != getattr(plain, key):
+            raise ConfigError(f"cluster.{key}", value, "nothing, without Slurm", "set cluster=slurm, or leave it out")
+    if config.resources.layout == "het":
+        raise ConfigError("resources.layout", "het", "one, without Slurm", "set cluster=slurm, or leave it out")
+
+
+def _het_needs_services(config: RunConfig) -> None:
+    if config.resources.layout == "het" and not config.resources.services.nodes:
+        expected = "1 with resources.layout=het, whose first component they are"
+        raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
 
 
 def _no_reference(config: RunConfig) -> None:
@@ -70,7 +93,9 @@ def _groups_fit_streams(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
-    _no_gpus,
+    _no_cuda,
+    _slurm_keys_need_slurm,
+    _het_needs_services,
     _no_reference,
     _groups_can_succeed,
     _turns_leave_room_for_prompts,

@@ -16,6 +16,7 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
     ├── TaskError            a task cannot produce anything usable
+    ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
     ├── TrainingError        a batch cannot be trained, or an operation failed on a rank of the trainer
     └── TransitionError      a state machine got an event that its state does not allow
 """
@@ -97,6 +98,10 @@ class TaskError(RollcallError):
 
 class TrainingError(RollcallError):
     """A batch cannot be trained, or a training operation failed; names the row, or the rank with its traceback."""
+
+
+class SchedulerError(RollcallError):
+    """A command of the scheduler failed or gave no answer in time; names the command and what it said."""
 
 
 class TransitionError(RollcallError):

@@ -6,10 +6,11 @@ no directory and reads no file.
     <output>/<name>/                      the run directory
       run.json                            run_id, config digest, when and from which revision it was created
       config.json                         the resolved config, frozen
+      job.json                            the job that was submitted for it last
       code/                               snapshot of the packages that every attempt runs
       submitit/                           submitit's own job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
-      attempts/<attempt>/                 logs/, status/, events/, first_failure.json of one attempt
+      attempts/<attempt>/                 logs/, status/, events/, first_failure.json, outcome.json of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       checkpoints/<job>-<step>/           a checkpoint; COMMIT is written last
@@ -69,6 +70,16 @@ class AttemptPaths:
         return self.root / "first_failure.json"
 
     @property
+    def outcome(self) -> Path:
+        """What became of the job after this attempt (`pipeline.records.Outcome`)."""
+        return self.root / "outcome.json"
+
+    @property
+    def alive(self) -> Path:
+        """A folder with one file per rank, touched as long as its agent lives."""
+        return self.root / "alive"
+
+    @property
     def redis(self) -> Path:
         return self.run / "redis" / self.attempt
 
@@ -86,6 +97,10 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.root / "config.json"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
 
     @property
     def code(self) -> Path:

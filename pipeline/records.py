@@ -154,6 +154,31 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
 
 
+class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """`job.json`: the job that was submitted for a run last. `job` is its id as the scheduler knows it."""
+
+    kind: Literal["local", "slurm"]
+    job: str
+    user: str
+    host: str
+    time: float
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`outcome.json`: what becomes of the job after an attempt, as the one owner of the requeue decided.
+
+    Attributes:
+        decision: `finished`: there is nothing left to do. `requeued`: the scheduler was asked to run the job again.
+            `left`: the scheduler itself is ending or requeueing the job. `stopped`: the job ends here.
+        reason: one line.
+        time: seconds since the epoch.
+    """
+
+    decision: Literal["finished", "requeued", "left", "stopped"]
+    reason: str
+    time: float
+
+
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
 R = TypeVar("R", bound=Record)
 

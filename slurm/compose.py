@@ -20,6 +20,8 @@ from pipeline.config import RunConfig, known_keys, load_config, nearest
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
+OPEN = ("task.options.", "cluster.sbatch.")
+"""Below these the keys are not ours: the task's own, and sbatch's."""
 
 
 def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
@@ -58,7 +60,7 @@ def _prepare(text: str, folder: Path) -> str:
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if inside:
         raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
-    if key not in keys and not key.startswith("task.options."):
+    if key not in keys and not key.startswith(OPEN):
         raise ConfigError(key, override.value(), "a known key", nearest(key, [*keys, *choices]))
     if override.is_delete():
         return text

@@ -43,7 +43,7 @@ def launch(context: RoleContext) -> Launch:
 
 def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """The argv of vLLM's server. `inference.extra_args` come last, so they win."""
-    device = _gpu_arguments(config, place) if place.gpus else _cpu_arguments(config)
+    device = _gpu_arguments(config, place) if config.resources.device == "cuda" else _cpu_arguments(config)
     return (
         *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", config.model.path, "--served-model-name", "policy"),
@@ -71,7 +71,7 @@ def server_environment(config: RunConfig, place: Placement, secret: str) -> dict
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if place.gpus:
+    if config.resources.device == "cuda":
         return common | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, place.gpus))}
     return common | {
         # Compiling a few lines of the sampler would cost the first request seconds.

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
             context.report("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
             raise
 
-    lead_or_serve(lead, budget, device="cuda" if context.placement.gpus else "cpu")
+    lead_or_serve(lead, budget, device=context.config.resources.device)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("streams.budget_bytes=65536 rollout.attempts=64", "expected at least 139264, two of the largest groups"),
         ("rollout.min_samples=9", "at most rollout.attempts (8); lower min_samples or raise attempts"),
         ("loss.kl=0.1", "expected 0 until there is a reference role"),
-        ("resources.trainer.gpus=1", "resources.trainer.gpus=1: expected 0"),
-        ("resources.inference.gpus=1", "resources.inference.gpus=1: expected 0"),
-        ("cluster.kind=slurm", "cluster.kind='slurm': expected 'local'"),
+        ("resources.device=cuda", "resources.device='cuda': expected cpu"),
+        ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
+        ("resources.layout=het", "resources.layout='het': expected one, without Slurm"),
     ],
 )
 def test_a_mistake_is_refused_with_its_mend(

@@ -1,0 +1,97 @@
+"""What is asked of the scheduler, and what it answers.
+
+Owns the words: a scheduler's job, its partitions, its limits, and the operations on them as a protocol. `slurm.commands`
+answers with Slurm's own commands; the tests have a scheduler with a clock of its own. Promises that whatever goes wrong
+is a `SchedulerError` of one line.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+PENDING, RUNNING = "PENDING", "RUNNING"
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States of a job that will never run again by itself."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as the scheduler sees it now.
+
+    Attributes:
+        id: as `sbatch` printed it; of a heterogeneous job its leader's.
+        state: Slurm's word: PENDING, RUNNING, COMPLETING, or one of `ENDED`.
+        reason: why it is in that state, in Slurm's word; empty for none.
+        restarts: how often it was requeued.
+        comment: what it was submitted with; ours is `rollcall <run_id>`.
+    """
+
+    id: str
+    name: str
+    user: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    comment: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether it runs, or may run again."""
+        return self.state not in ENDED
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition: whether it takes jobs, how many nodes it has, GPUs of each by kind, and its time limit."""
+
+    name: str
+    default: bool
+    up: bool
+    nodes: int
+    gpus: str
+    time_limit: str
+
+
+class Scheduler(Protocol):
+    """The operations. Each raises `SchedulerError` when the scheduler does not answer or refuses."""
+
+    def job(self, job: str) -> QueuedJob | None:
+        """The job, or None when the scheduler does not know it (any more)."""
+        ...
+
+    def partitions(self) -> list[Partition]:
+        """All partitions that this user sees."""
+        ...
+
+    def accounts(self) -> list[str] | None:
+        """The accounts that this user may charge, or None at a site without accounting."""
+        ...
+
+    def kill_wait(self) -> int:
+        """Seconds between TERM and KILL when a job is ended."""
+        ...
+
+    def try_out(self, batch_file: Path) -> str:
+        """Why the scheduler would refuse this file; empty if it would take it. Queues nothing."""
+        ...
+
+    def requeue(self, job: str) -> None:
+        """Have a running job end and be queued again."""
+        ...
+
+    def cancel(self, job: str) -> None:
+        """End a job, or take it out of the queue."""
+        ...
