@@ -83,8 +83,12 @@ class Launched:
 
     def _wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
         """A launcher that ends after it did what is waited for is no failure: a short run may."""
-        wait_for(what, lambda: probe() or self.process.poll() is not None, seconds)
-        self.processes()
+
+        def reached() -> bool:
+            self.processes()
+            return probe() or self.process.poll() is not None
+
+        wait_for(what, reached, seconds)
         assert probe(), f"the launcher ended while waiting for {what}: {self.output()}"
 
     def history(self) -> list[tuple[str, str]]:

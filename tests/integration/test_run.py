@@ -62,6 +62,7 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
     whole = Launched.start(tmp_path, "whole", "streams.backend=files")
     broken = Launched.start(tmp_path, "broken")
     launches += [whole, broken]
+    whole.wait_for_state("trainer.0", "ready")
     broken.wait_for_step(7)
     broken.kill_role("trainer", 0)
     assert broken.end() == 1
