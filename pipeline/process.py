@@ -1,8 +1,8 @@
 """Processes that are stopped by their id, and ports that are held until used.
 
-Owns starting a child in its own session, ending its whole group with a deadline, ending whatever a process left below
-itself, and holding ports. Promises that `Child.stop` returns with no process of the group alive, and that no process is
-ever found or ended by its name. Knows nothing of roles.
+Owns starting a child in its own session, shielded from the scheduler's signals, ending its whole group with a deadline,
+ending whatever a process left below itself, and holding ports. Promises that `Child.stop` returns with no process of
+the group alive, and that no process is ever found or ended by its name. Knows nothing of roles.
 """
 
 import ctypes
@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -61,9 +62,20 @@ def hold_port() -> socket.socket:
     return holder
 
 
+@contextmanager
+def _shielded() -> Iterator[None]:
+    """Children forked in the block have `spawn.SHIELDED` blocked from their first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, spawn.SHIELDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Child:
     """A started process, the leader of its own session; output goes to one log file.
 
+    Neither it nor what it starts hears TERM, USR1, USR2 or HUP (`pipeline.spawn`): it is asked to end with INT.
     Must be started and stopped from a thread that outlives it: the parent-death signal follows the thread.
     """
 
@@ -71,7 +83,7 @@ class Child:
         """Start `argv` with exactly the environment `env`; standard output and error are appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         wrapper = [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid())]
-        with log.open("ab") as output:
+        with log.open("ab") as output, _shielded():
             self._process = subprocess.Popen(
                 [*wrapper, *argv],
                 stdin=subprocess.DEVNULL,
@@ -98,9 +110,9 @@ class Child:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Ask the whole group to end."""
+        """Ask the whole group to end, with INT."""
         if self.poll() is None:
-            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGINT)
 
     def kill(self) -> int:
         """End the whole group and wait until its leader is gone; its exit code."""

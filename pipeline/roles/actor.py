@@ -1,7 +1,7 @@
 """The actor role: samples groups of attempts and publishes them; answers evaluations [C2, C3].
 
 Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
-posts its first weights; stopped by SIGTERM or `training_finished`, never by a count [B7]. A task that never succeeds
+posts its first weights; stopped by INT or `training_finished`, never by a count [B7]. A task that never succeeds
 ends it with exit code 1 and the reason as the last line of its log; so does any other failure, with its traceback.
 """
 
@@ -123,7 +123,7 @@ async def _finished(context: RoleContext) -> None:
 
 async def _run_until_signal(context: RoleContext) -> None:
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     await run(context, stop)
 
 

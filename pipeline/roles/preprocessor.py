@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> None:
     logs.configure(context.placement.name)
     context.report("starting")
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
         with connect(context) as streams:
             preprocessor = Preprocessor(streams, context.config, lambda numbers: context.report("ready", "", **numbers))

@@ -52,7 +52,7 @@ class Session:
         with ExitStack() as opened:
             self._open(opened)
             try:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on events say when to commit and end
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on events say when to commit and end
                 self._context.report("ready", "connected")
                 self._board.post_ledger(self._commits.ledger.snapshot())
                 self._batches.acknowledge(self._commits.covered)

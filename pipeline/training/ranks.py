@@ -37,7 +37,6 @@ Operation = Callable[..., Any]
 Order = tuple[Operation, tuple[Any, ...]]
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
-_DEFERRED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,10 @@ class Site:
     def serve(self) -> None:
         """Ranks other than 0: run what the controller sends until it ends the world.
 
-        Signals that reach every process of a job are left to the controller, which alone knows when state is whole.
+        The agent's INT, which torchrun passes on to every rank, is left to the controller, which alone knows when state
+        is whole.
         """
-        for number in _DEFERRED:
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
             order: Order | None = pickle.loads(self._scatter(None))
             if order is None:

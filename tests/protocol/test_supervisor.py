@@ -25,7 +25,7 @@ from slurm.compose import compose_config
 from slurm.supervisor import End, Notice, Supervisor
 
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
-STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FOREVER}"
+STUBBORN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{FOREVER}"
 UNTIL_TOLD = (
     "import sys, time, pathlib; print('up', flush=True)\n"
     "while not list(pathlib.Path(sys.argv[1]).glob('*.json')): time.sleep(0.02)"

@@ -1,6 +1,7 @@
 """Children, their groups and held ports."""
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -47,9 +48,7 @@ def test_a_child_that_ends_reports_its_exit_code(log: Path) -> None:
 
 
 def test_stop_ends_a_child_that_ignores_the_request(log: Path, started: list[process.Child]) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    )
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     child = process.Child(python(code), log, ENV)
     started.append(child)
     first_line(log)
@@ -80,10 +79,43 @@ def test_a_child_dies_with_its_agent(log: Path, started: list[process.Child]) ->
     assert wait_for("the role's end", lambda: gone(pid), 5)
 
 
-def test_scheduler_signals_do_not_reach_a_role(log: Path, started: list[process.Child]) -> None:
-    code = "import signal; print(signal.getsignal(signal.SIGUSR2).name, flush=True)"
-    started.append(process.Child(python(code), log, ENV))
-    assert first_line(log) == "SIG_IGN"
+SHIELDED = ("SIGHUP", "SIGTERM", "SIGUSR1", "SIGUSR2")
+MASK = "import signal; print(*sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+
+
+def test_a_role_and_what_it_starts_have_the_schedulers_signals_blocked(log: Path, started: list[process.Child]) -> None:
+    deeper = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {MASK!r}], start_new_session=True)"
+    started.append(process.Child(python(f"{MASK}; print('', end='', flush=True); {deeper}"), log, ENV))
+    wait_for("both to tell their mask", lambda: len(log.read_text().splitlines()) == 2, 20)
+    assert [tuple(line.split()) for line in log.read_text().splitlines()] == [SHIELDED, SHIELDED]
+
+
+def test_a_signal_of_the_scheduler_before_the_role_is_itself_does_not_end_it(
+    log: Path, started: list[process.Child]
+) -> None:
+    child = process.Child(python("print('up', flush=True); import time; time.sleep(600)"), log, ENV)
+    started.append(child)
+    for name in SHIELDED:
+        os.killpg(child.pid, signal.Signals[name])
+    assert first_line(log) == "up"
+    assert child.poll() is None
+
+
+def test_the_agent_itself_hears_the_signals_that_its_roles_do_not(log: Path, started: list[process.Child]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    started.append(process.Child(["sleep", "600"], log, ENV))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_a_role_can_be_asked_to_end_although_its_agent_ignores_that(log: Path, started: list[process.Child]) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        child = process.Child(["sh", "-c", "echo up; exec sleep 600"], log, ENV)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    started.append(child)
+    first_line(log)
+    assert child.stop(10) == -signal.SIGINT
 
 
 def test_descendants_in_other_sessions_are_found_and_ended(log: Path, started: list[process.Child]) -> None:
