@@ -172,11 +172,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             `left`: the scheduler itself is ending or requeueing the job. `stopped`: the job ends here.
         reason: one line.
         time: seconds since the epoch.
+        barren: attempts in a row, up to this one, that failed without a new commit.
     """
 
     decision: Literal["finished", "requeued", "left", "stopped"]
     reason: str
     time: float
+    barren: int = 0
 
 
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
