@@ -1,11 +1,12 @@
 """What is asked of the scheduler, and what it answers.
 
-Owns the words: a scheduler's job, its partitions, its limits, and the operations on them as a protocol. `slurm.commands`
-answers with Slurm's own commands; the tests have a scheduler with a clock of its own. Promises that whatever goes wrong
+Owns the words: a scheduler's job, its partitions, its limits, and the operations on them as a protocol. It is answered
+by Slurm's own commands in `slurm.commands`, and in the tests by a scheduler in memory. Promises that whatever goes wrong
 is a `SchedulerError` of one line.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -54,8 +55,30 @@ class QueuedJob:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """Nodes of a partition that are alike.
+
+    Attributes:
+        gpus: how many each has, by kind; the kind is empty where the site names none.
+        down: how many of them take no job until they are mended.
+    """
+
+    count: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    down: int = 0
+
+
+@dataclass(frozen=True)
 class Partition:
-    """A partition: whether it takes jobs, how many nodes it has, GPUs of each by kind, and its time limit."""
+    """A partition.
+
+    Attributes:
+        up: whether it takes jobs.
+        nodes: how many it has, those that are down included.
+        gpus: what GPUs its nodes have, for people; empty for none.
+        time_limit: as Slurm writes it; `infinite` for none.
+        kinds: its nodes, alike ones together.
+    """
 
     name: str
     default: bool
@@ -63,6 +86,7 @@ class Partition:
     nodes: int
     gpus: str
     time_limit: str
+    kinds: tuple[Nodes, ...] = ()
 
 
 class Scheduler(Protocol):
