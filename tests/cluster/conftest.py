@@ -1,0 +1,37 @@
+"""What the cluster tests share. A machine without Slurm skips them and says so; under CI that is a failure."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.slurm_cluster import SlurmCluster, missing_commands
+
+LACKING: set[str] = set()
+
+
+@pytest.fixture(scope="session")
+def requires_slurm() -> None:
+    """Skip, or under CI fail, where Slurm is not installed."""
+    if missing := missing_commands():
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        skip_loudly(missing)
+
+
+@pytest.fixture(scope="module")
+def cluster(requires_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A Slurm of four nodes that the tests of a module share: leave no job behind, and every node idle."""
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+def skip_loudly(reason: str) -> None:
+    """Skip the test, and say why at the end of the session."""
+    LACKING.add(reason)
+    pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason in sorted(LACKING):
+        terminalreporter.write_line(f"CLUSTER TESTS DID NOT RUN: {reason}", red=True, bold=True)
