@@ -1,8 +1,12 @@
 """Run directories: made once, resumed, refused.
 
 Owns what a submission finds and leaves on disk before the job starts: the run's identity, its frozen config, the
-snapshot of the code, and the lock that says a run is live. Promises that a run directory only ever belongs to one
-config, that two live jobs never share one, and that `examine` writes nothing.
+snapshot of the code, and what says that a run is live: a lock for a local job, `job.json` and the scheduler's answer
+for one of Slurm. Promises that a run directory only ever belongs to one config, that two live jobs never share one, and
+that `examine` writes nothing. A job that cannot be asked about counts as live.
+
+    with claimed(config) as run:
+        record_job(run, "slurm", sbatch(...))   # from here on the job keeps others out, the claim need not
 """
 
 import errno
@@ -12,25 +16,28 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pipeline
 from pipeline import files
 from pipeline.config import RunConfig, load_config
-from pipeline.errors import ConfigError, RunStateError
+from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.identity import differences, digest
 from pipeline.models import located
 from pipeline.paths import RunPaths
-from pipeline.records import RunIdentity
+from pipeline.records import RunIdentity, SubmittedJob
+from slurm.commands import find_slurm, my_name
+from slurm.scheduler import PENDING, QueuedJob, Scheduler
 
 PACKAGES = ("pipeline", "slurm", "conf")
 """What an attempt runs from its snapshot."""
 
 
-def examine(config: RunConfig) -> RunPaths:
-    """The run's directory, looked at but not touched.
+def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:
+    """The run's directory, looked at but not touched; `scheduler` is called only if the run had a job of one.
 
     Raises `RunStateError` if it is finished, live, unreadable or of another config, and `ConfigError` if it cannot be
     written.
@@ -38,14 +45,18 @@ def examine(config: RunConfig) -> RunPaths:
     run = RunPaths(config.directory.resolve())
     with _disk(config):
         _refuse_unwritable(run)
+        _refuse_queued(run, config, scheduler)
         _refuse_live(run, config, run.lock, run.job_lock)
         _refuse_contents(run, config)
     return run
 
 
 @contextmanager
-def claimed(config: RunConfig) -> Iterator[RunPaths]:
-    """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises."""
+def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> Iterator[RunPaths]:
+    """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises.
+
+    The record of an earlier job, which is over, is gone: a new job may start before it is recorded itself.
+    """
     run = RunPaths(config.directory.resolve())
     with _disk(config):
         run.root.mkdir(parents=True, exist_ok=True)
@@ -53,8 +64,10 @@ def claimed(config: RunConfig) -> Iterator[RunPaths]:
     with lock:
         with _disk(config):
             _lock(lock.fileno(), run, config)
+            _refuse_queued(run, config, scheduler)
             _refuse_live(run, config, run.job_lock)
             _refuse_contents(run, config)
+            run.job.unlink(missing_ok=True)
             _freeze(run, _settled(config))
         yield run
 
@@ -70,6 +83,44 @@ def identity(run: RunPaths) -> RunIdentity:
     if found is None:
         raise _unreadable(run, run.run)
     return found
+
+
+def record_job(run: RunPaths, kind: Literal["local", "slurm"], job: str) -> None:
+    """Keep that this job was submitted for the run, by this user on this machine, now."""
+    document = SubmittedJob(kind=kind, job=job, user=my_name(), host=os.uname().nodename, time=time.time())
+    files.write_document(run.job, document)
+
+
+def submitted_job(run: RunPaths) -> SubmittedJob | None:
+    """The job that was submitted for the run last; `RunStateError` if it is recorded and cannot be read."""
+    for _ in range(2):  # a file that is replaced while it is read is there at the second look
+        found = files.read_document(run.job, SubmittedJob)
+        if found is not None or not run.job.exists():
+            return found
+    mend = f"see that no job of this run is live, then remove {run.job}"
+    raise RunStateError("name", run.root.name, f"a run with a readable {run.job}", mend)
+
+
+def owns(run: RunPaths, job: str) -> bool:
+    """Whether this job may carry out the run: it is the last that was submitted, as far as that is recorded."""
+    last = submitted_job(run)
+    return last is None or last.job == job
+
+
+def live_job(run: RunPaths, scheduler: Scheduler) -> QueuedJob | None:
+    """The scheduler's job of this run if it is live; raises `SchedulerError` when the scheduler does not answer.
+
+    Schedulers give ids again after a while: a job of another name that does not carry the run_id is another's.
+    """
+    last = submitted_job(run)
+    if last is None or last.kind != "slurm":
+        return None
+    queued = scheduler.job(last.job)
+    if queued is None or not queued.live:
+        return None
+    known = files.read_document(run.run, RunIdentity)
+    ours = queued.name == run.root.name or known is None or known.run_id in queued.comment.split()
+    return queued if ours else None
 
 
 @contextmanager
@@ -108,10 +159,11 @@ def held_by_job(run: RunPaths) -> Iterator[None]:
 
 def has_job(run: RunPaths) -> bool:
     """Whether a job of this run may be alive: nobody took its lock yet, or somebody holds it."""
-    return not run.job_lock.exists() or _is_held(run.job_lock)
+    return not run.job_lock.exists() or is_held(run.job_lock)
 
 
-def _is_held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
+    """Whether a process holds this lock, on whatever machine the filesystem tells of."""
     with path.open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -123,15 +175,35 @@ def _is_held(path: Path) -> bool:
 def _refuse_live(run: RunPaths, config: RunConfig, *paths: Path) -> None:
     """Raise `RunStateError` if anybody holds one of these locks."""
     for path in paths:
-        if path.exists() and _is_held(path):
-            raise _live(run, config, path)
+        if path.exists() and is_held(path):
+            raise _live(run, config, _launcher(path))
+
+
+def _refuse_queued(run: RunPaths, config: RunConfig, scheduler: Callable[[], Scheduler]) -> None:
+    """Raise `RunStateError` if the scheduler has a live job of this run, or cannot say."""
+    last = submitted_job(run)
+    if last is None or last.kind != "slurm":
+        return
+    try:
+        queued = live_job(run, scheduler())
+    except RollcallError as error:
+        expected = f"a run that is not live, but nobody here can say so of Slurm job {last.job} of {last.user}"
+        mend = f"try again where Slurm answers, or, if that job is over, remove {run.job}"
+        raise RunStateError("name", config.name, f"{expected} ({error})", mend) from None
+    if queued is not None:
+        raise _live(run, config, _describe(queued))
+
+
+def _describe(queued: QueuedJob) -> str:
+    why = f", {queued.reason}" if queued.state == PENDING and queued.reason else ""
+    return f"Slurm job {queued.id} of {queued.user} is {queued.state}{why}"
 
 
 def _lock(descriptor: int, run: RunPaths, config: RunConfig) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _live(run, config, run.lock) from None
+        raise _live(run, config, _launcher(run.lock)) from None
     _sign(descriptor)
 
 
@@ -140,10 +212,17 @@ def _sign(descriptor: int) -> None:
     os.write(descriptor, f"pid {os.getpid()} on {os.uname().nodename}\n".encode())
 
 
-def _live(run: RunPaths, config: RunConfig, lock: Path) -> RunStateError:
-    holder = lock.read_text().strip() or "unknown"
-    mend = f"wait for it, or give this one another name (name={config.name}-2)"
-    return RunStateError("name", config.name, f"a run that is not live (launcher: {holder})", mend)
+def _launcher(lock: Path) -> str:
+    return f"launcher: {lock.read_text().strip() or 'unknown'}"
+
+
+def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:
+    named = config.name if config.output == Path("runs") else run.root
+    mend = (
+        f"end it (python launchers/cancel.py run={named}), wait for it, or give this one another name "
+        f"(name={config.name}-2)"
+    )
+    return RunStateError("name", config.name, f"a run that is not live ({who})", mend)
 
 
 def _refuse_contents(run: RunPaths, config: RunConfig) -> None:

@@ -1,8 +1,8 @@
 """What is asked of the scheduler, and what it answers.
 
 Owns the words: a scheduler's job, its partitions, its limits, and the operations on them as a protocol. It is answered
-by Slurm's own commands in `slurm.commands`, and in the tests by a scheduler in memory. Promises that whatever goes wrong
-is a `SchedulerError` of one line.
+by Slurm's own commands in `slurm.commands`, and in the tests by a scheduler in memory. Promises that everything which
+goes wrong is a `SchedulerError` of one line.
 """
 
 from collections.abc import Mapping

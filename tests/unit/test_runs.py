@@ -10,10 +10,13 @@ from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RunStateError
 from pipeline.models import BUILT_IN
+from pipeline.paths import RunPaths
 from pipeline.records import Finished
 from pipeline.roles.context import read_config
 from slurm import runs
 from slurm.compose import compose_config
+from slurm.scheduler import ENDED, PENDING, RUNNING, Scheduler
+from tests.fakes.scheduler import FakeScheduler
 
 
 def demo(output: Path, *overrides: str) -> RunConfig:
@@ -166,3 +169,96 @@ def test_a_run_whose_job_outlives_its_launcher_is_refused(tmp_path: Path) -> Non
         pass
     with runs.held_by_job(run), pytest.raises(RunStateError, match="not live"), runs.claimed(demo(tmp_path)):
         pass
+
+
+def submitted(output: Path, scheduler: FakeScheduler, state: str = RUNNING, **fields: str) -> RunPaths:
+    """A run whose job is in the queue."""
+    with runs.claimed(demo(output)) as run:
+        comment = f"rollcall {runs.identity(run).run_id}"
+        runs.record_job(run, "slurm", scheduler.submit(**{"name": "demo", "comment": comment, "state": state} | fields))
+    return run
+
+
+@pytest.mark.parametrize("state", [PENDING, RUNNING, "COMPLETING", "REQUEUE_HOLD", "SUSPENDED"])
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_a_run_with_a_live_job_is_refused_with_its_user_id_and_state(state: str, cluster: str, tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    run = submitted(tmp_path, scheduler, state)
+    said = rf"Slurm job 1 of alice is {state}\); end it \(python launchers/cancel.py run={run.root}\).*name=demo-2"
+    with pytest.raises(RunStateError, match=said):
+        runs.examine(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler)
+    with (
+        pytest.raises(RunStateError, match=said),
+        runs.claimed(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler),
+    ):
+        pass
+    assert not runs.owns(run, "2"), "a refused submission leaves the job its run"
+
+
+def test_a_pending_job_is_refused_with_what_it_waits_for(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    submitted(tmp_path, scheduler, PENDING)
+    scheduler.set("1", PENDING, "Resources")
+    with pytest.raises(RunStateError, match="is PENDING, Resources"):
+        runs.examine(demo(tmp_path), lambda: scheduler)
+
+
+@pytest.mark.parametrize("state", [*sorted(ENDED), "forgotten"])
+def test_a_run_whose_job_is_over_can_be_resumed_by_either_kind(state: str, tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    run = submitted(tmp_path, scheduler)
+    if state == "forgotten":
+        scheduler.forget("1")
+    else:
+        scheduler.set("1", state)
+    assert runs.examine(demo(tmp_path), lambda: scheduler) == run
+    assert not runs.owns(run, "2"), "looking changes nothing"
+    with runs.claimed(demo(tmp_path, "cluster=slurm"), lambda: scheduler):
+        assert runs.owns(run, "2"), "the next job may start before it is recorded"
+        runs.record_job(run, "slurm", "2")
+    assert runs.owns(run, "2")
+    assert not runs.owns(run, "1"), "the earlier job, should it come back, is refused"
+
+
+def test_a_scheduler_that_cannot_be_asked_never_means_that_the_job_is_over(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    run = submitted(tmp_path, scheduler)
+    scheduler.fail("job", said="Unable to contact slurm controller")
+    with pytest.raises(RunStateError, match=r"say so of Slurm job 1 of \S+ \(job: Unable to contact"):
+        runs.examine(demo(tmp_path), lambda: scheduler)
+
+    def no_slurm() -> Scheduler:
+        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH")
+
+    with pytest.raises(RunStateError, match=r"Slurm's commands on PATH.*remove .*job\.json"):
+        runs.examine(demo(tmp_path), no_slurm)
+    run.job.unlink()
+    assert runs.examine(demo(tmp_path), no_slurm) == run, "without a job nobody is asked"
+
+
+def test_a_job_of_somebody_else_that_got_the_same_id_keeps_nobody_out(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    run = submitted(tmp_path, scheduler, name="other", comment="rollcall other-12345678")
+    assert runs.live_job(run, scheduler) is None
+    scheduler = FakeScheduler()
+    scheduler.submit(name="renamed", comment=f"rollcall {runs.identity(run).run_id}", state=RUNNING)
+    assert runs.live_job(run, scheduler) == scheduler.jobs["1"]
+
+
+def test_a_record_of_a_job_that_cannot_be_read_is_never_passed_over(tmp_path: Path) -> None:
+    run = submitted(tmp_path, FakeScheduler())
+    run.job.write_bytes(b'{"length": 12')
+    with pytest.raises(RunStateError, match=r"readable .*job\.json.*then remove"):
+        runs.examine(demo(tmp_path), FakeScheduler)
+    with pytest.raises(RunStateError, match=r"readable .*job\.json"):
+        runs.owns(run, "1")
+
+
+def test_a_local_job_is_no_matter_of_the_scheduler(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        runs.record_job(run, "local", "local20250101")
+        assert runs.owns(run, "local20250101")
+    scheduler = FakeScheduler()
+    scheduler.fail("job")
+    assert runs.live_job(run, scheduler) is None
+    assert runs.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler) == run
