@@ -16,6 +16,7 @@ GPUs that are none, enough for Slurm to assign them. The partitions:
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -88,6 +89,11 @@ class Machine:
     def processes(self) -> list[int]:
         """The pids of all that runs on it, daemon first."""
         return keeper.descendants(self._keeper.pid)
+
+    def shut_down(self) -> None:
+        """Ask the daemon to end in order; returns when nothing of it is left."""
+        os.kill(self.processes()[0], signal.SIGTERM)
+        wait_for("a daemon to end", lambda: self._keeper.poll() is not None, START_SECONDS)
 
     def power_off(self) -> None:
         """End all of it at one moment; nothing if it is off."""
@@ -191,8 +197,8 @@ class SlurmCluster:
         self._boot("slurmctld", ["slurmctld", "-D"])
 
     def stop_controller(self) -> None:
-        """End slurmctld: nothing is queued and nobody is answered."""
-        self._machines.pop("slurmctld").power_off()
+        """End slurmctld, which saves what it knows: nothing is queued and nobody is answered."""
+        self._machines.pop("slurmctld").shut_down()
 
     def start_node(self, node: int) -> None:
         """Start a node's slurmd; returns before it is idle."""
