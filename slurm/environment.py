@@ -1,13 +1,15 @@
 """Where this rank is: the only reader of the scheduler's variables.
 
-Owns the translation of Slurm's and the local controller's variables into one value. Promises that no other module reads
-`os.environ` for them. `repr` of an `Environment` prints the whole situation of a rank.
+Owns the translation of Slurm's and the local controller's variables into one value, and which of them a child may see.
+Promises that no other module reads `os.environ` for them. `repr` of an `Environment` prints the whole situation of a
+rank.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -17,19 +19,28 @@ from slurm.preflight import candidate_addresses
 LOCAL_JOB = "ROLLCALL_LOCAL_JOB"
 LAUNCHER = "ROLLCALL_LAUNCHER_PID"
 
+_SETTINGS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"})
+"""How Slurm's commands find their controller: not of a job, so every child keeps them."""
+
+_OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "SUBMITIT_", LOCAL_JOB, LAUNCHER)
+"""Beginnings of the variables that describe a job or a step. Whoever inherits them takes them for its own: a job its
+restart count and its shape, when it is submitted from within another; a library the number of tasks."""
+
 
 @dataclass(frozen=True)
 class Environment:
     """One rank of one attempt.
 
     Attributes:
-        job, restart: the scheduler's job id and how often it was requeued.
+        scheduler: what started the job.
+        job, restart: the scheduler's job id and how often it was requeued. A heterogeneous job has its leader's id.
         rank, ranks: this task and how many there are.
         addresses: candidate addresses of this node, best first.
         interface: where this rank's beacon listens: a virtual node's own address, or "" for all interfaces.
-        visible_gpus: what the scheduler put into CUDA_VISIBLE_DEVICES, None if it did not.
+        visible_gpus: what the scheduler put into CUDA_VISIBLE_DEVICES, "" where it gave no GPU; None without Slurm.
     """
 
+    scheduler: Literal["local", "slurm"]
     job: str
     restart: int
     rank: int
@@ -56,6 +67,7 @@ class Environment:
 def _local(variables: Mapping[str, str]) -> Environment:
     rank = int(variables["SUBMITIT_LOCAL_GLOBALID"])
     return Environment(
+        scheduler="local",
         job=variables[LOCAL_JOB],
         restart=0,
         rank=rank,
@@ -66,14 +78,24 @@ def _local(variables: Mapping[str, str]) -> Environment:
 
 
 def _slurm(variables: Mapping[str, str]) -> Environment:
+    job, restart = batch_attempt(variables)
     return Environment(
-        job=variables["SLURM_JOB_ID"],
-        restart=int(variables.get("SLURM_RESTART_COUNT", "0")),
+        scheduler="slurm",
+        job=job,
+        restart=restart,
         rank=int(variables["SLURM_PROCID"]),
         ranks=int(variables["SLURM_NTASKS"]),
         addresses=candidate_addresses(),
-        visible_gpus=variables.get("CUDA_VISIBLE_DEVICES"),
+        visible_gpus=variables.get("CUDA_VISIBLE_DEVICES", ""),
     )
+
+
+def batch_attempt(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Job id and restart count of the Slurm job around this process, as its batch script and its tasks have them."""
+    job = variables.get("SLURM_HET_JOB_ID") or variables.get("SLURM_JOB_ID")
+    if job is None:
+        raise RendezvousError("this process belongs to no Slurm job; start runs with launchers/submit.py")
+    return job, int(variables.get("SLURM_RESTART_COUNT", "0"))
 
 
 def launcher_process(variables: Mapping[str, str] = os.environ) -> psutil.Process | None:
@@ -109,10 +131,21 @@ def local_job_environment(job: str, command: str, ranks: int, code: Path) -> dic
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role: this process's own, less what belongs to the scheduler's launcher, plus `extra`.
+    """The environment of a role: this process's own, less what describes the job around it, plus `extra`.
 
     Python children never import from their working directory (`PYTHONSAFEPATH`), so that a folder named like one of
     ours cannot shadow it.
     """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SUBMITIT_", LOCAL_JOB, LAUNCHER))}
-    return kept | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | dict(extra)
+    return _outside_a_job(os.environ) | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | dict(extra)
+
+
+def submission_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of sbatch, which becomes the job's: as if no job were around this process.
+
+    `SBATCH_…` variables go too. They outrank the options in a batch file, and the file is what was shown and checked.
+    """
+    return {key: value for key, value in _outside_a_job(variables).items() if not key.startswith("SBATCH_")}
+
+
+def _outside_a_job(variables: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in variables.items() if key in _SETTINGS or not key.startswith(_OF_A_JOB)}

@@ -1,19 +1,38 @@
 """Submitit's executors, as one job of several agents.
 
 Owns how an allocation is asked for: one task per node, each an agent. `VirtualNodes` is submitit's local executor with
-one task per virtual node; its job has the same folder, handle and states as a cluster's.
+one task per virtual node, `SlurmNodes` its Slurm executor with a batch file of ours. Their jobs have submitit's folder
+and handle.
 """
 
+import re
 import secrets
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from submitit.core.utils import JobPaths
 from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
+from pipeline.config import RunConfig
+from pipeline.errors import SchedulerError
 from pipeline.paths import RunPaths
-from slurm.environment import local_job_environment
+from pipeline.plan import Plan
+from pipeline.waiting import CLOCK, Clock
+from slurm import allocation
+from slurm.environment import local_job_environment, submission_environment
+from slurm.scheduler import QueuedJob, Scheduler
+
+SUBMIT_SECONDS = 60.0
+"""sbatch's own patience with a busy controller is about as long."""
+
+_ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
+_SILENCE_SECONDS = 600.0
 
 
 class VirtualNodes(LocalExecutor):
@@ -50,3 +69,143 @@ class VirtualNodes(LocalExecutor):
         if self._controller is not None:
             self._controller.kill()
             self._controller.wait()
+
+
+class RunJob(SlurmJob[Any]):
+    """Submitit's handle of a run's Slurm job; its state is what the scheduler says.
+
+    Result files count for nothing: an earlier attempt may have left them. A scheduler that gives no answer for a while
+    does not end the job; `SchedulerError` after `_SILENCE_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        job_id: str,
+        tasks: Sequence[int] = (0,),
+        *,
+        run: RunPaths,
+        scheduler: Scheduler,
+        clock: Clock = CLOCK,
+    ) -> None:
+        self._run, self._scheduler, self._clock = run, scheduler, clock
+        self._found: QueuedJob | None = None
+        self._asked, self._answered = float("-inf"), clock.now()
+        super().__init__(folder, job_id, (0,))
+        self._tasks = tuple(tasks)
+        if len(tasks) > 1:
+            self._sub_jobs = [SlurmJob(folder, job_id, (task,)) for task in tasks]
+
+    def _register_in_watcher(self) -> None:
+        """Nothing: the watcher asks sacct, which a site need not have."""
+
+    @property
+    def state(self) -> str:
+        """Slurm's word, UNKNOWN when Slurm does not know the job any more."""
+        self._ask()
+        return self._found.state if self._found else "UNKNOWN"
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether the job is over and will not run again."""
+        self._ask(force=force_check)
+        return self._found is None or not self._found.live
+
+    def cancel(self, check: bool = True) -> None:
+        """End the job; its agents commit and come down within Slurm's KillWait."""
+        del check
+        self._scheduler.cancel(self.job_id)
+
+    def _ask(self, *, force: bool = False) -> None:
+        """Ask the scheduler, but not often: every login node's users share it."""
+        now = self._clock.now()
+        pause = _ASK_SECONDS_AT_END if self._run.finished.exists() else _ASK_SECONDS
+        if not force and now - self._asked < pause:
+            return
+        self._asked = now
+        try:
+            self._found = self._scheduler.job(self.job_id)
+            self._answered = now
+        except SchedulerError:
+            if self._found is None or now - self._answered > _SILENCE_SECONDS:
+                raise
+
+
+class SlurmNodes(SlurmExecutor):
+    """Submitit's Slurm executor for one run: one job, one task per node.
+
+    Differs from its base in the batch file (`slurm.allocation`), in an sbatch that hears nothing of a job around it,
+    and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map arrays.
+    """
+
+    def __init__(self, run: RunPaths, config: RunConfig, plan: Plan, *, run_id: str, scheduler: Scheduler) -> None:
+        super().__init__(run.submitit / "slurm", max_num_timeout=-1)
+        self._run, self._config, self._plan, self._run_id = run, config, plan, run_id
+        self._scheduler = scheduler
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+    def batch_file(self) -> str:
+        """The exact text that `submit` hands to sbatch."""
+        return self._make_submission_file_text(self._submitit_command_str, "")
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        del uid
+        return allocation.batch_file(
+            self._config,
+            self._plan,
+            self._run,
+            run_id=self._run_id,
+            folder=self.folder,
+            python=sys.executable,
+            command=command,
+        )
+
+    def _submit_command(self, command: str) -> RunJob:
+        """Hand the file to sbatch; `SchedulerError` with what it said."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f".{uuid.uuid4().hex}_submission.sh"
+        file.write_text(self._make_submission_file_text(command, ""))
+        try:
+            said = _sbatch(file)
+            job_id = self._get_job_id_from_submission_command(said)
+        except BaseException:
+            file.unlink()
+            raise
+        JobPaths(self.folder, job_id=job_id).move_temporary_file(file, "submission_file")
+        ranks = list(range(self._plan.ranks))
+        return RunJob(self.folder, job_id, ranks, run=self._run, scheduler=self._scheduler)
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        said = string.decode() if isinstance(string, bytes) else string
+        found = re.search(r"Submitted batch job (\d+)", said)
+        if found is None:
+            raise SchedulerError(f"sbatch named no job: {_one_line(said)}")
+        return found.group(1)
+
+
+def _sbatch(file: Path) -> str:
+    """What sbatch printed."""
+    try:
+        done = subprocess.run(
+            ["sbatch", str(file)],
+            env=submission_environment(),
+            capture_output=True,
+            text=True,
+            timeout=SUBMIT_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise SchedulerError("sbatch is not on PATH") from error
+    except subprocess.TimeoutExpired as error:
+        mend = "look for the job in squeue before you submit again"
+        raise SchedulerError(f"sbatch gave no answer in {SUBMIT_SECONDS:.0f} s; {mend}") from error
+    if done.returncode:
+        raise SchedulerError(f"sbatch refused the job: {_one_line(done.stderr)}")
+    return done.stdout
+
+
+def _one_line(said: str) -> str:
+    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.strip().splitlines())

@@ -27,6 +27,26 @@ def test_a_requeue_is_another_attempt_of_the_same_job() -> None:
     assert Environment.detect(SLURM | {"SLURM_RESTART_COUNT": "2"}).attempt == "812-2"
 
 
+def test_all_components_of_a_job_are_one_attempt_of_its_leader() -> None:
+    component = SLURM | {"SLURM_JOB_ID": "813", "SLURM_HET_JOB_ID": "812", "SLURM_RESTART_COUNT": "1"}
+    assert Environment.detect(component).attempt == "812-1"
+    assert environment.batch_attempt(component) == ("812", 1)
+
+
+def test_only_a_slurm_job_has_a_batch_script() -> None:
+    with pytest.raises(RendezvousError, match="belongs to no Slurm job"):
+        environment.batch_attempt(LOCAL)
+
+
+def test_a_rank_knows_which_scheduler_started_it() -> None:
+    assert [Environment.detect(one).scheduler for one in (LOCAL, SLURM)] == ["local", "slurm"]
+
+
+def test_gpus_that_slurm_did_not_give_are_not_used() -> None:
+    assert Environment.detect(SLURM).visible_gpus == ""
+    assert Environment.detect(LOCAL).visible_gpus is None
+
+
 def test_on_a_cluster_all_interfaces_are_bound_and_the_scheduler_s_gpus_are_kept() -> None:
     found = Environment.detect(SLURM | {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert found.interface == ""
@@ -45,6 +65,22 @@ def test_a_role_gets_no_variable_of_the_launcher(monkeypatch: pytest.MonkeyPatch
     made = environment.child_environment({"EXTRA": "1"})
     assert not [key for key in made if key.startswith(("SUBMITIT_", "ROLLCALL_LOCAL", "ROLLCALL_LAUNCHER"))]
     assert (made["KEPT"], made["EXTRA"], made["PYTHONSAFEPATH"]) == ("yes", "1", "1")
+
+
+def test_a_role_does_not_take_the_job_s_tasks_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {**SLURM, "SRUN_CPUS_PER_TASK": "4", "PMI_RANK": "0", "PMIX_RANK": "0", "SLURMD_NODENAME": "n1"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "CUDA_VISIBLE_DEVICES": "0,1"}
+    for key, value in (theirs | kept).items():
+        monkeypatch.setenv(key, value)
+    made = environment.child_environment({})
+    assert theirs.keys() & made.keys() == set()
+    assert kept.items() <= made.items()
+
+
+def test_a_job_submitted_from_within_a_job_begins_at_its_own_first_attempt() -> None:
+    outer = {**SLURM, "SLURM_RESTART_COUNT": "3", "SBATCH_PARTITION": "debug", "SUBMITIT_EXECUTOR": "slurm"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "PYTHONPATH": "/mine"}
+    assert environment.submission_environment(outer | kept) == kept
 
 
 def test_a_job_imports_from_its_snapshot_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,248 @@
+"""What is asked of Slurm: the batch file of a run.
+
+Owns the text: the options of sbatch, of one component or of two, and the script that starts an agent on every node and
+then decides about a requeue. Promises that nothing of ours can be contradicted by an option of the user's, and that
+whatever characters are in a path or a value reach the command they are meant for. Pure.
+
+    text = batch_file(config, plan, run, run_id="demo-1f3a", folder=folder, python=sys.executable, command=command)
+
+The script outlives the signals that its agents get, so that its last line, `slurm.requeue`, is the one owner of the
+requeue. A heterogeneous job has one step over both components, and so one rank space: the services are rank 0.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import ResourcesConfig, RunConfig
+from pipeline.errors import ConfigError
+from pipeline.paths import RunPaths
+from pipeline.plan import Plan, Seat, Slot
+
+Value = str | int | bool
+
+OURS: Mapping[str, str] = {
+    "account": "set cluster.account",
+    "array": "a run is one job; sweep with -m",
+    "comment": "it carries the run_id",
+    "constraint": "set cluster.constraint",
+    "cpus-per-gpu": "set cluster.cpus",
+    "cpus-per-task": "set cluster.cpus",
+    "error": "the output is in the run directory",
+    "exclude": "set cluster.exclude",
+    "exclusive": "set cluster.exclusive",
+    "gpus": "set resources.trainer.gpus and resources.inference.gpus",
+    "gpus-per-node": "set resources.trainer.gpus, resources.inference.gpus and cluster.gpu_type",
+    "gpus-per-socket": "set resources.trainer.gpus and resources.inference.gpus",
+    "gpus-per-task": "set resources.trainer.gpus and resources.inference.gpus",
+    "help": "it queues nothing",
+    "input": "agents read none",
+    "job-name": "set name",
+    "mail-type": "set cluster.mail_type",
+    "mail-user": "set cluster.mail_user",
+    "mem": "set cluster.memory",
+    "no-requeue": "set cluster.max_restarts=0",
+    "nodelist": "set cluster.nodelist",
+    "nodes": "set resources.nodes, or those of the roles",
+    "ntasks": "one agent runs on each node; set resources.nodes",
+    "ntasks-per-core": "one agent runs on each node",
+    "ntasks-per-gpu": "one agent runs on each node",
+    "ntasks-per-node": "one agent runs on each node",
+    "ntasks-per-socket": "one agent runs on each node",
+    "open-mode": "the logs of all attempts are kept",
+    "output": "it is in the run directory",
+    "parsable": "it changes what sbatch prints",
+    "partition": "set cluster.partition",
+    "qos": "set cluster.qos",
+    "quiet": "it changes what sbatch prints",
+    "requeue": "set cluster.max_restarts",
+    "reservation": "set cluster.reservation",
+    "signal": "set cluster.notice_seconds",
+    "test-only": "use --dry-run",
+    "time": "set cluster.time",
+    "usage": "it queues nothing",
+    "version": "it queues nothing",
+    "wait": "leave --detach out",
+    "wrap": "the script is ours",
+}
+"""The options of sbatch that `cluster.sbatch` may not hold, and what to do instead. Slurm takes a long option's
+beginning for the option, so beginnings are refused as well."""
+
+_AGENT_CPUS = 1
+_APPEND = 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1'
+"""Each agent opens its own log, under the name that submitit looks for. srun's `%t` is not the rank in a heterogeneous
+step (22.05 counts the offset of the component twice)."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of the allocation whose nodes are alike: what sbatch is asked for, and the CPUs of each of its agents."""
+
+    options: Mapping[str, Value]
+    cpus: int
+
+
+def batch_file(
+    config: RunConfig, plan: Plan, run: RunPaths, *, run_id: str, folder: Path, python: str, command: str
+) -> str:
+    """The text that sbatch gets.
+
+    `folder` is submitit's job folder, `python` the interpreter, `command` the quoted words of an agent. `ConfigError`
+    for an option in `cluster.sbatch` that contradicts ours, and for what a batch file cannot hold.
+    """
+    _check_path(folder)
+    parts = components(config, plan, run_id)
+    extras = _extras(config.cluster.sbatch)
+    script = {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
+    directives = [
+        _directives({**part.options, **extras, **({} if index else script)}) for index, part in enumerate(parts)
+    ]
+    sections = [
+        ["#!/bin/bash"],
+        "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives).split("\n"),
+        config.cluster.setup,
+        _exports(run),
+        _start(config, parts, folder, command),
+        _epilogue(run, python),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def components(config: RunConfig, plan: Plan, run_id: str) -> tuple[Component, ...]:
+    """The parts of the allocation in the order of their ranks: one, or the services' and then the others'."""
+    cluster, resources = config.cluster, config.resources
+    shared: dict[str, Value] = {
+        "job-name": config.name,
+        "comment": f"rollcall {run_id}",
+        "requeue": cluster.max_restarts > 0,
+        "no-requeue": cluster.max_restarts == 0,
+        "signal": f"USR2@{cluster.notice_seconds}" if cluster.notice_seconds else "",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "time": cluster.time,
+        "reservation": cluster.reservation,
+        "exclude": cluster.exclude,
+        "exclusive": cluster.exclusive,
+    }
+    mail = {"mail-user": cluster.mail_user, "mail-type": cluster.mail_type}
+    kind = {"constraint": cluster.constraint, "nodelist": cluster.nodelist, "mem": cluster.memory}
+    if resources.layout == "one":
+        shape = _shape(plan.seats, plan.ranks, resources, cluster.cpus, cluster.gpu_type)
+        return (_component(shared, mail, kind, shape),)
+    services, others = split(plan)
+    own = cluster.services
+    first = {"partition": own.partition or cluster.partition, "constraint": own.constraint, "mem": own.memory}
+    return (
+        _component(shared, mail, first, _shape(services, len(services), resources, own.cpus)),
+        _component(shared, kind, _shape(others, plan.ranks - len(services), resources, cluster.cpus, cluster.gpu_type)),
+    )
+
+
+def split(plan: Plan) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
+    """The seats of the first and of the second component of a heterogeneous job: services, and the others."""
+    services = tuple(seat for seat in plan.seats if not any(_computes(slot) for slot in seat.slots))
+    return services, tuple(seat for seat in plan.seats if seat not in services)
+
+
+def cpus_needed(seat: Seat, resources: ResourcesConfig) -> int:
+    """CPUs that the roles of a seat keep busy, and one for its agent."""
+    return _AGENT_CPUS + sum(_cpus(slot, resources) for slot in seat.slots)
+
+
+def _computes(slot: Slot) -> bool:
+    return slot.role in ("trainer", "inference")
+
+
+def _cpus(slot: Slot, resources: ResourcesConfig) -> int:
+    if slot.role == "trainer":
+        return resources.trainer.processes * resources.trainer.threads
+    return resources.inference.threads if slot.role == "inference" else 1
+
+
+def _shape(
+    seats: Sequence[Seat], nodes: int, resources: ResourcesConfig, cpus: int, gpu_type: str = ""
+) -> dict[str, Value]:
+    """Nodes that are alike: each must suit every seat, since any rank may get any of them."""
+    gpus = max(seat.gpus for seat in seats)
+    kind = f"{gpu_type}:" if gpu_type else ""
+    return {
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cpus or max(cpus_needed(seat, resources) for seat in seats),
+        "gpus-per-node": f"{kind}{gpus}" if gpus else "",
+    }
+
+
+def _component(*options: Mapping[str, Value]) -> Component:
+    merged = {key: value for part in options for key, value in part.items()}
+    return Component(options=merged, cpus=int(merged["cpus-per-task"]))
+
+
+def _extras(given: Mapping[str, Value]) -> dict[str, Value]:
+    """The user's further options, by their full names; `ConfigError` for one that is ours."""
+    extras = {}
+    for key, value in given.items():
+        option = key.replace("_", "-")
+        if len(option) < 2 or not option.replace("-", "").isalnum():
+            raise ConfigError(f"cluster.sbatch.{key}", value, "the long name of an option of sbatch", "see man sbatch")
+        mine = next((name for name in sorted(OURS) if name.startswith(option)), None)
+        if mine:
+            raise ConfigError(f"cluster.sbatch.{key}", value, "an option that is not Rollcall's own", OURS[mine])
+        extras[option] = value
+    return extras
+
+
+def _directives(options: Mapping[str, Value]) -> list[str]:
+    """One `#SBATCH` line an option; True is a flag, and what is False or empty is left out."""
+    lines = []
+    for key, value in options.items():
+        if value is False or value == "":
+            continue
+        if "\n" in str(value):
+            raise ConfigError(f"sbatch's {key}", value, "one line", "a batch file holds one option a line")
+        lines.append(f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}")
+    return lines
+
+
+def _check_path(folder: Path) -> None:
+    """Refuse what Slurm would replace in the name of a log, and what ends a line."""
+    bad = next((character for character in '%\\"\n' if character in str(folder)), None)
+    if bad:
+        raise ConfigError(
+            "output", str(folder), f"a path without {bad!r}, which Slurm reads as its own", "set output=…"
+        )
+
+
+def _exports(run: RunPaths) -> list[str]:
+    return [
+        f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "export PYTHONSAFEPATH=1 SUBMITIT_EXECUTOR=slurm",
+    ]
+
+
+def _start(config: RunConfig, parts: Sequence[Component], folder: Path, command: str) -> list[str]:
+    """The trap, and one step over all components. Its environment is the script's, whatever `--export` says."""
+    het = len(parts) > 1
+    steps = []
+    for index, part in enumerate(parts):
+        group = [f"--het-group={index}"] if het else []
+        srun = ["--kill-on-bad-exit=1", "--export=ALL", f"--cpus-per-task={part.cpus}", *config.cluster.srun_args]
+        steps.append(f'{_quoted([*group, *srun])} "${{agent[@]}}"')
+    return [
+        f"agent=(bash -c {shlex.quote(_APPEND)} {shlex.quote(str(folder))} {command})",
+        "trap : TERM USR1 USR2",
+        "code=0",
+        f"srun {' : '.join(steps)} || code=$?",
+    ]
+
+
+def _epilogue(run: RunPaths, python: str) -> list[str]:
+    """The decision. It ignores what the agents were to hear, so that no later signal cuts it off."""
+    decide = f'{shlex.quote(python)} -P -m slurm.requeue {shlex.quote(str(run.root))} "$code"'
+    return ["trap '' TERM USR1 USR2", decide, "exit $?"]
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)
