@@ -16,6 +16,10 @@ no directory and reads no file.
       checkpoints/<job>-<step>/           a checkpoint; COMMIT is written last
       model/                              the exported model at the end
       metrics.jsonl  ledger.jsonl  report.html  finished.json
+
+    <output>/<name>/                      a sweep's directory
+      sweep.json                          its points, and what was submitted for each
+      <number>-<overrides>/               the run directory of a point
 """
 
 from dataclasses import dataclass
@@ -161,3 +165,21 @@ class RunPaths:
 
     def attempt(self, run_id: str, attempt: str) -> AttemptPaths:
         return AttemptPaths(self.root, run_id, attempt)
+
+
+@dataclass(frozen=True)
+class SweepPaths:
+    """Files of a sweep; the run directories of its points are below it."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "sweep.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "sweep.lock"
+
+    def point(self, name: str) -> RunPaths:
+        return RunPaths(self.root / name)

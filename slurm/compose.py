@@ -1,16 +1,18 @@
-"""From the command line to a typed config.
+"""From the command line to a typed config, or to the points of a sweep.
 
 Owns Hydra: the only module that imports it. Promises that every mistake in an override becomes one `ConfigError` that
-names the nearest right word, before Hydra's own messages are reached.
+names the nearest right word, before Hydra's own messages are reached, and that a sweep is written in Hydra's grammar.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +24,15 @@ from pipeline.errors import ConfigError
 CONF = Path(conf.__file__).parent
 OPEN = ("task.options.", "cluster.sbatch.")
 """Below these the keys are not ours: the task's own, and sbatch's."""
+MOST_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A sweep's overrides: those that all points share, and those of each point, in Hydra's order."""
+
+    base: tuple[str, ...]
+    points: tuple[tuple[str, ...], ...]
 
 
 def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
@@ -41,6 +52,31 @@ def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
     return load_config(config)
 
 
+def expand(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
+    """The points of a sweep: every combination of the values of `a=1,2`, `range(…)`, `choice(…)` and `glob(…)`.
+
+    Values come out in Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. `ConfigError` for
+    what cannot be enumerated.
+
+        expand(["loss=grpo,gspo", "seed=1"])     base: seed=1     points: (loss=grpo,), (loss=gspo,)
+    """
+    base: dict[str, str] = {}
+    axes: dict[str, list[str]] = {}
+    for text in overrides:
+        override = _parse(text)
+        key = override.get_key_element()
+        base.pop(key, None)
+        axes.pop(key, None)
+        if override.is_sweep_override():
+            axes[key] = [f"{key}={value}" for value in _values(override, text, folder)]
+        else:
+            base[key] = text
+    points = tuple(islice(product(*axes.values()), MOST_POINTS + 1))
+    if len(points) > MOST_POINTS:
+        raise ConfigError("sweep", ", ".join(axes), f"at most {MOST_POINTS} points", "sweep fewer values")
+    return Expansion(tuple(base.values()), tuple(dict.fromkeys(points)))
+
+
 def groups(folder: Path = CONF) -> dict[str, list[str]]:
     """The config groups and the choices of each."""
     found = {path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
@@ -50,6 +86,9 @@ def groups(folder: Path = CONF) -> dict[str, list[str]]:
 def _prepare(text: str, folder: Path) -> str:
     """The override as Hydra shall see it: a checked group choice, or a value for a known key."""
     override = _parse(text)
+    if override.is_sweep_override():
+        mend = "-m submits one run for each value"
+        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
     key, choices = override.key_or_group, groups(folder)
     if key in choices:
         value = override.value()
@@ -73,6 +112,28 @@ def _parse(text: str) -> Override:
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(text, text, "key=value", reason) from None
-    if override.is_sweep_override():
-        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", "submit one run for each value")
     return override
+
+
+def _values(override: Override, text: str, folder: Path) -> list[str]:
+    """At least one value to sweep over, in Hydra's spelling."""
+    key, given = override.key_or_group, text.partition("=")[2]
+    if key in ("name", "output"):
+        raise ConfigError(key, given, "one value", "each point of a sweep gets a directory of its own by itself")
+    if not override.is_discrete_sweep():
+        raise ConfigError(key, given, "values that can be listed", "use choice(…) or range(start,stop,step)")
+    try:
+        values = list(islice(_listed(override, folder), MOST_POINTS + 1))
+    except (HydraException, ValueError) as error:
+        raise ConfigError(key, given, "values that can be listed", " ".join(str(error).split())) from None
+    if not values:
+        choices = ", ".join(groups(folder).get(key, ()))
+        raise ConfigError(key, given, "at least one value", f"choose from: {choices}" if choices else "")
+    return values
+
+
+def _listed(override: Override, folder: Path) -> Iterator[str]:
+    value = override.value()
+    if isinstance(value, Glob):
+        return iter(value.filter(groups(folder).get(override.key_or_group, [])))
+    return override.sweep_string_iterator()

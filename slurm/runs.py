@@ -27,7 +27,7 @@ from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.identity import differences, digest
 from pipeline.models import located
-from pipeline.paths import RunPaths
+from pipeline.paths import RunPaths, SweepPaths
 from pipeline.records import RunIdentity, SubmittedJob
 from slurm.commands import find_slurm, my_name
 from slurm.scheduler import PENDING, QueuedJob, Scheduler
@@ -118,9 +118,13 @@ def live_job(run: RunPaths, scheduler: Scheduler) -> QueuedJob | None:
     queued = scheduler.job(last.job)
     if queued is None or not queued.live:
         return None
+    return queued if is_job_of(run, queued) else None
+
+
+def is_job_of(run: RunPaths, queued: QueuedJob) -> bool:
+    """Whether a job with the recorded id is this run's, and not another's that was given the same id since."""
     known = files.read_document(run.run, RunIdentity)
-    ours = queued.name == run.root.name or known is None or known.run_id in queued.comment.split()
-    return queued if ours else None
+    return queued.name == run.root.name or known is None or known.run_id in queued.comment.split()
 
 
 @contextmanager
@@ -227,6 +231,8 @@ def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:
 
 def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
     """Insist that what is there, if anything, is this run and not at its end."""
+    if SweepPaths(run.root).manifest.exists():
+        raise RunStateError("name", config.name, "a name that is no sweep's", f"add -m, or name={config.name}-2")
     if run.finished.exists():
         mend = f"start a new run with name={config.name}-2, or remove {run.root}"
         raise RunStateError("name", config.name, f"a run that is not finished (see {run.report})", mend)

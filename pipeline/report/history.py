@@ -85,14 +85,18 @@ class History:
 
 
 def find_run(arguments: Sequence[str]) -> Path:
-    """The directory of the run that a command line names: `run=<name or directory>`; `ConfigError` if there is none."""
+    """The directory of the run that a command line names; `ConfigError` if there is none.
+
+    `run=<name or directory>`; a point of a sweep is named `<sweep>/<point>`.
+    """
     if len(arguments) != 1:
         raise ConfigError("run", " ".join(arguments), "one name or directory", "run=demo")
     value = arguments[0].removeprefix("run=")
     for folder in (Path(value), RUNS / value):
         if RunPaths(folder).run.exists():
             return folder.resolve()
-    found = ", ".join(sorted(file.parent.name for file in RUNS.glob("*/run.json"))) or "none"
+    files_there = [*RUNS.glob("*/run.json"), *RUNS.glob("*/*/run.json")]
+    found = ", ".join(sorted(str(file.parent.relative_to(RUNS)) for file in files_there)) or "none"
     raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", f"found there: {found}")
 
 

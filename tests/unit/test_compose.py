@@ -91,3 +91,57 @@ def test_deadlines_and_sizes_do_not_make_another_run() -> None:
     other = compose.compose_config(["experiment=demo", *changed])
     assert differences(one, other) == []
     assert digest(one) == digest(other)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "base", "points"),
+    [
+        (["loss=grpo,gspo", "seed=1"], ("seed=1",), [("loss=grpo",), ("loss=gspo",)]),
+        (
+            ["seed=1,2", "optim.lr=1e-4,3e-4"],
+            (),
+            [(seed, lr) for seed in ("seed=1", "seed=2") for lr in ("optim.lr=0.0001", "optim.lr=0.0003")],
+        ),
+        (["seed=range(1,4)"], (), [("seed=1",), ("seed=2",), ("seed=3",)]),
+        (["optim.schedule=choice(linear,cosine)"], (), [("optim.schedule=linear",), ("optim.schedule=cosine",)]),
+        (["loss=glob(g*)"], (), [("loss=grpo",), ("loss=gspo",)]),
+        (["loss=glob(*,exclude=g*)"], (), [("loss=reinforce",)]),
+        (["seed=1,2,1"], (), [("seed=1",), ("seed=2",)]),
+        (["seed=1,2", "seed=3"], ("seed=3",), [()]),
+        (["~task.options", "seed=3"], ("~task.options", "seed=3"), [()]),
+        (["model.path='a, b','c'"], (), [("model.path='a, b'",), ("model.path='c'",)]),
+    ],
+)
+def test_a_sweep_expands_as_hydra_would(
+    overrides: list[str], base: tuple[str, ...], points: list[tuple[str, ...]]
+) -> None:
+    assert compose.expand(overrides) == compose.Expansion(base, tuple(points))
+
+
+def test_the_points_are_those_of_hydras_own_sweeper() -> None:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = ["seed=1", "optim.lr=1e-4,3e-4", "loss=grpo,gspo", "model.path='x y',z", "training.steps=range(2,9,3)"]
+    theirs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)[0]
+    ours = compose.expand(overrides)
+    assert len(theirs) == len(ours.points) == 24
+    assert [sorted(point) for point in theirs] == [sorted([*ours.base, *point]) for point in ours.points]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=interval(0,1)", "expected values that can be listed; use choice(…) or range(start,stop,step)"),
+        ("loss=glob(z*)", "expected at least one value; choose from: grpo, gspo, reinforce"),
+        ("seed=range(3,1)", "expected at least one value"),
+        ("seed=range(0,1000000000)", "expected at most 1000 points"),
+        ("name=a,b", "each point of a sweep gets a directory of its own by itself"),
+        ("seed=1,", "expected key=value"),
+    ],
+)
+def test_what_cannot_be_swept_is_named_with_its_mend(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.expand([override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

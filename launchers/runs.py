@@ -1,0 +1,15 @@
+"""The table of all runs: `python launchers/runs.py [output=runs] [sweep=<name>] [--json]`."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
+    from entry import run
+
+    return run("slurm.table", usage=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""A sweep: many runs from one command line, one job each.
+
+Owns the order of a sweep's submission: look at every point, then submit what is open. Promises that nothing is
+submitted unless every point is right; that the same command again submits what is unfinished and nothing else; and that
+the manifest always says how far a submission came. Must not know how one run is submitted: that is its `Launch`.
+
+    sweep(["experiment=demo", "loss=grpo,gspo", "cluster=slurm"], launch)
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+
+from pipeline import files
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.paths import SweepPaths
+from pipeline.plan import Plan
+from pipeline.report.history import RUNS
+from pipeline.report.words import count
+from slurm.compose import expand
+from slurm.manifest import Manifest, Point
+from slurm.overview import Overview
+from slurm.points import Check, FindScheduler, Prepared, claimed, prepare
+from slurm.table import follow, show
+
+INTERRUPTED = frozenset({129, 130, 143})
+"""Exit codes of a run that somebody ended."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one run is checked, shown and submitted.
+
+    Attributes:
+        check: see `slurm.points.Check`.
+        show: prints the plan; of the first point also what will be submitted.
+        run: a local run from start to end; its exit code.
+        submit: queues a job and returns its id.
+        scheduler: see `slurm.points.FindScheduler`.
+    """
+
+    check: Check
+    show: Callable[[RunConfig, Plan, bool], None]
+    run: Callable[[RunConfig, Plan], int]
+    submit: Callable[[RunConfig, Plan], str]
+    scheduler: FindScheduler
+
+
+def sweep(overrides: Sequence[str], launch: Launch, *, dry_run: bool = False, detach: bool = False) -> int:
+    """Submit the points that these overrides describe; the exit code: 0, or 1 when a point failed or was refused.
+
+    A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
+    `detach`; Ctrl-C leaves them alone. `ConfigError` for the first point that is wrong.
+    """
+    prepared = prepare(expand(overrides), launch.check, launch.scheduler)
+    if detach and prepared.local:
+        mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
+        raise ConfigError("option", "--detach", "cluster=slurm", mend)
+    _tell(prepared)
+    if dry_run:
+        return _show(prepared, launch)
+    with claimed(prepared):
+        if prepared.local:
+            return run_all(prepared, launch)
+        complete = submit_all(prepared, launch)
+    if detach or not complete:
+        _tell_how(prepared)
+        return 0 if complete else 1
+    return watched(prepared, launch)
+
+
+def run_all(prepared: Prepared, launch: Launch) -> int:
+    """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
+    kept, failed = prepared.manifest, 0
+    for entry, plan in prepared.open:
+        kept = _noted(prepared.paths, kept, entry.point, job="local")
+        print(f"{entry.point}: {entry.point.name}", flush=True)
+        try:
+            code = launch.run(entry.config, plan)
+        except RollcallError as error:
+            kept = _noted(prepared.paths, kept, entry.point, refused=str(error))
+            print(f"error: {error}", file=sys.stderr)
+            code = error.exit_code
+        if code in INTERRUPTED:
+            print("the sweep ends here; the same command goes on with it", file=sys.stderr)
+            return code
+        failed += code != 0
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name)
+    show(overview.look(), overview.source, Console())
+    return 1 if failed else 0
+
+
+def submit_all(prepared: Prepared, launch: Launch) -> bool:
+    """Submit the open points in order; False after the first that is refused, which the manifest then says."""
+    kept = prepared.manifest
+    for done, (entry, plan) in enumerate(prepared.open):
+        try:
+            job = launch.submit(entry.config, plan)
+        except RollcallError as error:
+            _noted(prepared.paths, kept, entry.point, refused=str(error))
+            print(f"error: {entry.point}: {error}", file=sys.stderr)
+            print(f"submitted {done} of {len(prepared.open)}; the same command submits the rest", file=sys.stderr)
+            return False
+        kept = _noted(prepared.paths, kept, entry.point, job=job)
+        print(f"  {entry.point.name}: job {job}", flush=True)
+    return True
+
+
+def watched(prepared: Prepared, launch: Launch) -> int:
+    """Follow all points of the command until none is live; 1 unless all finished, 0 when the watcher is left."""
+    mine = {entry.point.name for entry in prepared.entries}
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
+    try:
+        lines = follow(overview)
+    except KeyboardInterrupt:
+        print("left; the jobs go on")
+        _tell_how(prepared)
+        return 0
+    return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
+
+
+def _noted(paths: SweepPaths, kept: Manifest, point: Point, *, job: str = "", refused: str = "") -> Manifest:
+    """Write down what became of a point's submission."""
+    newer = msgspec.structs.replace(point, job=job or point.job, submitted=time.time(), refused=refused)
+    kept = kept.noted(newer)
+    files.write_document(paths.manifest, kept)
+    return kept
+
+
+def _show(prepared: Prepared, launch: Launch) -> int:
+    """The plan of every open point; of the first one all that would be submitted."""
+    for place, (entry, plan) in enumerate(prepared.open):
+        print(f"{entry.point}")
+        launch.show(entry.config, plan, place == 0)
+    return 0
+
+
+def _tell(prepared: Prepared) -> None:
+    standings = [entry.standing for entry in prepared.entries]
+    counts = [f"{standings.count(word)} {word}" for word in ("finished", "live") if word in standings]
+    todo = f"{standings.count('open')} to {'run' if prepared.local else 'submit'}"
+    print(f"sweep {prepared.paths.root}: {', '.join([count(len(standings), 'point'), *counts, todo])}", flush=True)
+
+
+def _tell_how(prepared: Prepared) -> None:
+    root = prepared.paths.root
+    output = "" if root.parent == RUNS.resolve() else f"output={root.parent} "
+    print(f"  table   python launchers/runs.py {output}sweep={root.name}")
+    print(f"  cancel  python launchers/cancel.py sweep={root}", flush=True)

@@ -1,0 +1,301 @@
+"""A sweep's life: expanded, checked as a whole, submitted in part, and submitted again."""
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import files
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RunStateError, SchedulerError
+from pipeline.paths import RunPaths, SweepPaths
+from pipeline.plan import Plan, make_plan
+from pipeline.records import Finished, SubmittedJob
+from pipeline.waiting import CLOCK
+from slurm import manifest, runs
+from slurm.compose import compose_config
+from slurm.manifest import LONGEST_NAME, Point, extended, run_name
+from slurm.points import directory_of
+from slurm.scheduler import Scheduler
+from slurm.sweep import Launch, sweep
+from tests.fakes.scheduler import FakeScheduler
+
+NAME = re.compile(str(RunConfig.model_fields["name"].metadata[0].pattern))
+AXES = ("optim.lr=1e-4,3e-4", "loss=grpo,gspo")
+NAMES = ["0-lr_0.0001-loss_grpo", "1-lr_0.0001-loss_gspo", "2-lr_0.0003-loss_grpo", "3-lr_0.0003-loss_gspo"]
+
+
+@dataclass
+class FakeLaunch:
+    """Submits to a scheduler in memory; `refused` names the runs that it refuses, `codes` how local runs end."""
+
+    scheduler: FakeScheduler = field(default_factory=FakeScheduler)
+    refused: set[str] = field(default_factory=set)
+    codes: dict[str, int] = field(default_factory=dict)
+    submitted: list[str] = field(default_factory=list)
+    shown: list[tuple[str, bool]] = field(default_factory=list)
+
+    @property
+    def launch(self) -> Launch:
+        return Launch(self.check, self.show, self.run, self.submit, self.find)
+
+    def check(self, config: RunConfig) -> Plan:
+        runs.examine(config, self.find)
+        return make_plan(config)
+
+    def show(self, config: RunConfig, plan: Plan, whole: bool) -> None:
+        self.shown.append((config.name, whole))
+
+    def run(self, config: RunConfig, plan: Plan) -> int:
+        self.submitted.append(config.name)
+        with runs.claimed(config, self.find) as run:
+            code = self.codes.get(config.name, 0)
+            if code == 0:
+                files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt="local-0"))
+        return code
+
+    def submit(self, config: RunConfig, plan: Plan) -> str:
+        if config.name in self.refused:
+            raise SchedulerError("sbatch: job submit limit reached")
+        with runs.claimed(config, self.find) as run:
+            job = self.scheduler.submit(config.name, comment=f"rollcall {runs.identity(run).run_id}")
+            runs.record_job(run, "slurm", job)
+        self.submitted.append(config.name)
+        return job
+
+    def find(self) -> Scheduler:
+        return self.scheduler
+
+    def end(self, output: Path, name: str, state: str = "FAILED") -> None:
+        """The job of a point is over; `COMPLETED` finishes its run."""
+        run = SweepPaths(output / "lr").point(name)
+        record = files.read_document(run.job, SubmittedJob)
+        assert record
+        self.scheduler.set(record.job, state)
+        if state == "COMPLETED":
+            files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt=f"{record.job}-0"))
+
+
+@pytest.fixture
+def fake() -> FakeLaunch:
+    return FakeLaunch()
+
+
+def command(output: Path, *overrides: str, cluster: str = "slurm") -> list[str]:
+    return ["experiment=demo", "name=lr", f"output={output}", f"cluster={cluster}", *(overrides or AXES)]
+
+
+def kept(output: Path) -> list[Point]:
+    found = manifest.read(SweepPaths(output / "lr"))
+    assert found
+    return list(found.points)
+
+
+def test_every_point_becomes_a_run_below_the_sweep(tmp_path: Path, fake: FakeLaunch) -> None:
+    assert sweep(command(tmp_path), fake.launch, detach=True) == 0
+    assert fake.submitted == NAMES
+    assert [(point.number, point.name, point.job) for point in kept(tmp_path)] == [
+        (number, name, str(number + 1)) for number, name in enumerate(NAMES)
+    ]
+    assert all(RunPaths(tmp_path / "lr" / name).run.exists() for name in NAMES)
+    found = manifest.read(SweepPaths(tmp_path / "lr"))
+    assert found
+    assert found.base == tuple(command(tmp_path)[:4])
+
+
+def test_one_wrong_point_keeps_all_from_being_submitted(tmp_path: Path, fake: FakeLaunch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sweep(command(tmp_path, "loss=grpo,gspo", "optim.lr=1e-4,-1"), fake.launch, detach=True)
+    assert str(caught.value).startswith("point loss=grpo optim.lr=-1: optim.lr=-1: expected greater than 0")
+    assert fake.submitted == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_shows_every_plan_and_leaves_nothing(tmp_path: Path, fake: FakeLaunch) -> None:
+    assert sweep(command(tmp_path), fake.launch, dry_run=True) == 0
+    assert fake.shown == [(name, place == 0) for place, name in enumerate(NAMES)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_command_again_submits_only_what_is_unfinished(
+    tmp_path: Path, fake: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(command(tmp_path), fake.launch, detach=True)
+    fake.end(tmp_path, NAMES[0], "COMPLETED")
+    fake.end(tmp_path, NAMES[1], "FAILED")
+    fake.end(tmp_path, NAMES[2], "CANCELLED")
+    fake.submitted.clear()
+    capsys.readouterr()
+    assert sweep(command(tmp_path), fake.launch, detach=True) == 0
+    assert fake.submitted == [NAMES[1], NAMES[2]]
+    assert "4 points, 1 finished, 1 live, 2 to submit" in capsys.readouterr().out
+    assert [point.job for point in kept(tmp_path)] == ["1", "5", "6", "4"]
+
+
+def test_a_sweep_that_is_all_finished_submits_nothing(tmp_path: Path, fake: FakeLaunch) -> None:
+    sweep(command(tmp_path), fake.launch, detach=True)
+    for name in NAMES:
+        fake.end(tmp_path, name, "COMPLETED")
+    fake.submitted.clear()
+    assert sweep(command(tmp_path), fake.launch) == 0
+    assert fake.submitted == []
+
+
+def test_a_submission_that_is_refused_half_way_is_taken_up_again(
+    tmp_path: Path, fake: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.refused = {NAMES[2]}
+    assert sweep(command(tmp_path), fake.launch) == 1
+    assert "submitted 2 of 4" in capsys.readouterr().err
+    assert [(point.job, point.refused) for point in kept(tmp_path)] == [
+        ("1", ""),
+        ("2", ""),
+        ("", "sbatch: job submit limit reached"),
+        ("", ""),
+    ]
+    fake.refused.clear()
+    assert sweep(command(tmp_path), fake.launch, detach=True) == 0
+    assert fake.submitted == NAMES
+    assert [point.refused for point in kept(tmp_path)] == [""] * 4
+
+
+def test_new_points_join_under_new_numbers_and_known_ones_keep_theirs(tmp_path: Path, fake: FakeLaunch) -> None:
+    sweep(command(tmp_path, "optim.lr=1e-4,3e-4"), fake.launch, detach=True)
+    sweep(command(tmp_path, "optim.lr=0.0003,1e-3"), fake.launch, detach=True)
+    assert [point.name for point in kept(tmp_path)] == ["0-lr_0.0001", "1-lr_0.0003", "2-lr_0.001"]
+    assert fake.submitted == ["0-lr_0.0001", "1-lr_0.0003", "2-lr_0.001"]
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "RUNNING", "FAILED"])
+def test_points_keep_the_config_they_were_made_with(tmp_path: Path, fake: FakeLaunch, state: str) -> None:
+    sweep(command(tmp_path), fake.launch, detach=True)
+    for name in NAMES:
+        fake.end(tmp_path, name, state)
+    with pytest.raises(RunStateError, match=r"expected the config this point was made with, but seed: 0 → 7"):
+        sweep([*command(tmp_path), "seed=7"], fake.launch, detach=True)
+
+
+def test_operational_keys_may_change_between_submissions(tmp_path: Path, fake: FakeLaunch) -> None:
+    sweep(command(tmp_path), fake.launch, detach=True)
+    fake.end(tmp_path, NAMES[0])
+    assert sweep([*command(tmp_path), "cluster.time=4:00:00"], fake.launch, detach=True) == 0
+    assert fake.submitted == [*NAMES, NAMES[0]]
+
+
+def test_a_scheduler_without_an_answer_is_an_error_and_never_a_dead_job(tmp_path: Path, fake: FakeLaunch) -> None:
+    sweep(command(tmp_path), fake.launch, detach=True)
+    fake.scheduler.fail("job")
+    with pytest.raises(SchedulerError):
+        sweep(command(tmp_path), fake.launch, detach=True)
+    assert fake.submitted == NAMES
+
+
+def test_a_run_and_a_sweep_cannot_share_a_name(tmp_path: Path, fake: FakeLaunch) -> None:
+    (tmp_path / "lr").mkdir()
+    RunPaths(tmp_path / "lr").run.touch()
+    with pytest.raises(RunStateError, match="name=lr-sweep"):
+        sweep(command(tmp_path), fake.launch)
+
+
+def test_a_torn_manifest_is_refused_and_not_replaced(tmp_path: Path, fake: FakeLaunch) -> None:
+    (tmp_path / "lr").mkdir()
+    SweepPaths(tmp_path / "lr").manifest.write_text("{")
+    with pytest.raises(RunStateError, match="readable"):
+        sweep(command(tmp_path), fake.launch)
+
+
+def test_two_submissions_at_once_are_one_and_an_error(tmp_path: Path, fake: FakeLaunch) -> None:
+    def submit(config: RunConfig, plan: Plan) -> str:
+        with pytest.raises(RunStateError, match="nobody else is submitting"):
+            sweep(command(tmp_path), fake.launch, detach=True)
+        return fake.submit(config, plan)
+
+    one = fake.launch
+    assert sweep(command(tmp_path), Launch(one.check, one.show, one.run, submit, one.scheduler), detach=True) == 0
+    assert fake.submitted == NAMES
+
+
+def test_points_must_agree_on_the_sweeps_name(tmp_path: Path) -> None:
+    one, other = (compose_config(["experiment=demo", f"output={tmp_path}", f"name={name}"]) for name in ("a", "b"))
+    assert directory_of([one, one]) == tmp_path / "a"
+    with pytest.raises(ConfigError, match=r"name='a, b': expected one name for the sweep; set name="):
+        directory_of([one, other])
+
+
+def test_local_points_run_one_after_the_other_and_a_failed_one_stops_no_other(
+    tmp_path: Path, fake: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.codes = {NAMES[1]: 1}
+    assert sweep(command(tmp_path, cluster="local"), fake.launch) == 1
+    assert fake.submitted == NAMES
+    assert "3 finished" in capsys.readouterr().out
+    fake.codes.clear()
+    assert sweep(command(tmp_path, cluster="local"), fake.launch) == 0
+    assert fake.submitted == [*NAMES, NAMES[1]]
+
+
+@pytest.mark.parametrize("code", [129, 130, 143])
+def test_an_interrupted_local_point_ends_the_sweep(tmp_path: Path, fake: FakeLaunch, code: int) -> None:
+    fake.codes = {NAMES[1]: code}
+    assert sweep(command(tmp_path, cluster="local"), fake.launch) == code
+    assert fake.submitted == NAMES[:2]
+
+
+def test_a_local_sweep_cannot_be_detached(tmp_path: Path, fake: FakeLaunch) -> None:
+    with pytest.raises(ConfigError, match="--detach"):
+        sweep(command(tmp_path, cluster="local"), fake.launch, detach=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_followed_sweep_ends_with_its_jobs_and_says_whether_all_finished(
+    tmp_path: Path, fake: FakeLaunch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = iter(zip(NAMES, ["COMPLETED", "COMPLETED", "FAILED", "COMPLETED"], strict=True))
+    monkeypatch.setattr(CLOCK, "sleep", lambda _seconds: fake.end(tmp_path, *next(ends)))
+    assert sweep(command(tmp_path), fake.launch) == 1
+    assert "3 finished, 1 interrupted (from the scheduler and files)" in capsys.readouterr().out
+
+
+def test_leaving_a_followed_sweep_leaves_its_jobs(
+    tmp_path: Path, fake: FakeLaunch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CLOCK, "sleep", leave)
+    assert sweep(command(tmp_path), fake.launch) == 0
+    assert "left; the jobs go on" in capsys.readouterr().out
+    assert [job.state for job in fake.scheduler.jobs.values()] == ["PENDING"] * 4
+
+
+def test_a_sweeps_names_tell_its_overrides() -> None:
+    assert run_name(3, ["optim.lr=0.0001", "loss=gspo"]) == "3-lr_0.0001-loss_gspo"
+    assert run_name(0, ["optim.lr=1", "training.warm_start.lr=2"]) == "0-optim.lr_1-training.warm_start.lr_2"
+    assert run_name(12, []) == "12"
+    assert run_name(1, ["+task.options.digits=3", "model.path='/a b/c'"]) == "1-digits_3-path_a_b_c"
+
+
+@given(st.integers(0, 10_000), st.lists(st.text(min_size=1), max_size=4))
+def test_a_points_name_is_one_that_a_run_may_have(number: int, overrides: list[str]) -> None:
+    name = run_name(number, overrides)
+    assert NAME.match(name)
+    assert len(name) <= LONGEST_NAME
+    assert name.startswith(str(number))
+
+
+points = st.lists(st.lists(st.sampled_from(["a=1", "a=2", "b=1", "b=2", "c=1"]), max_size=3, unique=True), max_size=6)
+
+
+@given(points, points)
+def test_points_keep_number_and_name_whatever_is_added(one: list[list[str]], other: list[list[str]]) -> None:
+    first = extended(None, [], one)
+    both = extended(first, [], other)
+    assert both.points[: len(first.points)] == first.points
+    assert [point.number for point in both.points] == list(range(len(both.points)))
+    assert len({tuple(sorted(point.overrides)) for point in both.points}) == len(both.points)
+    assert len({point.name for point in both.points}) == len(both.points)
+    assert [sorted(point.overrides) for point in both.of(other)] == [sorted(overrides) for overrides in other]
