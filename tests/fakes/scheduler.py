@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
-from slurm.scheduler import ENDED, PENDING, RUNNING, Nodes, Partition, QueuedJob
+from slurm.scheduler import PENDING, Nodes, Partition, QueuedJob
 
 
 def make_partition(
@@ -83,13 +83,11 @@ class FakeScheduler:
         return self.refusal
 
     def requeue(self, job: str) -> None:
-        """As Slurm: the job is pending at once, with one more restart; refused while it pends or completes."""
+        """As Slurm: the job is pending at once, with one more restart, also one that is being ended; refused if it pends."""
         self._answer("requeue")
         found = self._known(job)
         if found.state == PENDING:
             raise SchedulerError(f"scontrol requeue {job}: Job is pending execution for job {job}")
-        if found.state != RUNNING and found.state not in ENDED:
-            raise SchedulerError(f"scontrol requeue {job}: Job/step already completing or completed for job {job}")
         self.jobs[job] = replace(found, state=PENDING, restarts=found.restarts + 1)
         self.requeued.append(job)
 

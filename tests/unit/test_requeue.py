@@ -1,0 +1,339 @@
+"""What becomes of a job after an attempt: every case, and every sequence of attempts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import files
+from pipeline.checkpoints.state import TrainerState
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import commit
+from pipeline.config import ClusterConfig
+from pipeline.errors import SchedulerError
+from pipeline.events import Events
+from pipeline.failure import FirstFailure
+from pipeline.paths import AttemptPaths
+from pipeline.records import Finished, Outcome, SubmittedJob
+from slurm import requeue
+from slurm.requeue import Facts, conclude, decide, lost_ranks
+from slurm.scheduler import RUNNING, QueuedJob
+from tests.fakes.clock import FakeClock
+from tests.fakes.run_directory import FakeRun
+from tests.fakes.scheduler import FakeScheduler
+
+CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_barren=3)
+TOLD = Facts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
+FAILED = Facts(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
+LOST = Facts(restart=2, lost=(1, 2), code=137)
+
+
+def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJob:
+    return QueuedJob(id="7", name="test", user="alice", state=state, reason=reason, restarts=restarts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "queued", "decision", "says"),
+    [
+        (replace(TOLD, finished=True), job(), "finished", "finished"),
+        (replace(FAILED, finished=True), job("COMPLETING"), "finished", "finished"),
+        (TOLD, None, "left", "does not know"),
+        (TOLD, job(restarts=3), "left", "restart 3"),
+        (TOLD, job("COMPLETING"), "left", "COMPLETING"),
+        (TOLD, job("PENDING"), "left", "PENDING"),
+        (TOLD, job("CANCELLED"), "left", "CANCELLED"),
+        (FAILED, job("COMPLETING"), "left", "COMPLETING"),
+        (TOLD, job("COMPLETING", reason="TimeLimit"), "requeued", "SIGUSR2"),
+        (TOLD, job("COMPLETING", reason="TimeLimit", restarts=3), "left", "restart 3"),
+        (TOLD, job("SIGNALING"), "requeued", "newest commit"),
+        (TOLD, job(), "requeued", "agent.1"),
+        (replace(TOLD, trained=False), job(), "requeued", "told to end"),
+        (replace(TOLD, barren=3), job(), "requeued", "told to end"),
+        (replace(TOLD, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
+        (replace(TOLD, restart=8), job(restarts=8), "requeued", "told to end"),
+        (FAILED, job(), "requeued", "try 1 without"),
+        (replace(FAILED, barren=1), job(), "requeued", "try 2 without"),
+        (replace(FAILED, barren=2), job(), "stopped", "3 attempts in a row"),
+        (replace(FAILED, barren=2, advanced=True), job(), "requeued", "had committed"),
+        (replace(FAILED, trained=False), job(), "stopped", "before the first commit"),
+        (replace(FAILED, trained=False, lost=(0,)), job(), "requeued", "exited with code 1"),
+        (replace(FAILED, trained=False, told="told to end"), job(), "requeued", "exited with code 1"),
+        (LOST, job(), "requeued", "ranks 1-2 ended without a word"),
+        (replace(LOST, told="told to end", barren=2), job(), "stopped", "ranks 1-2"),
+        (Facts(restart=2, code=3), job(), "stopped", "exit code 3"),
+    ],
+)
+def test_each_end_of_an_attempt_has_its_decision(
+    facts: Facts, queued: QueuedJob | None, decision: str, says: str
+) -> None:
+    outcome = decide(facts, queued, CLUSTER, 5.0)
+    assert (outcome.decision, outcome.time) == (decision, 5.0)
+    assert says in outcome.reason
+    assert "\n" not in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "queued", "count"),
+    [
+        (FAILED, job(), 1),
+        (replace(FAILED, barren=1), job(), 2),
+        (replace(FAILED, barren=2, advanced=True), job(), 0),
+        (replace(TOLD, barren=2), job(), 2),
+        (replace(TOLD, barren=2, advanced=True), job(), 0),
+        (replace(FAILED, barren=2), job("COMPLETING"), 2),
+        (replace(LOST, barren=2), job("COMPLETING"), 2),
+    ],
+)
+def test_only_failures_of_our_own_without_a_commit_are_counted(facts: Facts, queued: QueuedJob, count: int) -> None:
+    assert decide(facts, queued, CLUSTER, 0.0).barren == count
+
+
+ENDS = st.fixed_dictionaries(
+    {
+        "finished": st.sampled_from([False] * 9 + [True]),
+        "told": st.sampled_from(["", "told to end"]),
+        "failure": st.sampled_from(["", "a role died"]),
+        "lost": st.sampled_from([(), (), (0,), (0, 1)]),
+        "advanced": st.booleans(),
+        "slurm_has_it": st.sampled_from([False, False, False, True]),
+    }
+)
+
+
+def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]:
+    """The outcomes of one job's attempts that end in these ways, until it is not queued again."""
+    outcomes: list[Outcome] = []
+    trained, barren = False, 0
+    for restart, end in enumerate(ends):
+        left = dict(end)
+        queued_again = bool(left.pop("slurm_has_it"))
+        trained = trained or bool(left["advanced"])
+        facts = Facts(restart=restart, trained=trained, barren=barren, **left)  # type: ignore[arg-type]
+        outcome = decide(facts, job(restarts=restart + queued_again), cluster, 0.0)
+        outcomes.append(outcome)
+        barren = outcome.barren
+        if outcome.decision in ("finished", "stopped"):
+            break
+    return outcomes
+
+
+LIMITS = st.builds(ClusterConfig, kind=st.just("slurm"), max_restarts=st.integers(0, 6), max_barren=st.integers(1, 4))
+
+
+@given(st.lists(ENDS, max_size=20), LIMITS)
+def test_a_job_is_never_requeued_beyond_its_budget_nor_after_it_finished(
+    ends: list[dict[str, object]], cluster: ClusterConfig
+) -> None:
+    outcomes = live(ends, cluster)
+    for restart, (end, outcome) in enumerate(zip(ends, outcomes, strict=False)):
+        if outcome.decision == "requeued":
+            assert restart < cluster.max_restarts
+            assert not end["finished"]
+            assert not end["slurm_has_it"]
+
+
+@given(st.lists(ENDS, max_size=20), LIMITS)
+def test_a_crash_loop_stops_within_max_barren_failures(ends: list[dict[str, object]], cluster: ClusterConfig) -> None:
+    failures = 0
+    for end, outcome in zip(ends, live(ends, cluster), strict=False):
+        if end["advanced"]:
+            failures = 0
+        elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["told"]):
+            failures += 1
+        if outcome.decision == "requeued":
+            assert failures < cluster.max_barren
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), LIMITS)
+def test_preemptions_alone_stop_a_job_only_at_max_restarts(advanced: list[bool], cluster: ClusterConfig) -> None:
+    ends = [
+        {"finished": False, "told": "told", "failure": "", "lost": (), "advanced": each, "slurm_has_it": False}
+        for each in advanced
+    ]
+    decisions = [outcome.decision for outcome in live(ends, cluster)]
+    assert decisions[: cluster.max_restarts] == ["requeued"] * min(len(ends), cluster.max_restarts)
+    assert decisions[cluster.max_restarts :] in ([], ["stopped"])
+
+
+class Cluster:
+    """A run whose job 1 has one attempt after the other, on a scheduler in memory."""
+
+    def __init__(self, root: Path, **limits: int) -> None:
+        self.run = FakeRun(root / "run")
+        tree = self.run.config.model_dump(mode="json")
+        tree["cluster"] |= {"kind": "slurm"} | limits
+        files.write_document(self.run.paths.config, tree)
+        self.scheduler, self.clock, self.restart = FakeScheduler(), FakeClock(), -1
+        self.job = self.scheduler.submit(state=RUNNING)
+
+    def attempt(self) -> AttemptPaths:
+        """A new attempt begins, the first or one that was queued."""
+        self.restart += 1
+        assert self.scheduler.jobs[self.job].restarts == self.restart
+        self.scheduler.set(self.job, RUNNING)
+        return self.run.attempt(f"{self.job}-{self.restart}").paths
+
+    def leave(self, paths: AttemptPaths, *ranks: int) -> None:
+        for rank in ranks or range(4):
+            files.write_document(paths.down(f"agent.{rank}"), "left")
+
+    def commit(self, paths: AttemptPaths, step: int) -> None:
+        storage = Storage(str(self.run.paths.checkpoints))
+        commit(storage, TrainerState(job="rl", step=step), paths.attempt, {}, 1)
+
+    def end(self, code: int = 0) -> Outcome:
+        outcome = conclude(self.run.paths, self.scheduler, self.job, self.restart, code, self.clock)
+        paths = self.run.paths.attempt(self.run.identity.run_id, f"{self.job}-{self.restart}")
+        assert files.read_document(paths.outcome, Outcome) == outcome
+        return outcome
+
+
+def fail(paths: AttemptPaths, cause: str = "exited with code 1", time: float = 20.0) -> None:
+    failure = FirstFailure(role="trainer.0", rank=1, cause=cause, exit_code=1, time=time, log="")
+    files.create_document(paths.first_failure, failure)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path, max_restarts=5, max_barren=2)
+
+
+def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGUSR2")
+    cluster.leave(paths)
+    outcome = cluster.end()
+    assert outcome.decision == "requeued"
+    assert outcome.reason == "told to end (SIGUSR2, agent.0): it goes on from its newest commit"
+    assert cluster.scheduler.requeued == [cluster.job]
+
+
+def test_a_finished_run_is_never_requeued(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    fail(paths)
+    files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
+    assert cluster.end().decision == "finished"
+    assert not cluster.scheduler.requeued
+
+
+def test_a_rank_without_its_mark_is_lost(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    cluster.leave(paths, 0, 2)
+    assert lost_ranks(paths, 4) == (1, 3)
+
+
+def test_commits_are_what_keeps_a_failing_job_alive(cluster: Cluster) -> None:
+    for step in (5, 10):
+        paths = cluster.attempt()
+        fail(paths)
+        cluster.leave(paths)
+        cluster.commit(paths, step)
+        outcome = cluster.end(1)
+        assert (outcome.decision, outcome.barren) == ("requeued", 0)
+    paths = cluster.attempt()
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert (outcome.decision, outcome.barren) == ("requeued", 1)
+    paths = cluster.attempt()
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert (outcome.decision, outcome.barren) == ("stopped", 2)
+    assert len(cluster.scheduler.requeued) == 3
+
+
+def test_a_commit_of_an_attempt_that_slurm_cut_off_begins_the_count_anew(cluster: Cluster) -> None:
+    cluster.leave(cluster.attempt(), 1)
+    assert cluster.end(137).barren == 1
+    cut_off = cluster.attempt()
+    cluster.commit(cut_off, 3)
+    cluster.scheduler.requeue(cluster.job)  # the scheduler does it, and nobody writes an outcome
+    paths = cluster.attempt()
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert (outcome.decision, outcome.barren) == ("requeued", 1)
+
+
+def test_an_attempt_that_slurm_cut_off_does_not_count(cluster: Cluster) -> None:
+    cluster.leave(cluster.attempt(), 1)
+    assert cluster.end(137).barren == 1
+    cluster.attempt()
+    cluster.scheduler.requeue(cluster.job)
+    cluster.leave(cluster.attempt(), 1)
+    outcome = cluster.end(137)
+    assert (outcome.decision, outcome.barren) == ("stopped", 2)
+
+
+def test_being_told_to_end_because_another_rank_failed_is_no_preemption(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    fail(paths, time=20.0)
+    Events(paths).publish("draining", "agent.2", "SIGTERM")  # at a time long after
+    cluster.leave(paths)
+    assert cluster.end(1).decision == "stopped"
+
+
+def test_a_scheduler_that_is_silent_for_a_while_is_asked_again(cluster: Cluster) -> None:
+    Events(cluster.attempt()).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(cluster.run.paths.attempt(cluster.run.identity.run_id, f"{cluster.job}-0"))
+    cluster.scheduler.fail("job", times=5)
+    cluster.scheduler.fail("requeue", times=4)
+    assert cluster.end().decision == "requeued"
+    assert cluster.scheduler.requeued == [cluster.job]
+    assert sum(cluster.clock.slept) < 2 * requeue.ANSWER_SECONDS
+
+
+def test_a_requeue_whose_answer_was_lost_is_not_made_twice(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths)
+    really = cluster.scheduler.requeue
+
+    def lose_the_answer(job: str) -> None:
+        really(job)
+        raise SchedulerError("scontrol requeue: no answer within 60 s")
+
+    monkeypatch.setattr(cluster.scheduler, "requeue", lose_the_answer)
+    assert cluster.end().decision == "requeued"
+    assert cluster.scheduler.requeued == [cluster.job]
+
+
+def test_a_job_that_is_cancelled_before_the_requeue_stays_cancelled(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths)
+
+    def refuse(job: str) -> None:
+        cluster.scheduler.set(job, "COMPLETING")
+        raise SchedulerError("scontrol requeue: Job/step already completing or completed")
+
+    monkeypatch.setattr(cluster.scheduler, "requeue", refuse)
+    outcome = cluster.end()
+    assert (outcome.decision, outcome.reason) == ("left", "the scheduler is ending the job (COMPLETING)")
+
+
+def test_a_scheduler_that_never_answers_stops_the_job_with_its_words(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths)
+    cluster.scheduler.fail("requeue", times=10_000, said="Unable to contact slurm controller")
+    outcome = cluster.end()
+    assert outcome.decision == "stopped"
+    assert "Unable to contact slurm controller" in outcome.reason
+    assert requeue.ANSWER_SECONDS <= sum(cluster.clock.slept) < requeue.ANSWER_SECONDS + requeue.LONGEST_PAUSE
+
+
+def test_a_job_that_no_longer_owns_the_run_ends_without_a_trace(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = SubmittedJob(kind="slurm", job="99", user="alice", host="login", time=0.0)
+    files.write_document(cluster.run.paths.job, record)
+    monkeypatch.setenv("SLURM_JOB_ID", cluster.job)
+    assert requeue.main([str(cluster.run.root), "0"]) == 1
+    assert "belongs to another job" in capsys.readouterr().out
+    assert not cluster.run.paths.attempts.exists()
