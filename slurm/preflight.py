@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import files
+from pipeline import files, network
 
 PROBE_SECONDS = 20.0
 MIB, GIB = 1 << 20, 1 << 30
@@ -77,8 +77,11 @@ def boot_id() -> str:
 
 
 def candidate_addresses() -> tuple[str, ...]:
-    """This machine's IPv4 addresses that others may reach, most likely first, loopback only where there is no other."""
-    found = dict.fromkeys([*_routed_address(), *_resolved_addresses()])
+    """Every IPv4 address of an interface that is up, the one from which this machine calls out first.
+
+    Which of them others reach is not known here: the leader calls them back. Loopback only where there is no other.
+    """
+    found = dict.fromkeys([*_routed_address(), *(str(interface.ip) for _, interface in network.interfaces())])
     outward = tuple(address for address in found if not address.startswith("127."))
     return outward or ("127.0.0.1",)
 
@@ -135,10 +138,3 @@ def _routed_address() -> list[str]:
         except OSError:
             return []
         return [str(probe.getsockname()[0])]
-
-
-def _resolved_addresses() -> list[str]:
-    try:
-        return socket.gethostbyname_ex(socket.gethostname())[2]
-    except OSError:
-        return []

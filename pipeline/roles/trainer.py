@@ -5,6 +5,7 @@ Owns its command line and its processes. What the controller does is `pipeline.r
 
 import sys
 
+from pipeline.network import interface_of
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 
@@ -23,6 +24,9 @@ def launch(context: RoleContext) -> Launch:
     env = {"OMP_NUM_THREADS": str(resources.threads), "TOKENIZERS_PARALLELISM": "false"}
     if context.placement.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.placement.gpus))
+    if interface := interface_of(context.placement.address):
+        # By itself gloo takes the interface of the hostname, which others may not reach.
+        env["GLOO_SOCKET_IFNAME"] = interface
     return Launch(argv=argv, env=env, ready=lambda: is_ready(context))
 
 
