@@ -16,7 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -29,8 +29,26 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Bytes = Annotated[int, Field(ge=1 << 16)]
-Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
-SlurmTime = Annotated[str, Field(pattern=r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$")]
+_MEMORY = r"^(\d+[KMGT]?)?$"
+_TIME = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+FORMS = {
+    _MEMORY: "megabytes, or a number with K, M, G or T, as 64G",
+    _TIME: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
+    _NAME: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
+}
+"""What each pattern asks for, in words."""
+
+
+def _no_bare_number(value: object) -> object:
+    """YAML reads `12:00:00` as the number 43200, which Slurm would take for minutes."""
+    if isinstance(value, int | float):
+        raise ValueError(FORMS[_TIME])
+    return value
+
+
+Memory = Annotated[str, Field(pattern=_MEMORY)]
+SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=_TIME)]
 """The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
 
 
@@ -43,6 +61,8 @@ class Section(BaseModel):
 class ServicesComponent(Section):
     """The CPU component of a heterogeneous job (`resources.layout=het`), where it differs from the other."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     partition: str = Field("", description="Its partition; empty: `cluster.partition`.")
     constraint: str = Field("", description="Features that its nodes must have.")
     cpus: NotNegative = Field(0, description="CPUs of each of its nodes; 0: as many as its roles need.")
@@ -51,6 +71,8 @@ class ServicesComponent(Section):
 
 class ClusterConfig(Section):
     """Where the job runs and how long its agents wait. All but the `_seconds` of agents is for Slurm alone."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # `cluster.memory=0`, `cluster.account=4711`
 
     kind: Literal["local", "slurm"] = Field(
         description="Where the job runs. `local`: virtual nodes on this machine; `slurm`: one Slurm job."
@@ -67,7 +89,7 @@ class ClusterConfig(Section):
     account: str = Field("", description="Account that is charged; empty: your default.")
     qos: str = Field("", description="Quality of service.")
     time: SlurmTime = Field(
-        "", description="Time limit of one attempt, as `D-HH:MM:SS`, `HH:MM:SS` or minutes; empty: the partition's."
+        "", description="Time limit of one attempt, as `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`; empty: the partition's."
     )
     constraint: str = Field("", description="Features that the nodes must have.")
     exclude: str = Field("", description="Nodes that the job must not get, as `node[3,7-9]`.")
@@ -279,7 +301,7 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """Everything one run is made from."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+    name: Annotated[str, Field(pattern=_NAME)] = Field(
         description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
     )
     output: Path = Field(Path("runs"), description="Directory (shared by all nodes) that holds the run directories.")
@@ -321,13 +343,13 @@ def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[s
     return keys
 
 
-def nearest(word: str, among: list[str]) -> str:
-    """`did you mean …?` for a misspelt word, or the list to choose from."""
+def nearest(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
+    """`did you mean …?` for a misspelt word, or the list to choose from; `otherwise` when that would be long."""
     close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
     if len(among) > 20:
-        return "see docs/configuration.md for all of them"
+        return otherwise
     return f"choose from: {', '.join(sorted(among))}"
 
 
@@ -340,6 +362,8 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     field = known_keys().get(key)
     meaning = (field.description or "") if field else ""
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if details["type"] == "string_pattern_mismatch":
+        expected = FORMS.get(details["ctx"]["pattern"], expected)
     choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
     if details["type"] == "literal_error" and choices:
         meaning = nearest(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
