@@ -1,0 +1,194 @@
+"""Cancelling: the right job is told, and nothing else."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import files
+from pipeline.errors import ConfigError, DeadlineError, SchedulerError
+from pipeline.paths import SweepPaths
+from slurm import manifest, runs
+from slurm.cancel import cancel, holder, main
+from slurm.scheduler import RUNNING, Scheduler
+from tests.fakes.clock import FakeClock
+from tests.fakes.run_directory import FakeRun
+from tests.fakes.scheduler import FakeScheduler
+
+HOLDS = """
+import signal, sys
+from pathlib import Path
+from pipeline.paths import RunPaths
+from slurm import runs
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+with runs.held_by_job(RunPaths(Path(sys.argv[1]))):
+    print("held", flush=True)
+    signal.sigtimedwait({signal.SIGTERM}, 60)
+"""
+"""A local job that ends when it is told to."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "demo")
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+@pytest.fixture
+def local_job(run: FakeRun) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDS, str(run.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def no_scheduler() -> Scheduler:
+    raise AssertionError("a local run asks no scheduler")
+
+
+def queued(run: FakeRun, scheduler: FakeScheduler, state: str = RUNNING) -> str:
+    job = scheduler.submit("demo", comment=f"rollcall {run.identity.run_id}", state=state)
+    runs.record_job(run.paths, "slurm", job)
+    return job
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_job_in_the_queue_is_cancelled_whether_it_runs_or_not(
+    run: FakeRun, scheduler: FakeScheduler, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = queued(run, scheduler, state)
+    assert cancel([run.paths], lambda: scheduler) == 0
+    assert scheduler.cancelled == [job]
+    assert capsys.readouterr().out.splitlines() == [
+        f"demo: job {job} ({state}) was told to end and will not be queued again",
+        "demo: over; it had no checkpoint yet",
+    ]
+
+
+def test_it_waits_until_the_job_is_over(run: FakeRun) -> None:
+    class Slow(FakeScheduler):
+        def cancel(self, job: str) -> None:
+            self.set(job, "COMPLETING")
+            self.cancelled.append(job)
+
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if self.time > 10:
+                slow.set(job, "CANCELLED")
+
+    slow, clock = Slow(), Clock()
+    job = queued(run, slow)
+    assert cancel([run.paths], lambda: slow, clock) == 0
+    assert 10 < clock.time < 12
+
+
+def test_a_job_that_does_not_end_is_an_error_in_bounded_time(run: FakeRun, scheduler: FakeScheduler) -> None:
+    class Deaf(FakeScheduler):
+        def cancel(self, job: str) -> None:
+            self.cancelled.append(job)
+
+    deaf, clock = Deaf(), FakeClock()
+    queued(run, deaf)
+    with pytest.raises(DeadlineError, match="demo to end"):
+        cancel([run.paths], lambda: deaf, clock)
+    assert clock.time < 120
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "CANCELLED"])
+def test_a_job_that_is_over_leaves_nothing_to_cancel(
+    run: FakeRun, scheduler: FakeScheduler, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued(run, scheduler, state)
+    assert cancel([run.paths], lambda: scheduler) == 0
+    assert scheduler.cancelled == []
+    assert capsys.readouterr().out == "nothing to cancel: no job of demo is live\n"
+
+
+def test_another_job_that_got_the_same_id_is_left_alone(run: FakeRun, scheduler: FakeScheduler) -> None:
+    runs.record_job(run.paths, "slurm", scheduler.submit("thesis", comment="", state=RUNNING))
+    assert cancel([run.paths], lambda: scheduler) == 0
+    assert scheduler.cancelled == []
+
+
+def test_a_silent_scheduler_is_an_error_and_not_nothing_to_cancel(run: FakeRun, scheduler: FakeScheduler) -> None:
+    queued(run, scheduler)
+    scheduler.fail("job")
+    with pytest.raises(SchedulerError):
+        cancel([run.paths], lambda: scheduler)
+
+
+def test_a_local_job_is_told_by_a_signal_and_waited_for(
+    run: FakeRun, local_job: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.record_job(run.paths, "local", "local1")
+    assert cancel([run.paths], no_scheduler) == 0
+    assert local_job.wait(10) == 0
+    assert f"demo: process {local_job.pid} ({run.root}) was told to end" in capsys.readouterr().out
+
+
+def test_a_run_that_nobody_runs_has_nothing_to_cancel(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cancel([run.paths], no_scheduler) == 0
+    assert "nothing to cancel" in capsys.readouterr().out
+
+
+def test_a_process_that_got_the_number_of_a_launcher_is_left_alone(run: FakeRun) -> None:
+    lock = run.paths.lock
+    lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
+    assert holder(run.paths, lock) is None
+
+
+def test_a_held_lock_whose_text_names_another_process_is_an_error(
+    run: FakeRun, local_job: subprocess.Popen[str]
+) -> None:
+    run.paths.job_lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
+    with pytest.raises(ConfigError, match="held, but not by pid"):
+        cancel([run.paths], no_scheduler)
+    assert local_job.poll() is None
+
+
+def test_a_local_run_of_another_machine_is_cancelled_there(run: FakeRun, local_job: subprocess.Popen[str]) -> None:
+    run.paths.job_lock.write_text(f"pid {local_job.pid} on elsewhere\n")
+    with pytest.raises(ConfigError, match="it runs on elsewhere: cancel it there"):
+        cancel([run.paths], no_scheduler)
+    assert local_job.poll() is None
+
+
+def test_a_sweep_is_cancelled_point_by_point(
+    tmp_path: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = manifest.extended(None, [], [["seed=1"], ["seed=2"], ["seed=3"]])
+    paths = SweepPaths(tmp_path / "seeds")
+    jobs = [queued(FakeRun(paths.point(point.name).root), scheduler) for point in sweep.points[:2]]
+    files.write_document(paths.manifest, sweep)
+    monkeypatch.setattr("slurm.cancel.find_slurm", lambda: scheduler)
+    assert main([f"sweep={paths.root}"]) == 0
+    assert scheduler.cancelled == jobs
+    assert "1-seed_2: over" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["run=none"], ["sweep=none"], ["sweep="], ["run=a", "run=b"]])
+def test_what_cannot_be_found_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+
+
+def test_a_point_is_found_below_its_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    FakeRun(tmp_path / "runs" / "seeds" / "0-seed_1")
+    assert main(["run=seeds/0-seed_1"]) == 0
+    assert main(["run=seeds"]) == 2
+    assert "found there: seeds/0-seed_1" in capsys.readouterr().err
