@@ -29,6 +29,7 @@ from pipeline.report.history import read_config, read_history
 from pipeline.report.page import write_report
 from pipeline.waiting import CLOCK, Clock, wait_for
 from slurm import runs
+from slurm.alive import lost_ranks
 from slurm.commands import SlurmCommands
 from slurm.environment import batch_attempt
 from slurm.roster import name_ranks
@@ -145,11 +146,6 @@ def gather(run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: i
         trained=newest is not None,
         barren=barren_before(run, paths, restart, committer),
     )
-
-
-def lost_ranks(paths: AttemptPaths, ranks: int) -> tuple[int, ...]:
-    """The ranks whose agent left no mark that it is down, in order."""
-    return tuple(rank for rank in range(ranks) if not paths.down(f"agent.{rank}").exists())
 
 
 def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:

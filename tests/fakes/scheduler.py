@@ -83,7 +83,7 @@ class FakeScheduler:
         return self.refusal
 
     def requeue(self, job: str) -> None:
-        """As Slurm: the job is pending at once, with one more restart, also one that is being ended; refused if it pends."""
+        """As Slurm: the job is pending at once, with one more restart, also one that ends; refused while it pends."""
         self._answer("requeue")
         found = self._known(job)
         if found.state == PENDING:

@@ -18,7 +18,8 @@ from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
 from pipeline.records import Finished, Outcome, SubmittedJob
 from slurm import requeue
-from slurm.requeue import Facts, conclude, decide, lost_ranks
+from slurm.alive import lost_ranks
+from slurm.requeue import Facts, conclude, decide
 from slurm.scheduler import RUNNING, QueuedJob
 from tests.fakes.clock import FakeClock
 from tests.fakes.run_directory import FakeRun
