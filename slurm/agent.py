@@ -1,4 +1,4 @@
-"""The agent: one on every rank, the only process that talks to the scheduler.
+"""The agent: one on every rank, and what the scheduler's signals are for.
 
 Reads like the life of an attempt: meet the other ranks, learn the world, run this rank's roles, come down. Promises
 that nothing it started outlives it, and that the reason of a failure is on disk before it returns.
@@ -8,15 +8,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from pipeline import files, process
 from pipeline.config import RunConfig
-from pipeline.errors import RendezvousError, RollcallError
+from pipeline.errors import DeadlineError, RendezvousError, RollcallError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths, RunPaths
@@ -25,6 +24,7 @@ from pipeline.records import Finished
 from pipeline.roles.context import RoleContext, read_config
 from pipeline.waiting import Clock, wait_for
 from slurm import runs
+from slurm.alive import SignsOfLife, leave, lost_ranks
 from slurm.beacon import Beacon
 from slurm.directory import FileDirectory
 from slurm.environment import Environment
@@ -34,6 +34,10 @@ from slurm.supervisor import End, Notice, Supervisor, is_down, longest_descent
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers and users send to an agent to say that the job should end soon."""
+
+OWNER_SECONDS = 60.0
+"""How long an agent waits to see its own job recorded as the run's."""
+_SLACK_SECONDS = 5.0
 
 
 class Told(RollcallError):
@@ -54,17 +58,32 @@ class Agent:
 
 
 def run_agent(run: RunPaths, environment: Environment) -> End:
-    """One rank's part of one attempt. When it returns or raises, this rank is down and says so."""
+    """One rank's part of one attempt. When it returns or raises, this rank is down and says so.
+
+    In a finished run nothing is started, and in one that is another job's by now nothing is touched.
+    """
+    notice = note_signals()
+    if run.finished.exists():
+        return "finished"
+    _insist_on_owner(run, environment)
     paths = run.attempt(runs.identity(run).run_id, environment.attempt)
+    with SignsOfLife(paths, environment.rank):
+        try:
+            return _attempt(run, paths, environment, notice)
+        except Exception:
+            _see_off(run, paths, environment.ranks)
+            raise
+
+
+def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
     try:
-        with noted_signals() as notice:
-            end = _take_part(run, paths, environment, notice)
+        end = _take_part(run, paths, environment, notice)
     except Exception as error:
         _record_failure(paths, environment.rank, error)
         raise
     finally:
         process.end_descendants()
-        files.write_document(paths.down(f"agent.{environment.rank}"), "left")
+        leave(paths, environment.rank)
     if end == "failed":
         failure = files.read_document(paths.first_failure, FirstFailure)
         raise RollcallError(failure.one_line() if failure else "a rank failed without a reason on disk")
@@ -73,10 +92,15 @@ def run_agent(run: RunPaths, environment: Environment) -> End:
 
 def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
     config = read_config(run)
+    if environment.restart > config.cluster.max_restarts:
+        limit = f"cluster.max_restarts={config.cluster.max_restarts}"
+        raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")
     with ExitStack() as held:
         try:
             world = _meet(paths, config, environment, notice, held)
         except Told as reason:
+            if Events(paths).seen("failed"):
+                return "failed"
             Events(paths).publish("draining", f"agent.{environment.rank}", str(reason))
             return "preempted"
         contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
@@ -84,6 +108,32 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end
+
+
+def _insist_on_owner(run: RunPaths, environment: Environment) -> None:
+    """Refuse a run that was submitted again as another job, which the scheduler may have queued before this one ended.
+
+    The job may start before its launcher has recorded it, so this waits a little.
+    """
+    if environment.scheduler == "local":
+        return
+    try:
+        wait_for("the run to be this job's", lambda: runs.owns(run, environment.job), OWNER_SECONDS)
+    except DeadlineError:
+        told = f"{run.job} names another job than {environment.job}"
+        raise RollcallError(f"{told}: the run was submitted again, and this job must not go on with it") from None
+
+
+def _see_off(run: RunPaths, paths: AttemptPaths, ranks: int) -> None:
+    """Let the other agents come down before this one fails: `srun --kill-on-bad-exit` then ends those that are left.
+
+    One that it ended would look like one that was lost with its node.
+    """
+    try:
+        seconds = 2 * read_config(run).cluster.stop_seconds + _SLACK_SECONDS
+        wait_for("the other agents to leave", lambda: not lost_ranks(paths, ranks), seconds)
+    except RollcallError:
+        return  # the failure is told, whoever is missing
 
 
 def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, notice: Notice, held: ExitStack) -> World:
@@ -149,17 +199,17 @@ def _finish(run: RunPaths, paths: AttemptPaths, config: RunConfig, world: World)
     files.create_document(run.finished, Finished(time=time.time(), steps=config.training.steps, attempt=paths.attempt))
 
 
-@contextmanager
-def noted_signals() -> Iterator[Notice]:
-    """Leave a note of the signals that mean "end soon", by name, while the block runs."""
+def note_signals() -> Notice:
+    """From now on the first signal that means "end soon" leaves a note of its name, and those after it do nothing.
+
+    For good: a late signal must not end a process that is about to end, nor reach submitit, which would take it for a
+    request to save and requeue.
+    """
     notice = Notice()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        notice.reason = signal.Signals(number).name
+        notice.reason = notice.reason or signal.Signals(number).name
 
-    before = {number: signal.signal(number, handle) for number in END_SIGNALS}
-    try:
-        yield notice
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in END_SIGNALS:
+        signal.signal(number, handle)
+    return notice

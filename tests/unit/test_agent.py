@@ -1,0 +1,148 @@
+"""How an agent begins and ends an attempt, without roles."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import files
+from pipeline.errors import RollcallError
+from pipeline.events import Events
+from pipeline.failure import FirstFailure
+from pipeline.paths import AttemptPaths
+from pipeline.records import Finished, SubmittedJob
+from pipeline.waiting import wait_for
+from slurm import agent
+from slurm.agent import END_SIGNALS, note_signals, run_agent
+from slurm.alive import SignsOfLife, leave, lost_ranks
+from slurm.environment import Environment
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    config = make_config(
+        cluster={"kind": "slurm", "max_restarts": 1, "stop_seconds": 0.5},
+        model={"path": "tiny_qwen3", "init": "random"},
+    )
+    return FakeRun(tmp_path / "run", config)
+
+
+def environment(*, restart: int = 0, ranks: int = 1) -> Environment:
+    return Environment(scheduler="slurm", job="7", restart=restart, rank=0, ranks=ranks, addresses=("127.0.0.1",))
+
+
+def paths_of(run: FakeRun, restart: int) -> AttemptPaths:
+    return run.paths.attempt(run.identity.run_id, f"7-{restart}")
+
+
+def test_a_requeued_job_of_a_finished_run_starts_nothing_and_ends_well(run: FakeRun) -> None:
+    files.write_document(run.paths.finished, Finished(time=0.0, steps=1, attempt="7-0"))
+    assert run_agent(run.paths, environment(restart=1)) == "finished"
+    assert not run.paths.attempts.exists()
+
+
+def test_a_job_refuses_a_run_that_was_submitted_as_another(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "OWNER_SECONDS", 0.05)
+    files.write_document(run.paths.job, SubmittedJob(kind="slurm", job="8", user="u", host="h", time=0.0))
+    with pytest.raises(RollcallError, match="names another job than 7"):
+        run_agent(run.paths, environment())
+    assert not run.paths.attempts.exists()
+
+
+def test_a_job_that_starts_before_it_is_recorded_waits_for_the_record(run: FakeRun) -> None:
+    record = SubmittedJob(kind="slurm", job="6", user="u", host="h", time=0.0)
+    files.write_document(run.paths.job, record)
+    launcher = threading.Timer(0.3, files.write_document, (run.paths.job, SubmittedJob(**_fields(record, job="7"))))
+    launcher.start()
+    with pytest.raises(RollcallError, match="1 ranks and the plan 3"):
+        run_agent(run.paths, environment())
+    launcher.join()
+
+
+def test_a_restart_beyond_the_limit_fails_with_the_key_to_raise(run: FakeRun) -> None:
+    with pytest.raises(RollcallError, match="restart 2"):
+        run_agent(run.paths, environment(restart=2))
+    failure = files.read_document(paths_of(run, 2).first_failure, FirstFailure)
+    assert failure is not None
+    assert "cluster.max_restarts=1" in failure.one_line()
+
+
+def test_an_agent_that_fails_says_why_and_that_it_is_down(run: FakeRun) -> None:
+    with pytest.raises(RollcallError):
+        run_agent(run.paths, environment())
+    paths = paths_of(run, 0)
+    failed = Events(paths).seen("failed")
+    assert failed is not None
+    assert failed.by == "agent.0"
+    assert lost_ranks(paths, 1) == ()
+    assert (paths.alive / "0").exists()
+
+
+def test_an_agent_that_fails_waits_until_the_others_are_down(run: FakeRun) -> None:
+    paths = paths_of(run, 0)
+    other = threading.Timer(1.0, leave, (paths, 1))
+    other.start()
+    began = time.monotonic()
+    with pytest.raises(RollcallError):
+        run_agent(run.paths, environment(ranks=2))
+    assert time.monotonic() - began >= 1.0
+    assert lost_ranks(paths, 2) == ()
+    other.join()
+
+
+def test_an_agent_that_fails_does_not_wait_for_ever_for_a_lost_one(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_SLACK_SECONDS", 0.0)
+    began = time.monotonic()
+    with pytest.raises(RollcallError):
+        run_agent(run.paths, environment(ranks=2))
+    assert 1.0 <= time.monotonic() - began < 10.0
+    assert lost_ranks(paths_of(run, 0), 2) == (1,)
+
+
+def test_the_first_signal_decides_and_the_others_do_nothing() -> None:
+    notice = note_signals()
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    assert notice.reason == "SIGUSR2"
+
+
+def test_an_agent_that_lives_shows_it_again_and_again(run: FakeRun) -> None:
+    paths = paths_of(run, 0)
+    file = paths.alive / "3"
+    with SignsOfLife(paths, 3, seconds=0.02):
+        wait_for("a sign", file.exists, 5)
+        file.unlink()
+        wait_for("another sign", file.exists, 5)
+    file.unlink()
+    time.sleep(0.1)
+    assert not file.exists()
+
+
+def test_a_filesystem_that_fails_does_not_end_the_signs(run: FakeRun) -> None:
+    paths = paths_of(run, 0)
+    paths.root.mkdir(parents=True)
+    paths.alive.write_text("in the way")
+    with SignsOfLife(paths, 0, seconds=0.02):
+        time.sleep(0.1)
+        paths.alive.unlink()
+        wait_for("a sign", (paths.alive / "0").exists, 5)
+
+
+def _fields(record: SubmittedJob, **changes: str) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__struct_fields__} | changes
