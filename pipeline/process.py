@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,17 @@ def hold_port() -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return holder
+
+
+def start_resource_tracker() -> None:
+    """Start multiprocessing's resource tracker, unless it runs, and keep the signal mask as it is.
+
+    Python 3.11 unblocks TERM in whoever starts it (python/cpython#127586, mended in later ones), which everybody does
+    who spawns a process: that would end the shield of the role and of what it spawns. One that runs is left alone.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

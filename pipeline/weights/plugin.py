@@ -1,12 +1,13 @@
 """The vLLM plugin of Rollcall: called in every vLLM process before it does anything else.
 
 Promises that a second call changes nothing, that importing it costs nothing without vLLM, and that vLLM's engine
-processes never outlive the server that started them: vLLM leaves them behind when the server is killed.
+processes never outlive the server that started them (vLLM leaves them behind when the server is killed), and that no
+process of vLLM hears the scheduler's signals.
 """
 
 import multiprocessing
 
-from pipeline.process import die_with_parent
+from pipeline.process import die_with_parent, start_resource_tracker
 
 BACKEND = "gloo"
 
@@ -17,5 +18,6 @@ def register() -> None:
 
     if multiprocessing.parent_process() is not None:
         die_with_parent()
+    start_resource_tracker()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "pipeline.weights.engine", "GlooEngine")

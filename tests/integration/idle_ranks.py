@@ -1,0 +1,24 @@
+"""What each process of torchrun runs for `test_shield`: a trainer's world that is ready and then idle.
+
+torchrun --nproc-per-node 2 -m tests.integration.idle_ranks
+"""
+
+import time
+
+from pipeline import process
+from pipeline.packing import Budget
+from pipeline.training.dispatch import Dispatch, lead_or_serve
+
+READY = "all ranks have met"
+
+
+def lead(dispatch: Dispatch) -> None:
+    print(READY, flush=True)
+    while True:
+        dispatch.idle()
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    process.die_with_parent()
+    lead_or_serve(lead, Budget(64))

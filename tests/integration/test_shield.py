@@ -1,0 +1,209 @@
+"""The real programs of the roles under the signals of a scheduler, of their agent, and without their agent.
+
+Slurm sends TERM, and whatever `scancel --signal` names, to every process of a step, also to those with sessions of
+their own.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import spawn
+from pipeline.metrics import MetricSinks
+from pipeline.plan import Placement
+from pipeline.process import Child, hold_port, tail
+from pipeline.roles import inference, redis
+from pipeline.tracking import WandbSink
+from pipeline.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+from tests.integration import idle_ranks
+from tests.integration.attempts import an_attempt
+from tests.integration.redis_attempts import a_redis
+from tests.integration.servers import SECRET, START_SECONDS, model_directory, port_of, tiny_config
+
+pytestmark = pytest.mark.integration
+
+STOP_SECONDS = 20
+"""More than an agent's 6: these machines are busy, and what counts is that nobody has to be killed."""
+
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("-m", "tests.integration.idle_ranks"),
+)
+
+
+def family(pid: int) -> set[psutil.Process]:
+    """A process and everything below it."""
+    process = psutil.Process(pid)
+    return {process, *process.children(recursive=True)}
+
+
+def living(processes: set[psutil.Process]) -> set[psutil.Process]:
+    return {process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+
+
+def hears(process: psutil.Process) -> set[str]:
+    """Which of the scheduler's signals some thread of the process would be given."""
+    heard: set[str] = set()
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        lines = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines() if ":\t" in line)
+        deaf = int(lines["SigBlk"], 16) | int(lines["SigIgn"], 16)
+        heard |= {number.name for number in spawn.SHIELDED if not deaf >> (number - 1) & 1}
+    return heard
+
+
+def storm(pid: int, seconds: float = 1.0) -> None:
+    """Send all that schedulers send, again and again; everything that was there has to be there afterwards."""
+    before = family(pid)
+    assert {process.name(): hears(process) for process in before if hears(process)} == {}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for process in before:
+            for number in spawn.SHIELDED:
+                process.send_signal(number)
+        time.sleep(0.1)
+    assert living(before) == before
+
+
+def wait_until_gone(processes: set[psutil.Process]) -> None:
+    wait_for("the processes to end", lambda: not living(processes), 10, missing=lambda: str(living(processes)))
+
+
+def ends_when_asked(child: Child) -> bool:
+    """Whether INT ends the whole group without a KILL."""
+    processes = family(child.pid)
+    code = child.stop(STOP_SECONDS)
+    wait_until_gone(processes)
+    return code != -signal.SIGKILL
+
+
+@contextmanager
+def started(argv: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> Iterator[Child]:
+    child = Child(argv, log, {**os.environ, "OMP_NUM_THREADS": "1", **(extra or {})})
+    try:
+        yield child
+    finally:
+        child.kill()
+
+
+def wait_for_text(log: Path, text: str, child: Child) -> None:
+    def told() -> bool:
+        assert child.poll() is None, tail(log)
+        return log.exists() and text in log.read_text()
+
+    wait_for(f"{text!r} in {log.name}", told, 60)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]]:
+    """How to start a vLLM server, with what environment, and whether it is healthy."""
+    with hold_port() as holder:
+        config = tiny_config(model_directory(tmp_path / "model", tied=True))
+        place = Placement(role="inference", index=0, rank=0, address="127.0.0.9", ports=(port_of(holder),))
+        variables = inference.server_environment(config, place, SECRET)
+        command = inference.server_command(config, place)
+        yield command, variables, lambda: inference.is_healthy(place.address, place.ports[0])
+
+
+def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -> None:
+    with a_redis(tmp_path, "7-0") as (context, child):
+        storm(child.pid)
+        assert redis.answers(context.placement.address, context.placement.ports[0], context.world.secret)
+        assert child.stop(STOP_SECONDS) == 0
+
+
+def test_actor_and_preprocessor_outlive_a_storm_and_end_well_when_asked(tmp_path: Path) -> None:
+    with an_attempt(
+        tmp_path, make_config(model={"path": "tiny_qwen3", "init": "random"}), (("127.0.0.1", 1),)
+    ) as attempt:
+        children = [attempt.start("preprocessor"), attempt.start("actor")]
+        for child in children:
+            storm(child.pid)
+        assert [child.stop(STOP_SECONDS) for child in children] == [0, 0]
+
+
+def test_a_server_that_starts_outlives_a_storm_and_ends_when_asked(
+    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
+) -> None:
+    command, variables, _ = server
+    with started(command, tmp_path / "log", variables) as child:
+        wait_for("its engine", lambda: len(family(child.pid)) > 1, START_SECONDS)
+        storm(child.pid)
+        assert ends_when_asked(child)
+
+
+def test_a_server_serves_through_a_storm_and_ends_well_when_asked(
+    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
+) -> None:
+    command, variables, healthy = server
+    with started(command, tmp_path / "log", variables) as child:
+        wait_for("the server", healthy, START_SECONDS)
+        storm(child.pid)
+        assert healthy()
+        processes = family(child.pid)
+        assert child.stop(STOP_SECONDS) == 0
+        wait_until_gone(processes)
+
+
+def test_a_server_and_its_engine_end_with_their_agent(
+    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
+) -> None:
+    command, variables, healthy = server
+    with started(an_agent(tmp_path / "log", command), tmp_path / "agent.log", variables) as agent:
+        wait_for("the server", healthy, START_SECONDS)
+        processes = family(agent.pid)
+        assert len(processes) >= 3
+        os.kill(agent.pid, signal.SIGKILL)
+        wait_until_gone(processes)
+
+
+def test_ranks_that_start_outlive_a_storm_and_end_when_asked(tmp_path: Path) -> None:
+    with started(TORCHRUN, tmp_path / "log") as child:
+        wait_for("both ranks", lambda: len(family(child.pid)) == 3, 60)
+        storm(child.pid)
+        assert ends_when_asked(child)
+
+
+def test_ranks_that_are_ready_outlive_a_storm_and_end_when_asked(tmp_path: Path) -> None:
+    with started(TORCHRUN, tmp_path / "log") as child:
+        wait_for_text(tmp_path / "log", idle_ranks.READY, child)
+        storm(child.pid)
+        assert ends_when_asked(child)
+
+
+def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(an_agent(log, TORCHRUN), tmp_path / "agent.log") as agent:
+        wait_for_text(log, idle_ranks.READY, agent)
+        processes = family(agent.pid)
+        assert len(processes) == 4
+        os.kill(agent.pid, signal.SIGKILL)
+        wait_until_gone(processes)
+
+
+def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own process is written in Go, whose runtime unblocks what the program handles."""
+    run = FakeRun(tmp_path / "run", make_config(tracking={"wandb": "offline"}))
+    sink = WandbSink(run.attempt("7-0").paths, "offline", {**os.environ, "HOME": str(tmp_path)}, 20)
+    with caplog.at_level(logging.WARNING), MetricSinks(run.paths.metrics, "7-0", [sink]) as metrics:
+        wait_for("wandb's own process", lambda: len(family(sink._child.pid)) > 1, 60)
+        for process in family(sink._child.pid):
+            for number in spawn.SHIELDED:
+                process.send_signal(number)
+        for step in range(3):
+            assert metrics.log("train", "rl", step, {"reward/mean": 0.5})
+    assert len(run.paths.metrics.read_text().splitlines()) == 3
+    assert len(caplog.messages) <= 1
+
+
+def an_agent(log: Path, command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "tests.integration.an_agent", str(log), *command]
