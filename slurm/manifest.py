@@ -94,7 +94,7 @@ def run_name(number: int, overrides: Iterable[str]) -> str:
     pairs = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
     last = [key.rpartition(".")[2] for key, _ in pairs]
     shown = [key if last.count(short) > 1 else short for (key, _), short in zip(pairs, last, strict=True)]
-    words = [re.sub(r"[^A-Za-z0-9._]+", "_", f"{key}_{value}") for key, (_, value) in zip(shown, pairs, strict=True)]
+    words = [re.sub(r"[^A-Za-z0-9._-]+", "_", f"{key}_{value}") for key, (_, value) in zip(shown, pairs, strict=True)]
     return re.sub("__+", "_", "-".join([str(number), *words]))[:LONGEST_NAME].rstrip("._-")
 
 

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -30,6 +29,8 @@ from slurm.overview import NEVER, Line, Overview
 REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "job", "scheduler", "state", "step", "reward", "held-out", "attempts", "age")
 _NUMBERS = COLUMNS[4:]
+_AROUND = 8
+"""Lines of a terminal that are kept for what stands around the table."""
 _COLOURS = {"finished": "bold green", "failed": "bold red", "interrupted": "yellow", NEVER: "bright_black"}
 
 
@@ -67,7 +68,11 @@ def follow(overview: Overview, console: Console | None = None, clock: Clock = CL
     console = console or Console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            return _until_over(overview, lambda lines: live.update(render(lines, overview.source), refresh=True), clock)
+            return _until_over(
+                overview,
+                lambda lines: live.update(render(lines, overview.source, console.height - _AROUND), refresh=True),
+                clock,
+            )
     told: dict[str, str] = {}
 
     def tell(lines: Sequence[Line]) -> None:
@@ -82,21 +87,33 @@ def follow(overview: Overview, console: Console | None = None, clock: Clock = CL
     return lines
 
 
-def render(lines: Sequence[Line], source: str) -> RenderableType:
-    """The table for a terminal."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bright_black", border_style="bright_black")
+def render(lines: Sequence[Line], source: str, most: int = 0) -> RenderableType:
+    """The table for a terminal, of at most so many runs if `most` is given: those that are not over are preferred."""
+    shown = fitting(lines, most) if most else lines
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bright_black")
     for column in COLUMNS:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=True)
-    for sweep, members in groupby(lines, key=lambda line: line.sweep):
+        # a narrow terminal wraps the others first
+        whole = column not in ("run", "scheduler")
+        right = column in _NUMBERS
+        table.add_column(column, justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    for sweep, members in groupby(shown, key=lambda line: line.sweep):
         if sweep:
             table.add_row(Text(sweep, "bold"))
         for line in members:
             name, job, scheduler, state, *numbers = cells(line)
-            shown = Text(f"● {state}", _COLOURS.get(state, "green"))
-            table.add_row(f"  {line.name}" if sweep else name, job, Text(scheduler, "bright_black"), shown, *numbers)
-    parts: list[RenderableType] = [table]
-    parts += [Text(text, "red") for text in failures(lines)]
+            dot = Text(f"● {state}", _COLOURS.get(state, "green"))
+            table.add_row(f"  {line.name}" if sweep else name, job, Text(scheduler, "bright_black"), dot, *numbers)
+    parts: list[RenderableType] = [table, Text()]
+    parts += [Text(text, "red") for text in failures(shown)]
+    if len(shown) < len(lines):
+        parts.append(Text(f"and {len(lines) - len(shown)} more, over", "bright_black"))
     return Group(*parts, Text(_summary(lines, source), "bright_black"))
+
+
+def fitting(lines: Sequence[Line], most: int) -> list[Line]:
+    """At most `most` lines, in their order; those of runs that are not over are preferred."""
+    chosen = sorted(range(len(lines)), key=lambda place: (lines[place].live is False, place))[: max(1, most)]
+    return [lines[place] for place in sorted(chosen)]
 
 
 def columns(lines: Sequence[Line]) -> list[str]:

@@ -1,0 +1,274 @@
+"""The table of runs: what each line says, and where it has it from."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline import files
+from pipeline.errors import ConfigError, SchedulerError
+from pipeline.paths import SweepPaths
+from slurm import manifest, runs
+from slurm.manifest import Manifest
+from slurm.overview import Line, Overview
+from slurm.scheduler import QueuedJob, Scheduler
+from slurm.table import COLUMNS, age, cells, columns, fitting, follow, main, render, show
+from tests.fakes.clock import FakeClock
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+from tests.fakes.scheduler import FakeScheduler
+
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+def make_run(folder: Path, steps: int = 0) -> FakeRun:
+    run = FakeRun(folder, make_config(name=folder.name, training=TRAINING))
+    if steps:
+        attempt = run.attempt("7-0")
+        attempt.meet()
+        attempt.all_roles("starting", "ready")
+        attempt.train("rl", range(1, steps + 1), eval_every=10)
+    return run
+
+
+def make_sweep(folder: Path, *overrides: str) -> Manifest:
+    sweep = manifest.extended(None, [], [[text] for text in overrides])
+    files.write_document(SweepPaths(folder).manifest, sweep)
+    return sweep
+
+
+def queued(run: FakeRun, scheduler: FakeScheduler, state: str = "RUNNING", reason: str = "") -> str:
+    job = scheduler.submit(run.root.name, state=state)
+    scheduler.set(job, state, reason)
+    runs.record_job(run.paths, "slurm", job)
+    return job
+
+
+def look(output: Path, scheduler: FakeScheduler, sweep: str = "") -> dict[str, Line]:
+    return {line.path: line for line in Overview(output, sweep, lambda: scheduler).look()}
+
+
+def test_runs_come_first_and_then_each_sweeps_points_by_number(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    sweep = make_sweep(tmp_path / "a_sweep", *(f"seed={seed}" for seed in range(11)))
+    for name in ("solo", "zoo", *(f"a_sweep/{point.name}" for point in sweep.points)):
+        make_run(tmp_path / name)
+    found = list(look(tmp_path, scheduler))
+    assert found == ["solo", "zoo", *(f"a_sweep/{seed}-seed_{seed}" for seed in range(11))]
+    assert list(look(tmp_path, scheduler, "a_sweep")) == found[2:]
+
+
+def test_a_line_says_how_far_the_run_is(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo", steps=30)
+    job = queued(run, scheduler)
+    line = look(tmp_path, scheduler)["demo"]
+    assert (line.job, line.scheduler, line.live) == (job, "RUNNING", True)
+    assert (line.stage, line.step, line.steps, line.attempts) == ("rl", 30, 60, 1)
+    assert line.reward is not None
+    assert line.accuracy is not None
+    assert cells(line)[:2] == ("demo", job)
+    assert cells(line)[4:8] == ("30/60", f"{line.reward:.3f}", f"{line.accuracy:.3f}", "1")
+
+
+def test_a_waiting_job_says_why_it_waits(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    queued(make_run(tmp_path / "demo"), scheduler, "PENDING", "Resources")
+    assert look(tmp_path, scheduler)["demo"].scheduler == "PENDING (Resources)"
+
+
+def test_a_failed_run_shows_its_reason_in_one_line(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo", steps=3)
+    queued(run, scheduler, "FAILED")
+    failure = FakeRun.attempt(run, "7-1")
+    failure.meet()
+    told = failure.fail("actor.0", 0).one_line()
+    line = look(tmp_path, scheduler)["demo"]
+    assert (line.state, line.failure, line.live, line.attempts) == ("failed", told, False, 2)
+    assert f"demo: {told}" in shown([line])
+
+
+def test_a_job_that_ended_without_a_word_is_interrupted(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    queued(make_run(tmp_path / "demo", steps=3), scheduler, "CANCELLED")
+    line = look(tmp_path, scheduler)["demo"]
+    assert (line.state, line.scheduler, line.live) == ("interrupted", "CANCELLED", False)
+
+
+def test_a_point_that_was_never_submitted_says_why(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    sweep = make_sweep(tmp_path / "seeds", "seed=1", "seed=2")
+    refused = manifest.Point(number=1, overrides=("seed=2",), name="1-seed_2", refused="sbatch: limit reached")
+    files.write_document(SweepPaths(tmp_path / "seeds").manifest, sweep.noted(refused))
+    lines = look(tmp_path, scheduler)
+    assert [(line.state, line.live, line.failure) for line in lines.values()] == [
+        ("not submitted", False, ""),
+        ("not submitted", False, "sbatch: limit reached"),
+    ]
+
+
+def test_without_an_answer_files_stand_alone_and_nothing_is_called_dead(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    for name in ("one", "two"):
+        queued(make_run(tmp_path / name, steps=3), scheduler)
+    scheduler.fail("job", times=1)
+    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    lines = overview.look()
+    assert [(line.scheduler, line.live) for line in lines] == [("", None), ("", None)]
+    assert overview.source.startswith("files alone; the scheduler gave no answer: job: Socket timed out")
+    assert [(line.scheduler, line.live) for line in overview.look()] == [("RUNNING", True)] * 2
+    assert overview.source == "the scheduler and files"
+
+
+def test_a_machine_without_slurm_shows_what_the_files_say(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    def none() -> Scheduler:
+        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH")
+
+    queued(make_run(tmp_path / "demo", steps=3), scheduler)
+    overview = Overview(tmp_path, scheduler=none)
+    assert [line.step for line in overview.look()] == [3]
+    assert "files alone" in overview.source
+
+
+def test_a_job_of_somebody_else_under_the_same_id_is_not_shown(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo", steps=3)
+    runs.record_job(run.paths, "slurm", scheduler.submit("thesis", state="RUNNING"))
+    line = look(tmp_path, scheduler)["demo"]
+    assert (line.scheduler, line.live, line.state) == ("", False, "interrupted")
+
+
+def test_a_local_run_asks_no_scheduler(tmp_path: Path) -> None:
+    def none() -> Scheduler:
+        raise AssertionError("nobody asks")
+
+    run = make_run(tmp_path / "demo", steps=3)
+    runs.record_job(run.paths, "local", "local1")
+    with runs.held_by_job(run.paths):
+        overview = Overview(tmp_path, scheduler=none)
+        assert [(line.live, line.state) for line in overview.look()] == [(True, "training")]
+    assert [(line.live, line.state) for line in overview.look()] == [(False, "interrupted")]
+    assert overview.source == "files"
+
+
+def test_a_finished_run_is_read_once(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo", steps=3)
+    queued(run, scheduler, "COMPLETED")
+    run.finish(3)
+    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    first = overview.look()
+    run.paths.metrics.unlink()
+    assert overview.look() == first
+    assert (first[0].state, first[0].live, first[0].step) == ("finished", False, 3)
+
+
+def shown(lines: list[Line], width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(lines, "files", console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_plain_columns_are_aligned_and_carry_no_control_codes() -> None:
+    lines = [Line("", "demo", "12", "RUNNING", "training", True, "rl", 3, 60, 0.5), Line("seeds", "0-seed_1")]
+    header, one, other = columns(lines)
+    assert header.split() == list(COLUMNS)
+    assert [text.index(word) for text, word in ((header, "state"), (one, "training"), (other, "not"))] == [
+        header.index("state")
+    ] * 3
+    assert "\x1b" not in shown(lines)
+    assert shown(lines).endswith("1 training, 1 not submitted (from files)\n")
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_narrow_terminal_keeps_the_numbers(width: int) -> None:
+    line = Line("seeds", "0-a_rather_long_name_of_a_point", "12", "PENDING (Resources)", "training", True, "rl", 3, 60)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(render([line], "files"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "3/60" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_low_terminal_shows_what_is_not_over() -> None:
+    lines = [Line("", f"run{number}", live=number in (3, 8)) for number in range(10)]
+    assert [line.name for line in fitting(lines, 4)] == ["run0", "run1", "run3", "run8"]
+    assert fitting(lines, 20) == lines
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(render(lines, "files", 4))
+    assert "and 6 more, over" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_following_tells_every_change_once_and_ends_with_the_last_job(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    one, other = make_run(tmp_path / "one", steps=3), make_run(tmp_path / "two", steps=3)
+    jobs = [queued(run, scheduler) for run in (one, other)]
+
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if len(self.slept) == 3:
+                one.finish(3)
+                scheduler.set(jobs[0], "COMPLETED")
+            if len(self.slept) == 5:
+                scheduler.set(jobs[1], "CANCELLED")
+
+    console = Console(file=io.StringIO(), width=200)
+    clock = Clock()
+    lines = follow(Overview(tmp_path, scheduler=lambda: scheduler), console, clock)
+    assert [line.state for line in lines] == ["finished", "interrupted"]
+    assert len(clock.slept) == 5
+    told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert told[:4] == ["one: training", "two: training", "one: finished", "two: interrupted"]
+
+
+def test_following_waits_while_the_scheduler_is_silent(tmp_path: Path) -> None:
+    class Silent(FakeScheduler):
+        """Answers once, is silent three times, and then knows that the job ended."""
+
+        asked = 0
+
+        def job(self, job: str) -> QueuedJob | None:
+            self.asked += 1
+            if 2 <= self.asked <= 4:
+                raise SchedulerError("scontrol: no answer")
+            if self.asked == 5:
+                self.set(job, "CANCELLED")
+            return super().job(job)
+
+    silent, clock = Silent(), FakeClock()
+    queued(make_run(tmp_path / "demo", steps=3), silent)
+    lines = follow(Overview(tmp_path, scheduler=lambda: silent), Console(file=io.StringIO()), clock)
+    assert [line.live for line in lines] == [False]
+    assert (silent.asked, len(clock.slept)) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "—"), (-3, "0 s"), (0, "0 s"), (119, "119 s"), (600, "10 min"), (7200, "2 h"), (200_000, "2 d")],
+)
+def test_ages_are_rounded_to_what_matters(seconds: float | None, said: str) -> None:
+    assert age(seconds) == said
+
+
+def test_the_command_prints_json_that_machines_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "demo", steps=3)
+    assert main([f"output={tmp_path}", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["source"], [(run["name"], run["step"]) for run in document["runs"]]) == ("files", [("demo", 3)])
+
+
+def test_a_sweep_is_named_or_given_as_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sweep(tmp_path / "seeds", "seed=1")
+    make_run(tmp_path / "demo")
+    for arguments in ([f"output={tmp_path}", "sweep=seeds"], [f"sweep={tmp_path / 'seeds'}"]):
+        assert main(arguments) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "seeds/0-seed_1", "1"]
+
+
+@pytest.mark.parametrize("arguments", [["sweep=none"], ["output=/no/such/folder"], ["demo"], ["--jsn"], ["sweep="]])
+def test_a_wrong_argument_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
