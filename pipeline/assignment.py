@@ -47,10 +47,13 @@ def check_world(world: World, plan: Plan, card: Card) -> None:
             raise RendezvousError(f"rank {card.rank} got {place.name} at {place.address}, which is not its address")
 
 
-def describe(plan: Plan) -> tuple[str, ...]:
-    """One line a rank, as the plan is filled when all nodes are alike and healthy: `rank 0: redis.0, actor.0`."""
+def describe(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
+    """One line a rank, as the plan is filled when all nodes are healthy: `rank 0: redis.0, actor.0`.
+
+    All nodes are alike, but for so many at the beginning that have no GPUs.
+    """
     width = len(str(plan.ranks - 1))
-    seats = dict(_fill(plan, [_ideal_card(plan, rank) for rank in range(plan.ranks)]))
+    seats = dict(_fill(plan, [_ideal_card(plan, rank, gpus=rank >= without_gpus) for rank in range(plan.ranks)]))
     lines = []
     for rank in range(plan.ranks):
         seat = seats.get(rank)
@@ -133,8 +136,8 @@ def _check_held(card: Card, what: str, given: Sequence[int], held: Sequence[int]
         )
 
 
-def _ideal_card(plan: Plan, rank: int) -> Card:
-    gpus, ports = max(seat.gpus for seat in plan.seats), plan.ports_per_rank
+def _ideal_card(plan: Plan, rank: int, *, gpus: bool) -> Card:
+    count, ports = max(seat.gpus for seat in plan.seats) if gpus else 0, plan.ports_per_rank
     return Card(
         rank=rank,
         attempt="",
@@ -144,7 +147,7 @@ def _ideal_card(plan: Plan, rank: int) -> Card:
         addresses=("",),
         beacon=0,
         ports=tuple(range(ports)),
-        gpus=tuple(range(gpus)),
+        gpus=tuple(range(count)),
     )
 
 

@@ -26,7 +26,7 @@ from pipeline.plan import Plan
 from pipeline.waiting import CLOCK, Clock
 from slurm import allocation
 from slurm.environment import local_job_environment, submission_environment
-from slurm.scheduler import QueuedJob, Scheduler
+from slurm.scheduler import Scheduler
 
 SUBMIT_SECONDS = 60.0
 """sbatch's own patience with a busy controller is about as long."""
@@ -88,8 +88,8 @@ class RunJob(SlurmJob[Any]):
         scheduler: Scheduler,
         clock: Clock = CLOCK,
     ) -> None:
-        self._run, self._scheduler, self._clock = run, scheduler, clock
-        self._found: QueuedJob | None = None
+        self.run, self._scheduler, self._clock = run, scheduler, clock
+        self._state, self._over = "UNKNOWN", False
         self._asked, self._answered = float("-inf"), clock.now()
         super().__init__(folder, job_id, (0,))
         self._tasks = tuple(tasks)
@@ -101,14 +101,14 @@ class RunJob(SlurmJob[Any]):
 
     @property
     def state(self) -> str:
-        """Slurm's word, UNKNOWN when Slurm does not know the job any more."""
+        """Slurm's word; UNKNOWN when it gave none yet, or does not know the job any more."""
         self._ask()
-        return self._found.state if self._found else "UNKNOWN"
+        return self._state
 
     def done(self, force_check: bool = False) -> bool:
         """Whether the job is over and will not run again."""
         self._ask(force=force_check)
-        return self._found is None or not self._found.live
+        return self._over
 
     def cancel(self, check: bool = True) -> None:
         """End the job; its agents commit and come down within Slurm's KillWait."""
@@ -118,16 +118,18 @@ class RunJob(SlurmJob[Any]):
     def _ask(self, *, force: bool = False) -> None:
         """Ask the scheduler, but not often: every login node's users share it."""
         now = self._clock.now()
-        pause = _ASK_SECONDS_AT_END if self._run.finished.exists() else _ASK_SECONDS
-        if not force and now - self._asked < pause:
+        pause = _ASK_SECONDS_AT_END if self.run.finished.exists() else _ASK_SECONDS
+        if self._over or (not force and now - self._asked < pause):
             return
         self._asked = now
         try:
-            self._found = self._scheduler.job(self.job_id)
-            self._answered = now
+            found = self._scheduler.job(self.job_id)
         except SchedulerError:
-            if self._found is None or now - self._answered > _SILENCE_SECONDS:
+            if now - self._answered > _SILENCE_SECONDS:
                 raise
+            return
+        self._answered = now
+        self._state, self._over = (found.state, not found.live) if found else ("UNKNOWN", True)
 
 
 class SlurmNodes(SlurmExecutor):
@@ -196,6 +198,7 @@ def _sbatch(file: Path) -> str:
             text=True,
             timeout=SUBMIT_SECONDS,
             check=False,
+            start_new_session=True,  # Ctrl-C must not reach it between queueing and answering
         )
     except FileNotFoundError as error:
         raise SchedulerError("sbatch is not on PATH") from error

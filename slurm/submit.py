@@ -1,45 +1,37 @@
 """Submitting a run: check everything, show the plan, start one job, follow it.
 
-Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right, and
-that the launcher's exit code is the run's: 0 finished, 1 failed, 2 wrong input, 130 or 143 interrupted (the run can be
-resumed by the same command).
+Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right:
+then the exit code is 2, else that of `slurm.following`.
 """
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from pipeline import files
 from pipeline.assignment import describe
-from pipeline.checkpoints import newest_committed
 from pipeline.checks import check_config
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.events import Events
-from pipeline.failure import FirstFailure
 from pipeline.models import longest_sequence
-from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.paths import RunPaths
 from pipeline.plan import Plan, make_plan
-from pipeline.records import Finished
-from pipeline.report.history import read_history
-from pipeline.report.page import write_report
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.tasks import check_task, load_task
 from pipeline.waiting import wait_for
 from slurm import runs
 from slurm.agent import Agent
+from slurm.allocation import split
+from slurm.commands import find_slurm
 from slurm.compose import compose_config
-from slurm.executors import VirtualNodes
+from slurm.executors import RunJob, SlurmNodes, VirtualNodes
+from slurm.following import conclude, follow_job, interrupts, print_job
+from slurm.scheduler import Scheduler
+from slurm.sites import check_site, warnings
 from slurm.supervisor import longest_descent
 from slurm.view import follow
-
-INTERRUPTS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 _SLACK_SECONDS = 20.0
 """How much longer than its agents a job may take to come down."""
@@ -53,9 +45,12 @@ def main(argv: Sequence[str]) -> int:
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
+        if options.detach and config.cluster.kind == "local":
+            mend = "a local run ends with its launcher; start it with nohup, or in tmux"
+            raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan)
-        return 0 if options.dry_run else run(config, plan)
+        print_plan(config, plan, script=options.dry_run)
+        return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -63,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options and overrides; `ConfigError` for an option there is not."""
-    expected = "one of --cfg, --dry-run, --help"
+    expected = "one of --cfg, --detach, --dry-run, --help"
     try:
         options, overrides = _parser().parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -86,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cfg", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
+    parser.add_argument("--detach", action="store_true", help="submit the Slurm job and do not follow it")
     return parser
 
 
@@ -98,19 +94,61 @@ def check(config: RunConfig) -> Plan:
     if config.streams.backend == "redis":
         find_server()
     runs.examine(config)
+    if config.cluster.kind == "slurm":
+        scheduler = find_slurm()
+        check_site(config, plan, scheduler, batch_text(config, plan, scheduler))
     return plan
 
 
-def print_plan(config: RunConfig, plan: Plan) -> None:
-    """Which role goes where, before anything is started."""
+def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
+    """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
+    paths = RunPaths(config.directory.resolve())
+    run_id = runs.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
+    return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
+
+
+def print_plan(config: RunConfig, plan: Plan, *, script: bool = False) -> None:
+    """Which role goes where, before anything is started; with `script` also what Slurm would get."""
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
-    for line in describe(plan):
+    services = len(split(plan)[0]) if config.resources.layout == "het" else 0
+    for line in describe(plan, without_gpus=services):
         console.print(f"  {line}")
+    if config.cluster.kind == "slurm":
+        scheduler = find_slurm()
+        for warning in warnings(config, scheduler):
+            print(f"warning: {warning}", file=sys.stderr)
+        if script:
+            print(f"\n{batch_text(config, plan, scheduler)}", end="", flush=True)
 
 
-def run(config: RunConfig, plan: Plan) -> int:
-    """Start the job, follow it until it ended, and return its exit code."""
+def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
+    """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
+    if config.cluster.kind == "local":
+        return run_here(config, plan)
+    with interrupts() as interrupted:
+        job = submit_one(config, plan)
+        print_job(job)
+        return 0 if detach else follow_job(job, interrupted)
+
+
+def submit_one(config: RunConfig, plan: Plan) -> RunJob:
+    """Queue the Slurm job of a run; it is on record when this returns, and not queued if this raises."""
+    scheduler = find_slurm()
+    with runs.claimed(config) as paths:
+        executor = SlurmNodes(paths, config, plan, run_id=runs.identity(paths).run_id, scheduler=scheduler)
+        job = executor.submit(Agent(paths.root))
+        assert isinstance(job, RunJob)
+        try:
+            runs.record_job(paths, "slurm", job.job_id)
+        except BaseException:
+            job.cancel()
+            raise
+    return job
+
+
+def run_here(config: RunConfig, plan: Plan) -> int:
+    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
     with runs.claimed(config) as paths, interrupts() as interrupted:
         print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
         executor = VirtualNodes(paths, plan.ranks)
@@ -126,60 +164,3 @@ def run(config: RunConfig, plan: Plan) -> int:
             executor.kill()
         attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
         return conclude(paths, attempt, interrupted)
-
-
-@contextmanager
-def interrupts() -> Iterator[list[signal.Signals]]:
-    """Collects the signals that ask the launcher to end, instead of ending it.
-
-    A hang-up that was ignored before, as `nohup` does, stays ignored.
-    """
-    received: list[signal.Signals] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-
-    wanted = [number for number in INTERRUPTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in wanted}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def conclude(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals]) -> int:
-    """Say how the run ended and where to look, then write the report; the exit code, which a report cannot change."""
-    code = _tell_end(paths, attempt, interrupted)
-    try:
-        print(f"  report      {write_report(read_history(paths.root))}", flush=True)
-    except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"warning: the report could not be written: {reason}", file=sys.stderr)
-    return code
-
-
-def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals]) -> int:
-    finished = files.read_document(paths.finished, Finished)
-    if finished is not None:
-        print(f"finished {finished.steps} steps\n  metrics     {paths.metrics}")
-        print(f"  checkpoint  {newest_committed(str(paths.checkpoints))}\n  model       {paths.model}", flush=True)
-        return 0
-    failure = files.read_document(attempt.first_failure, FirstFailure)
-    if failure is not None:
-        print(f"failed: {failure.one_line()}\n  {attempt.first_failure}", file=sys.stderr)
-        return 1
-    if interrupted:
-        checkpoint = newest_committed(str(paths.checkpoints))
-        again = f"resumes it from {checkpoint}" if checkpoint else "starts it over, since it had no checkpoint yet"
-        print(f"interrupted; the same command {again}", file=sys.stderr)
-        return INTERRUPTS[interrupted[0]]
-    draining = Events(attempt).seen("draining")
-    if draining is not None:
-        print(
-            f"interrupted: {draining.by} was told to end ({draining.detail}); the same command resumes it",
-            file=sys.stderr,
-        )
-        return INTERRUPTS[signal.SIGTERM]
-    print(f"failed: the job ended without a reason; see its output in {paths.submitit}", file=sys.stderr)
-    return 1

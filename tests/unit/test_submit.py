@@ -2,14 +2,10 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from pipeline import files
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.records import Finished
 from slurm import submit
 
 
@@ -151,6 +147,19 @@ def test_the_dry_run_shows_which_role_goes_where_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_local_run_cannot_be_detached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--detach': expected cluster=slurm" in answer(capsys, tmp_path, "--detach").replace('"', "'")
+
+
+def test_a_machine_without_slurm_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    said = answer(capsys, tmp_path / "runs", "cluster=slurm", "streams.backend=files")
+    assert "Slurm's commands on PATH" in said
+    assert "set cluster=local" in said
+
+
 def test_the_dry_run_looks_at_the_run_directory_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert submit.main(["experiment=demo", f"output={tmp_path / 'file'}", "--dry-run"]) == 2
@@ -171,58 +180,7 @@ def test_an_unknown_option_is_told_which_there_are(
 ) -> None:
     said = answer(capsys, tmp_path, option)
     assert option in said
-    assert "one of --cfg, --dry-run, --help" in said
-
-
-def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with submit.interrupts() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert received == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_hang_up_ends_a_launcher_that_does_not_ignore_it() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        with submit.interrupts() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received == [signal.SIGHUP]
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-@pytest.fixture
-def ended(tmp_path: Path) -> tuple[RunPaths, AttemptPaths]:
-    run = RunPaths(tmp_path / "run")
-    run.root.mkdir()
-    return run, run.attempt("r", "a-0")
-
-
-def test_the_end_is_told_before_the_report_is_tried(
-    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, attempt = ended
-    files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
-    run.report.mkdir()
-    assert submit.conclude(run, attempt, []) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("finished 3 steps")
-    assert said.err.startswith("warning: the report could not be written: IsADirectoryError")
-    run.report.rmdir()
-    assert submit.conclude(run, attempt, []) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"  report      {run.report}"
-
-
-def test_no_checkpoint_is_promised_where_there_is_none(
-    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit.conclude(*ended, [signal.SIGINT]) == 130
-    assert "starts it over, since it had no checkpoint yet" in capsys.readouterr().err
+    assert "one of --cfg, --detach, --dry-run, --help" in said
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:

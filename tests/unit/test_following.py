@@ -1,0 +1,212 @@
+"""What the launcher says when a job is over, its exit code, and what interrupts it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline import files
+from pipeline.errors import SchedulerError
+from pipeline.failure import FirstFailure
+from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.records import Finished, Outcome, RunIdentity
+from slurm.executors import RunJob
+from slurm.following import called, conclude, conclude_job, follow_job, interrupts, last_attempt
+from slurm.scheduler import PENDING, RUNNING
+from tests.fakes.clock import FakeClock
+from tests.fakes.scheduler import FakeScheduler
+
+
+def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hang_up_ends_a_launcher_that_does_not_ignore_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with interrupts() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == [signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> tuple[RunPaths, AttemptPaths]:
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    return run, run.attempt("r", "a-0")
+
+
+def test_the_end_is_told_before_the_report_is_tried(
+    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, attempt = ended
+    files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
+    run.report.mkdir()
+    assert conclude(run, attempt, []) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("finished 3 steps")
+    assert said.err.startswith("warning: the report could not be written: IsADirectoryError")
+    run.report.rmdir()
+    assert conclude(run, attempt, []) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"  report      {run.report}"
+
+
+def test_no_checkpoint_is_promised_where_there_is_none(
+    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert conclude(*ended, [signal.SIGINT]) == 130
+    assert "starts it over, since it had no checkpoint yet" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "demo")
+    files.write_document(paths.run, RunIdentity(run_id="demo-1", created=0.0))
+    return paths
+
+
+@pytest.fixture
+def slurm() -> FakeScheduler:
+    return FakeScheduler()
+
+
+def job_of(run: RunPaths, slurm: FakeScheduler, clock: FakeClock | None = None) -> RunJob:
+    return RunJob(run.submitit / "slurm", slurm.submit(), [0, 1], run=run, scheduler=slurm, clock=clock or FakeClock())
+
+
+def begin(run: RunPaths, name: str) -> AttemptPaths:
+    attempt = run.attempt("demo-1", name)
+    attempt.root.mkdir(parents=True)
+    return attempt
+
+
+def test_a_job_that_was_requeued_is_told_by_its_newest_attempt(run: RunPaths) -> None:
+    for name in ("7-9", "7-10", "17-11", "70-12", "7-x"):
+        begin(run, name)
+    newest = last_attempt(run, "7")
+    assert newest is not None
+    assert newest.attempt == "7-10"
+    assert last_attempt(run, "1") is None
+
+
+def test_a_job_cancelled_in_the_queue_can_be_submitted_again(
+    run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(run, slurm)
+    slurm.cancel(job.job_id)
+    assert follow_job(job, []) == 143
+    assert f"job {job.job_id} ended before it started (CANCELLED)" in capsys.readouterr().err
+
+
+def test_a_job_that_never_came_to_run_has_failed(run: RunPaths, slurm: FakeScheduler) -> None:
+    job = job_of(run, slurm)
+    slurm.set(job.job_id, "BOOT_FAIL")
+    assert conclude_job(job) == 1
+
+
+def test_a_cancelled_job_is_an_interruption_though_nobody_drained(
+    run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(run, slurm)
+    begin(run, f"{job.job_id}-0")
+    slurm.set(job.job_id, "CANCELLED")
+    assert conclude_job(job) == 143
+    assert "interrupted: the job was cancelled; the same command starts it over" in capsys.readouterr().err
+
+
+def test_a_job_that_stopped_says_what_failed_and_why_it_is_not_requeued(
+    run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(run, slurm)
+    attempt = begin(run, f"{job.job_id}-0")
+    failure = FirstFailure(role="trainer.0", rank=1, cause="killed by SIGKILL", time=0.0, log="", exit_code=-9)
+    files.write_document(attempt.first_failure, failure)
+    files.write_document(attempt.outcome, Outcome(decision="stopped", reason="3 barren attempts", time=0.0))
+    slurm.set(job.job_id, "FAILED")
+    assert conclude_job(job) == 1
+    said = capsys.readouterr().err
+    assert "failed: trainer.0 on rank 1: killed by SIGKILL" in said
+    assert "stopped: 3 barren attempts" in said
+
+
+def test_who_leaves_a_job_leaves_it_alone(
+    run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(run, slurm)
+    assert follow_job(job, [signal.SIGINT]) == 0
+    assert f"left; job {job.job_id} goes on" in capsys.readouterr().out
+    assert (slurm.cancelled, slurm.jobs[job.job_id].state) == ([], PENDING)
+
+
+def test_a_job_is_done_only_when_slurm_says_so_whatever_results_lie_about(run: RunPaths, slurm: FakeScheduler) -> None:
+    job = job_of(run, slurm)
+    for rank in (0, 1):
+        result = job.task(rank).paths.result_pickle
+        result.parent.mkdir(parents=True, exist_ok=True)
+        result.touch()
+    states = []
+    for state in (PENDING, RUNNING, "COMPLETING", PENDING, "COMPLETED"):
+        slurm.set(job.job_id, state)
+        states.append((job.done(force_check=True), job.state))
+    assert states == [
+        (False, PENDING),
+        (False, RUNNING),
+        (False, "COMPLETING"),
+        (False, PENDING),
+        (True, "COMPLETED"),
+    ]
+
+
+def test_a_job_that_slurm_forgot_is_over(run: RunPaths, slurm: FakeScheduler) -> None:
+    job = job_of(run, slurm)
+    slurm.forget(job.job_id)
+    assert (job.done(), job.state) == (True, "UNKNOWN")
+
+
+def test_slurm_is_not_asked_at_every_look(run: RunPaths, slurm: FakeScheduler) -> None:
+    clock = FakeClock()
+    job = job_of(run, slurm, clock)
+    assert not job.done()
+    slurm.set(job.job_id, "FAILED")
+    assert not job.done()
+    clock.sleep(10)
+    assert job.done()
+
+
+def test_a_controller_that_is_restarted_does_not_end_the_watch(run: RunPaths, slurm: FakeScheduler) -> None:
+    clock = FakeClock()
+    job = job_of(run, slurm, clock)
+    slurm.fail("job", times=3)
+    for _ in range(3):
+        clock.sleep(100)
+        assert not job.done()
+    clock.sleep(100)
+    assert (job.done(), job.state) == (False, PENDING)
+    slurm.fail("job", times=100)
+    clock.sleep(601)
+    with pytest.raises(SchedulerError):
+        job.done()
+
+
+def test_cancelling_the_handle_cancels_the_job(run: RunPaths, slurm: FakeScheduler) -> None:
+    job = job_of(run, slurm)
+    job.cancel()
+    assert slurm.cancelled == [job.job_id]
+
+
+def test_a_run_is_called_as_the_other_launchers_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert called(tmp_path / "runs" / "demo") == "demo"
+    assert called(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
+    assert called(tmp_path / "elsewhere" / "demo") == str(tmp_path / "elsewhere" / "demo")
