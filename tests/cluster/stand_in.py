@@ -1,0 +1,74 @@
+"""A real agent without roles: it does what the run's `script.json` says for this restart of the job.
+
+    python -m tests.cluster.stand_in RUN
+
+One word an attempt, the last for all after it:
+
+    wait        until it is told to end; then it drains, and comes down in order
+    stubborn    never, whatever it is told
+    fail        rank 1 fails, and the others come down
+    commit      the same, after a commit of a new step
+    killed      the agent of rank 1 is killed
+    finish      the run ends as it should
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from pipeline import files
+from pipeline.checkpoints.state import TrainerState
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import commit
+from pipeline.errors import RollcallError
+from pipeline.events import Events
+from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.records import Finished
+from slurm import agent
+from slurm.environment import Environment
+from slurm.supervisor import End, Notice
+
+SCRIPT = "script.json"
+LONGEST = 240.0
+
+
+def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
+    script = json.loads((run.root / SCRIPT).read_text())
+    word = script[min(environment.restart, len(script) - 1)]
+    paths.timeline.mkdir(parents=True, exist_ok=True)
+    (paths.timeline / f"{environment.rank}.{word}").touch()
+    if word == "finish":
+        if environment.rank == 0:
+            files.create_document(run.finished, Finished(time=time.time(), steps=1, attempt=paths.attempt))
+        return "finished"
+    if environment.rank == 1 and word in ("fail", "commit", "killed"):
+        time.sleep(0.5)
+        if word == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "commit":
+            step = TrainerState(job="rl", step=environment.restart + 1)
+            commit(Storage(str(run.checkpoints)), step, paths.attempt, {}, 1)
+        raise RollcallError("it was told to fail")
+    return wait(paths, environment, notice, stubborn=word == "stubborn")
+
+
+def wait(paths: AttemptPaths, environment: Environment, notice: Notice, *, stubborn: bool) -> End:
+    """As a supervisor whose roles come down at once."""
+    events, began = Events(paths), time.monotonic()
+    while time.monotonic() - began < LONGEST:
+        time.sleep(0.1)
+        if events.seen("failed"):
+            return "failed"
+        if notice.reason and not stubborn:
+            events.publish("draining", f"agent.{environment.rank}", notice.reason)
+        if events.seen("draining"):
+            return "preempted"
+    raise RollcallError("nobody ended this attempt")
+
+
+if __name__ == "__main__":
+    agent._take_part = take_part
+    agent.run_agent(RunPaths(Path(sys.argv[1])), Environment.detect())
