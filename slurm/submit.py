@@ -31,6 +31,7 @@ from slurm.following import conclude, follow_job, interrupts, print_job
 from slurm.scheduler import Scheduler
 from slurm.sites import check_site, warnings
 from slurm.supervisor import longest_descent
+from slurm.sweep import Launch, sweep
 from slurm.view import follow
 
 _SLACK_SECONDS = 20.0
@@ -41,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     """The exit code of a submission with these command-line arguments."""
     try:
         options, overrides = _read(argv)
+        if options.multirun:
+            return sweep(overrides, ONE_RUN, dry_run=options.dry_run, detach=options.detach)
         config = compose_config(overrides)
         if options.cfg:
             print(config.model_dump_json(indent=2))
@@ -58,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options and overrides; `ConfigError` for an option there is not."""
-    expected = "one of --cfg, --detach, --dry-run, --help"
+    expected = "one of --cfg, --detach, --dry-run, --help, --multirun"
     try:
         options, overrides = _parser().parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -66,6 +69,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     unknown = [argument for argument in overrides if argument.startswith("-")]
     if unknown:
         raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
+    if options.cfg and options.multirun:
+        raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
         overrides.remove("job")
     return options, overrides
@@ -82,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cfg", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
     parser.add_argument("--detach", action="store_true", help="submit the Slurm job and do not follow it")
+    parser.add_argument("-m", "--multirun", action="store_true", help="a sweep, one run for each point: docs/sweeps.md")
     return parser
 
 
@@ -164,3 +170,13 @@ def run_here(config: RunConfig, plan: Plan) -> int:
             executor.kill()
         attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
         return conclude(paths, attempt, interrupted)
+
+
+ONE_RUN = Launch(
+    check=check,
+    show=lambda config, plan, whole: print_plan(config, plan, script=whole),
+    run=run_here,
+    submit=lambda config, plan: submit_one(config, plan).job_id,
+    scheduler=find_slurm,
+)
+"""What a sweep does for each of its points."""

@@ -7,6 +7,7 @@ the manifest always says how far a submission came. Must not know how one run is
     sweep(["experiment=demo", "loss=grpo,gspo", "cluster=slurm"], launch)
 """
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +21,13 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.paths import SweepPaths
 from pipeline.plan import Plan
-from pipeline.report.history import RUNS
 from pipeline.report.words import count
 from slurm.compose import expand
+from slurm.following import INTERRUPTS, called, interrupts
 from slurm.manifest import Manifest, Point
 from slurm.overview import Overview
 from slurm.points import Check, FindScheduler, Prepared, claimed, prepare
 from slurm.table import follow, show
-
-INTERRUPTED = frozenset({129, 130, 143})
-"""Exit codes of a run that somebody ended."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,8 @@ def sweep(overrides: Sequence[str], launch: Launch, *, dry_run: bool = False, de
     _tell(prepared)
     if dry_run:
         return _show(prepared, launch)
+    for entry, plan in prepared.open[:1]:
+        launch.show(entry.config, plan, False)
     with claimed(prepared):
         if prepared.local:
             return run_all(prepared, launch)
@@ -86,7 +86,7 @@ def run_all(prepared: Prepared, launch: Launch) -> int:
             kept = _noted(prepared.paths, kept, entry.point, refused=str(error))
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
-        if code in INTERRUPTED:
+        if code in INTERRUPTS.values():
             print("the sweep ends here; the same command goes on with it", file=sys.stderr)
             return code
         failed += code != 0
@@ -96,19 +96,28 @@ def run_all(prepared: Prepared, launch: Launch) -> int:
 
 
 def submit_all(prepared: Prepared, launch: Launch) -> bool:
-    """Submit the open points in order; False after the first that is refused, which the manifest then says."""
-    kept = prepared.manifest
-    for done, (entry, plan) in enumerate(prepared.open):
-        try:
-            job = launch.submit(entry.config, plan)
-        except RollcallError as error:
-            _noted(prepared.paths, kept, entry.point, refused=str(error))
-            print(f"error: {entry.point}: {error}", file=sys.stderr)
-            print(f"submitted {done} of {len(prepared.open)}; the same command submits the rest", file=sys.stderr)
-            return False
-        kept = _noted(prepared.paths, kept, entry.point, job=job)
-        print(f"  {entry.point.name}: job {job}", flush=True)
-    return True
+    """Submit the open points in order; False after the first that is refused, which the manifest then says.
+
+    A signal ends it between two points, never between a job and its record.
+    """
+    kept, done = prepared.manifest, 0
+    with interrupts() as interrupted:
+        for entry, plan in prepared.open:
+            if interrupted:
+                break
+            try:
+                job = launch.submit(entry.config, plan)
+            except RollcallError as error:
+                _noted(prepared.paths, kept, entry.point, refused=str(error))
+                print(f"error: {entry.point}: {error}", file=sys.stderr)
+                break
+            kept = _noted(prepared.paths, kept, entry.point, job=job)
+            done += 1
+            print(f"  {entry.point.name}: job {job}", flush=True)
+    complete = done == len(prepared.open)
+    if not complete:
+        print(f"submitted {done} of {len(prepared.open)}; the same command submits the rest", file=sys.stderr)
+    return complete
 
 
 def watched(prepared: Prepared, launch: Launch) -> int:
@@ -148,7 +157,6 @@ def _tell(prepared: Prepared) -> None:
 
 
 def _tell_how(prepared: Prepared) -> None:
-    root = prepared.paths.root
-    output = "" if root.parent == RUNS.resolve() else f"output={root.parent} "
-    print(f"  table   python launchers/runs.py {output}sweep={root.name}")
-    print(f"  cancel  python launchers/cancel.py sweep={root}", flush=True)
+    name = shlex.quote(called(prepared.paths.root))
+    print(f"  table       python launchers/runs.py sweep={name}")
+    print(f"  cancel      python launchers/cancel.py sweep={name}", flush=True)

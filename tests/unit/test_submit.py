@@ -174,7 +174,7 @@ def test_the_resolved_config_is_printed_and_nothing_else(
     assert json.loads(capsys.readouterr().out)["seed"] == 7
 
 
-@pytest.mark.parametrize("option", ["-m", "--verbose", "--multirun", "--dry-run=1", "--cf"])
+@pytest.mark.parametrize("option", ["-x", "--verbose", "--multi", "--dry-run=1", "--cf"])
 def test_an_unknown_option_is_told_which_there_are(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """A sweep's life: expanded, checked as a whole, submitted in part, and submitted again."""
 
 import re
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipeline.paths import RunPaths, SweepPaths
 from pipeline.plan import Plan, make_plan
 from pipeline.records import Finished, SubmittedJob
 from pipeline.waiting import CLOCK
-from slurm import manifest, runs
+from slurm import manifest, runs, submit
 from slurm.compose import compose_config
 from slurm.manifest import LONGEST_NAME, Point, extended, run_name
 from slurm.points import directory_of
@@ -163,6 +164,19 @@ def test_a_submission_that_is_refused_half_way_is_taken_up_again(
     assert [point.refused for point in kept(tmp_path)] == [""] * 4
 
 
+def test_a_signal_ends_a_submission_between_two_points(tmp_path: Path, fake: FakeLaunch) -> None:
+    one = fake.launch
+
+    def queue(config: RunConfig, plan: Plan) -> str:
+        if config.name == NAMES[1]:
+            signal.raise_signal(signal.SIGINT)
+        return fake.submit(config, plan)
+
+    assert sweep(command(tmp_path), Launch(one.check, one.show, one.run, queue, one.scheduler)) == 1
+    assert fake.submitted == NAMES[:2]
+    assert [point.job for point in kept(tmp_path)] == ["1", "2", "", ""]
+
+
 def test_new_points_join_under_new_numbers_and_known_ones_keep_theirs(tmp_path: Path, fake: FakeLaunch) -> None:
     sweep(command(tmp_path, "optim.lr=1e-4,3e-4"), fake.launch, detach=True)
     sweep(command(tmp_path, "optim.lr=0.0003,1e-3"), fake.launch, detach=True)
@@ -209,13 +223,13 @@ def test_a_torn_manifest_is_refused_and_not_replaced(tmp_path: Path, fake: FakeL
 
 
 def test_two_submissions_at_once_are_one_and_an_error(tmp_path: Path, fake: FakeLaunch) -> None:
-    def submit(config: RunConfig, plan: Plan) -> str:
+    def queue(config: RunConfig, plan: Plan) -> str:
         with pytest.raises(RunStateError, match="nobody else is submitting"):
             sweep(command(tmp_path), fake.launch, detach=True)
         return fake.submit(config, plan)
 
     one = fake.launch
-    assert sweep(command(tmp_path), Launch(one.check, one.show, one.run, submit, one.scheduler), detach=True) == 0
+    assert sweep(command(tmp_path), Launch(one.check, one.show, one.run, queue, one.scheduler), detach=True) == 0
     assert fake.submitted == NAMES
 
 
@@ -270,6 +284,34 @@ def test_leaving_a_followed_sweep_leaves_its_jobs(
     assert sweep(command(tmp_path), fake.launch) == 0
     assert "left; the jobs go on" in capsys.readouterr().out
     assert [job.state for job in fake.scheduler.jobs.values()] == ["PENDING"] * 4
+
+
+def test_the_launcher_sweeps_with_multirun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["-m", *command(tmp_path, cluster="local"), "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "4 points, 4 to run" in told
+    assert [f"point {number} (optim.lr=" in told for number in range(4)] == [True] * 4
+    assert told.count("trainer.0") == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--multirun", "loss=grpo,gpo"], "error: point loss=gpo: loss='gpo': expected one of grpo"),
+        (["--multirun", "loss=grpo,gspo", "--detach"], "error: option='--detach': expected cluster=slurm"),
+        (["--multirun", "loss=grpo,gspo", "--cfg"], "error: option='--cfg': expected one run"),
+        (["loss=grpo,gspo"], "error: loss='grpo,gspo': expected one value; -m submits one run for each value"),
+    ],
+)
+def test_a_wrong_sweep_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.main([*command(tmp_path, "seed=1", cluster="local"), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(said)
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweeps_names_tell_its_overrides() -> None:
