@@ -24,8 +24,8 @@ CALL_SECONDS = 60.0
 """Slurm's commands give up on a silent controller after 10 to 20 s by themselves."""
 
 _UNKNOWN_JOB = "Invalid job id specified"
-_NO_ACCOUNTING = "accounting_storage"
-_NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|resource temporarily", re.I)
+_NO_ACCOUNTING = "not running a supported accounting_storage"
+_NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
 _OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block")
 """How the states of nodes begin that take no job until somebody mends them."""
 
