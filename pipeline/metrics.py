@@ -3,7 +3,8 @@
 Owns the form of a row and the rule for replays. Promises that `metrics.jsonl` has at most one row for each kind, job
 and step, in rising order, over all attempts: a row at or below the last one of its kind (the high-water mark, read from
 the file at the start) belongs to a step that was trained again after a resume, and is skipped. A last line torn by a
-crash is removed at the start. There is one writer, rank 0 of the trainer. Must not know torch, nor what a number means.
+crash is removed at the start. There is one writer, rank 0 of the trainer, and `check` refuses one that another has
+replaced. Must not know torch, nor what a number means.
 
     row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
 
@@ -39,10 +40,19 @@ class MetricSinks:
     """Writes rows to `metrics.jsonl` and hands them to further sinks."""
 
     def __init__(
-        self, path: Path, attempt: str, sinks: Sequence[Sink] = (), clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        attempt: str,
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open `path` for appending, after repairing its end; every row gets `attempt` and the `clock`'s time."""
-        self._attempt, self._sinks, self._clock = attempt, tuple(sinks), clock
+        """Open `path` for appending, after repairing its end; every row gets `attempt` and the `clock`'s time.
+
+        `check` is called before anything is written, and raises when this attempt may write no more.
+        """
+        self._attempt, self._sinks, self._clock, self._check = attempt, tuple(sinks), clock, check
+        check()
         path.parent.mkdir(parents=True, exist_ok=True)
         _repair(path)
         self._marks = {(row["kind"], row["job"]): row["step"] for row in read_rows(path)}
@@ -57,6 +67,7 @@ class MetricSinks:
         """Write one row; False when this step of this kind is logged already."""
         if step <= self._marks.get((kind, job), -1) or self._later_job_began(job):
             return False
+        self._check()
         self._marks[kind, job] = step
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}

@@ -4,7 +4,7 @@ Owns the form of a checkpoint, which of them counts, and which are kept. Promise
 exist, that the newest committed one survives everything done here, and that a half-written one is never loaded. Must
 not know the model or the algorithm: it takes a tree of (sharded) tensors and a `TrainerState`.
 
-    checkpoints/OWNER                    the attempt that may commit (see `claim`)
+    checkpoints/OWNER                    the attempt that may write (see `fence`)
     checkpoints/rl-50/COMMIT             written last; names the attempt below and the hash of its manifest
     checkpoints/rl-50/<attempt>/         shards, `state.msgpack`, and `manifest.json` with sizes and hashes of both
 
@@ -12,14 +12,15 @@ Each attempt writes into a folder of its own, so what a killed or cut-off attemp
 files, and the same order of writes is safe on a disk and on an object store (no rename is needed). This package is
 light; the part that needs torch is `pipeline.checkpoints.sharded`:
 
-    claim(root, attempt)                              rank 0, once, when an attempt starts
+    Fence(root, attempt).claim()                      rank 0, once, when an attempt starts
     found = newest_committed(root)
     if found: state = load(found, worker.state())     every rank
     save(root, attempt, state, worker.state())        every rank
     prune(root, keep=2)                               rank 0
 """
 
+from pipeline.checkpoints.fence import Fence
 from pipeline.checkpoints.state import JOBS, Job, TrainerState
-from pipeline.checkpoints.store import Checkpoint, claim, newest_committed, prune
+from pipeline.checkpoints.store import Checkpoint, newest_committed, prune
 
-__all__ = ["JOBS", "Checkpoint", "Job", "TrainerState", "claim", "newest_committed", "prune"]
+__all__ = ["JOBS", "Checkpoint", "Fence", "Job", "TrainerState", "newest_committed", "prune"]

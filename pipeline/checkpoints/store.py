@@ -1,4 +1,4 @@
-"""Which checkpoints exist, which one counts, which are kept, and who may commit.
+"""Which checkpoints exist, which one counts, and which are kept.
 
 Owns the manifest, the commit mark and the rules about them. Promises that what `newest_committed` returns is whole, and
 that `prune` never removes it. Must not know torch: shards are files with a size and a hash here.
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline import files
+from pipeline.checkpoints.fence import Fence
 from pipeline.checkpoints.state import JOBS, Job, TrainerState, decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError
 
-COMMIT, MANIFEST, STATE, OWNER = "COMMIT", "manifest.json", "state.msgpack", "OWNER"
+COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
 MANIFEST_VERSION = 1
 _NAME = re.compile(rf"({'|'.join(JOBS)})-(\d+)")
 _log = logging.getLogger(__name__)
@@ -79,24 +80,6 @@ def name_of(job: Job, step: int) -> str:
     return f"{job}-{step}"
 
 
-def claim(root: str, attempt: str) -> None:
-    """Make `attempt` the only one that may commit from now on.
-
-    A trainer that was cut off and runs on finds another owner at its next commit, and ends. Between its look and its
-    commit are milliseconds that this cannot close; a commit that slips through is whole and is replaced when the owner
-    reaches its step.
-    """
-    Storage(root).put(OWNER, files.seal(msgspec.json.encode(attempt)))
-
-
-def check_owner(storage: Storage, attempt: str) -> None:
-    """Raise `CheckpointError` if another attempt claimed the checkpoints."""
-    body = files.unseal(storage.get(OWNER) or b"")
-    owner = attempt if body is None else msgspec.json.decode(body, type=str)
-    if owner != attempt:
-        raise CheckpointError(f"attempt {owner} has taken over {storage.url()}; attempt {attempt} must not commit")
-
-
 def committed(storage: Storage, name: str, *, hashes: bool = False) -> Checkpoint:
     """The checkpoint of that name, when it is whole; else `CheckpointError` with what is wrong with it.
 
@@ -153,7 +136,7 @@ def prune(root: str, keep: int) -> list[str]:
 
 def begin(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
     """Prepare an empty folder for a save; or the checkpoint itself, when this attempt committed this step already."""
-    check_owner(storage, attempt)
+    Fence(storage.url(), attempt).check()
     name = name_of(state.job, state.step)
     found = _committed_or_none(storage, name)
     if found is not None and found.manifest.attempt == attempt:
@@ -180,7 +163,7 @@ def commit(
     )
     body = msgspec.json.encode(manifest)
     storage.put(f"{folder}/{MANIFEST}", body)
-    check_owner(storage, attempt)
+    Fence(storage.url(), attempt).check()
     mark = Commit(attempt=attempt, manifest_sha256=hashlib.sha256(body).hexdigest())
     storage.put(f"{name}/{COMMIT}", files.seal(msgspec.json.encode(mark)))
     return Checkpoint(storage.url(), manifest)

@@ -57,7 +57,7 @@ class Session:
                 self._board.post_ledger(self._commits.ledger.snapshot())
                 self._batches.acknowledge(self._commits.covered)
                 self._run_jobs(position)
-                self._dispatch.export_hf("policy", self._context.run.model)
+                self._commits.export()
             except Interrupted as reason:
                 log.info("%s; what is done is committed", reason)
                 return
@@ -68,7 +68,8 @@ class Session:
         config, context = self._config, self._context
         paths, run = context.paths, context.run
         tracking = tracking_sinks(config, paths)
-        self._sinks = opened.enter_context(MetricSinks(run.metrics, paths.attempt, [Console(), *tracking]))
+        sinks = MetricSinks(run.metrics, paths.attempt, [Console(), *tracking], check=self._commits.fence.check)
+        self._sinks = opened.enter_context(sinks)
         self._streams = opened.enter_context(connect(context))
         self._board = Board(self._streams)
         self._publisher = Publisher(self._dispatch, opened.enter_context(self._sender()), self._pulse)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.checkpoints import Checkpoint, TrainerState, claim, newest_committed, prune
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError
 from pipeline.ledger import Ledger
@@ -34,18 +34,20 @@ class Position:
 class Commits:
     """The checkpoints of a run, as one attempt's trainer writes and reads them.
 
-    After `restore`, `ledger` is the committed one and `covered` the stream entries that it covers.
+    After `restore`, `ledger` is the committed one and `covered` the stream entries that it covers. `fence` guards
+    whatever else the trainer writes for later attempts.
     """
 
     def __init__(self, paths: AttemptPaths, config: RunConfig, dispatch: Dispatch) -> None:
         self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
         self._root = str(self._run.checkpoints)
+        self.fence = Fence(self._root, paths.attempt)
         self.ledger = Ledger()
         self.covered: tuple[str, ...] = ()
 
     def restore(self) -> Position:
-        """Make the policy as the newest commit left it, or new; take the right to commit from earlier attempts."""
-        claim(self._root, self._attempt)
+        """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts."""
+        self.fence.claim()
         checkpoint = newest_committed(self._root, hashes=True)
         jobs = jobs_of(self._config)
         first = next((index for index, job in enumerate(jobs) if checkpoint and job.name == checkpoint.manifest.job), 0)
@@ -61,7 +63,11 @@ class Commits:
         return Position(job, state.step, jobs[first + 1 :])
 
     def commit(self, job: Job, done: int, covered: tuple[str, ...]) -> None:
-        """Commit `done` steps of `job`; collective, and durable when it returns."""
+        """Commit `done` steps of `job`; collective, and durable when it returns.
+
+        `CheckpointError`, and nothing is written, if a later attempt has the right by now.
+        """
+        self.fence.check()
         state = TrainerState(
             job=job.name,
             step=done,
@@ -75,6 +81,11 @@ class Commits:
             prune(self._root, self._config.training.keep_checkpoints)
         except CheckpointError as error:
             log.warning("old checkpoints stay until the next commit: %s", error)
+
+    def export(self) -> None:
+        """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises."""
+        self.fence.check()
+        self._dispatch.export_hf("policy", self._run.model)
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import torch
 
-from pipeline.checkpoints import Checkpoint, TrainerState, claim, newest_committed, prune
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
 from pipeline.checkpoints.sharded import load, save
 from pipeline.checkpoints.state import decode_state, encode_state
 from pipeline.errors import CheckpointError
@@ -203,7 +203,7 @@ def test_saving_a_step_again_keeps_what_is_committed(root: str) -> None:
 
 def test_a_later_attempt_replaces_the_commit_of_an_earlier_one(root: str) -> None:
     commit(root, 50, "1-0")
-    claim(root, "2-0")
+    Fence(root, "2-0").claim()
     save(root, "2-0", TrainerState(job="rl", step=50), tensors(8.0))
     found = newest_committed(root, hashes=True)
     assert found is not None
@@ -215,10 +215,10 @@ def test_a_later_attempt_replaces_the_commit_of_an_earlier_one(root: str) -> Non
 
 
 def test_an_attempt_that_was_taken_over_cannot_commit(root: str) -> None:
-    claim(root, "1-0")
+    Fence(root, "1-0").claim()
     commit(root, 25, "1-0")
-    claim(root, "2-0")
-    with pytest.raises(CheckpointError, match=r"attempt 2-0 has taken over .*; attempt 1-0 must not commit"):
+    Fence(root, "2-0").claim()
+    with pytest.raises(CheckpointError, match=r"attempt 2-0 has taken over .*; attempt 1-0 must write nothing more"):
         commit(root, 50, "1-0")
     assert newest_step(root) == 25
 

@@ -3,6 +3,8 @@
 import os
 import socket
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,10 +16,12 @@ from pipeline.records import Reissue, encode
 from pipeline.roles import redis as role
 from pipeline.streams import Streams, connect
 from pipeline.streams.redis_data import ONE_FILE, SEVERAL_FILES, inherit, needs_redis_7
+from pipeline.waiting import wait_for
 from tests.integration.redis_attempts import (
     ADDRESS,
     a_config,
     a_redis,
+    raw_client,
     redis_context,
     running_redis,
     wait_until_written,
@@ -93,6 +97,32 @@ def test_a_zombie_of_an_earlier_attempt_cannot_touch_a_later_one(tmp_path: Path)
         stale.publish_many("reissue", numbers(4))
         with a_redis(tmp_path, "10-1") as (live, _), connect(live) as streams:
             assert left_in(streams) == [1, 3]
+
+
+def test_what_is_copied_while_a_zombie_writes_is_all_that_it_wrote_up_to_some_moment(tmp_path: Path) -> None:
+    """Also while it rewrites its files: a copy is a beginning of its history, at worst torn at its end."""
+    done, written = threading.Event(), 0
+
+    def write_on(stale: Streams) -> None:
+        nonlocal written
+        while not done.is_set():
+            stale.publish_many("reissue", numbers(*range(written, written + 50)))
+            written += 50
+
+    with a_redis(tmp_path, "9-0") as (zombie, _), connect(zombie) as stale, ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write_on, stale)
+        try:
+            wait_for("the zombie to write", lambda: written > 1000, 20)
+            with raw_client(zombie) as client:
+                client.bgrewriteaof()
+            before = written
+            with a_redis(tmp_path, "10-0") as (live, _), connect(live) as streams:
+                kept = left_in(streams)
+        finally:
+            done.set()
+        writing.result(10)
+    assert len(kept) >= before - 100
+    assert kept == list(range(len(kept)))
 
 
 def test_a_server_killed_in_its_attempt_starts_again_with_its_data_and_its_clients_go_on(tmp_path: Path) -> None:

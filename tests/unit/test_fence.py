@@ -1,0 +1,123 @@
+"""A trainer that was cut off writes nothing that a later attempt reads."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pipeline.checkpoints import Fence
+from pipeline.errors import CheckpointError
+from pipeline.metrics import MetricSinks
+from pipeline.plan import World
+from pipeline.training.commits import Commits
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.jobs import jobs_of
+from slurm.agent import _finish
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+
+REFUSED = r"attempt 12-1 has taken over .*checkpoints; attempt 12-0 must write nothing more"
+
+
+class Ranks:
+    """A dispatch that only remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: self.asked.append(name)
+
+
+class Trainer:
+    """What the trainer of attempt 12-0 writes with."""
+
+    def __init__(self, run: FakeRun) -> None:
+        self.run, self.ranks, self.paths = run, Ranks(), run.attempt("12-0").paths
+        self.commits = Commits(self.paths, run.config, cast(Dispatch, self.ranks))
+        self.commits.fence.claim()
+        self.metrics = MetricSinks(run.paths.metrics, "12-0", check=self.commits.fence.check)
+
+    def log(self) -> None:
+        self.metrics.log("train", "rl", 1, {"loss": 1.0})
+
+    def commit(self) -> None:
+        self.commits.ledger.settle(0, "trained", 1)
+        self.commits.commit(jobs_of(self.run.config)[0], 1, ())
+
+    def export(self) -> None:
+        self.commits.export()
+
+    def finish(self) -> None:
+        world = World(run_id="r", attempt="12-0", epoch=1, leader=0, secret="s", placements=())
+        _finish(self.run.paths, self.paths, self.run.config, world)
+
+    def open_metrics(self) -> None:
+        MetricSinks(self.run.paths.metrics, "12-0", check=self.commits.fence.check).close()
+
+
+WRITES = [Trainer.log, Trainer.commit, Trainer.export, Trainer.finish, Trainer.open_metrics]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
+
+
+@pytest.fixture
+def owner(run: FakeRun) -> Iterator[Trainer]:
+    trainer = Trainer(run)
+    with trainer.metrics:
+        yield trainer
+
+
+@pytest.fixture
+def root(run: FakeRun) -> str:
+    return str(run.paths.checkpoints)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_zombie_is_refused_and_leaves_every_file_as_it_was(
+    run: FakeRun, root: str, owner: Trainer, write: Callable[[Trainer], None]
+) -> None:
+    zombie = owner
+    Fence(root, "12-1").claim()
+    run.paths.metrics.write_bytes(b'{"torn')
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=REFUSED):
+        write(zombie)
+    assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
+    assert zombie.ranks.asked == []
+
+
+def test_the_owner_may_write(run: FakeRun, owner: Trainer) -> None:
+    for write in (Trainer.log, Trainer.export, Trainer.finish, Trainer.open_metrics):
+        write(owner)
+    assert len(run.paths.metrics.read_text().splitlines()) == 1
+    assert owner.ranks.asked == ["export_hf"]
+    assert run.paths.finished.exists()
+
+
+def test_the_attempt_of_another_job_takes_over(root: str) -> None:
+    first, second = Fence(root, "12-3"), Fence(root, "7-0")
+    first.claim()
+    second.claim()
+    second.check()
+    with pytest.raises(CheckpointError, match="attempt 7-0 has taken over"):
+        first.check()
+
+
+def test_an_earlier_attempt_of_the_same_job_that_starts_late_takes_nothing_over(root: str) -> None:
+    late, owner = Fence(root, "12-9"), Fence(root, "12-10")
+    owner.claim()
+    with pytest.raises(CheckpointError, match="attempt 12-10 has taken over"):
+        late.claim()
+    owner.check()
+
+
+def test_an_attempt_may_claim_again_what_it_has(root: str) -> None:
+    fence = Fence(root, "12-0")
+    fence.claim()
+    fence.claim()
+    fence.check()
