@@ -131,6 +131,7 @@ def parse_job(said: str) -> QueuedJob | None:
         reason=_field(leader, "Reason"),
         restarts=_number(_field(leader, "Restarts")),
         comment=_field(leader, "Comment"),
+        preempted=_field(leader, "PreemptTime") == _field(leader, "EndTime") != "",
     )
 
 

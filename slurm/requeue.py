@@ -44,7 +44,7 @@ PAUSE, LONGEST_PAUSE = 1.0, 10.0
 OURS = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
 """States of a job that nobody is ending: what asks is running in it."""
 OUT_OF_TIME = "TimeLimit"
-"""Why the scheduler ends a job at its time limit. It does not queue it again by itself, but does so when asked."""
+"""The scheduler's reason when it ends a job at its time limit."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,16 @@ def decide(facts: Facts, job: QueuedJob | None, cluster: ClusterConfig, now: flo
 
 
 def who_has(job: QueuedJob | None, restart: int) -> str:
-    """Why the job is not ours to requeue; empty if it is."""
+    """Why the job is not ours to requeue; empty if it is.
+
+    It is, too, when the scheduler ends it for good at its time limit or to make room for another: that end is not the
+    user's, and the scheduler queues the job again when it is asked meanwhile.
+    """
     if job is None:
         return "the scheduler does not know the job any more"
     if job.restarts != restart:
         return f"the scheduler has queued the job again (restart {job.restarts})"
-    if job.state in OURS or job.reason == OUT_OF_TIME:
+    if job.state in OURS or job.reason == OUT_OF_TIME or job.preempted:
         return ""
     return f"the scheduler is ending the job ({job.state})"
 

@@ -38,6 +38,7 @@ class QueuedJob:
         reason: why it is in that state, in Slurm's word; empty for none.
         restarts: how often it was requeued.
         comment: what it was submitted with; ours is `rollcall <run_id>`.
+        preempted: whether it was ended at once to make room for another.
     """
 
     id: str
@@ -47,6 +48,7 @@ class QueuedJob:
     reason: str = ""
     restarts: int = 0
     comment: str = ""
+    preempted: bool = False
 
     @property
     def live(self) -> bool:

@@ -217,6 +217,19 @@ def test_a_preemption_without_grace_is_left_to_slurm(cluster: SlurmCluster, tmp_
     cluster.wait_for_state(other, "COMPLETED", 30)
 
 
+def test_a_site_that_cancels_what_it_preempts_does_not_end_the_run(cluster: SlurmCluster, tmp_path: Path) -> None:
+    cluster.run("scontrol", "update", "partitionname=low", "preemptmode=cancel")
+    try:
+        life = start(cluster, tmp_path, "cancelled", "wait", "finish")
+        life.wait_for_ranks()
+        other = preempt(cluster)
+        assert life.end("COMPLETED")["Restarts"] == "1"
+        assert life.decisions == ["requeued", "finished"]
+        cluster.wait_for_state(other, "COMPLETED", 30)
+    finally:
+        cluster.run("scontrol", "update", "partitionname=low", "preemptmode=requeue")
+
+
 def test_a_job_with_grace_requeues_itself_within_it(cluster: SlurmCluster, tmp_path: Path) -> None:
     life = start(cluster, tmp_path, "graced", "wait", "finish", partition="grace")
     life.wait_for_ranks()

@@ -14,7 +14,9 @@ from slurm.scheduler import Nodes, QueuedJob
 RECORD = (
     "JobId={id} {het}JobName={name} UserId=alice(1000) GroupId=users(100) MCS_label=N/A Priority=4294901759 Nice=0 "
     "Account=(null) QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts={restarts} "
-    "BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:01 TimeLimit=365-00:00:00 TimeMin=N/A Scheduler=Backfill "
+    "BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:01 TimeLimit=365-00:00:00 TimeMin=N/A "
+    "StartTime=2026-01-31T12:00:00 EndTime={ended} Deadline=N/A PreemptEligibleTime=2026-01-31T12:00:05 "
+    "PreemptTime={preempted} Scheduler=Backfill "
     "Partition=low AllocNode:Sid=localhost:7368 NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* "
     "Socks/Node=* Features=(null) Command=/home/alice/my job.sh WorkDir=/home/alice Comment={comment}  "
     "AdminComment=Restarts=9 StdErr=/tmp/out.1 StdIn=/dev/null StdOut=/tmp/out.1 Power= "
@@ -23,6 +25,7 @@ RECORD = (
 
 def record(**fields: str) -> str:
     defaults = {"id": "12", "het": "", "name": "demo", "state": "RUNNING", "reason": "None", "restarts": "0"}
+    defaults |= {"ended": "Unknown", "preempted": "None"}
     return RECORD.format(**{**defaults, "comment": "rollcall demo-1f3a"} | fields)
 
 
@@ -76,6 +79,23 @@ def test_states_are_one_word_and_an_unknown_one_counts_as_live(said: str, state:
     found = parse_job(record(state=said))
     assert found is not None
     assert (found.state, found.live) == (state, live)
+
+
+@pytest.mark.parametrize(
+    ("preempted_at", "ended_at", "preempted"),
+    [
+        ("2026-01-31T12:00:05", "2026-01-31T12:00:05", True),
+        ("2026-01-31T12:00:05", "2026-01-31T12:00:35", False),  # its grace ran out, or it was cancelled meanwhile
+        ("None", "2026-01-31T12:00:05", False),
+        ("None", "Unknown", False),
+    ],
+)
+def test_a_job_that_was_ended_at_once_for_another_is_told_from_one_that_was_cancelled(
+    preempted_at: str, ended_at: str, preempted: bool
+) -> None:
+    job = parse_job(record(state="COMPLETING", preempted=preempted_at, ended=ended_at))
+    assert job is not None
+    assert job.preempted is preempted
 
 
 def test_a_name_cannot_pass_for_another_field() -> None:
