@@ -185,7 +185,7 @@ def _check_nodes(component: Component, partition: Partition, config: RunConfig) 
     expected = f"at most {there}, the nodes{with_gpus} of partition {partition.name}"
     if resources.nodes:
         raise PlanError("resources.nodes", resources.nodes, expected, f"lower it, or set another {component.key}")
-    counts = " + ".join(f"{key} {count}" for key, count in parts.items() if count)
+    counts = ", ".join(f"{key} ({count})" for key, count in parts.items() if count)
     mend = f"lower one of {counts}, or set another {component.key}"
     raise PlanError("resources", f"{component.nodes} nodes", expected, mend)
 

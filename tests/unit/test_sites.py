@@ -151,7 +151,7 @@ def test_what_the_site_does_not_have_is_refused_with_what_it_has(
         (
             {},
             {"inference": {"nodes": 9}, "spares": 1},
-            r"'12 nodes': .*at most 8, .*trainer.nodes 1 \+ .*inference.nodes 9 \+ .*services.nodes 1 \+ .*spares 1",
+            r"'12 nodes': .*at most 8, .*trainer.nodes \(1\), .*nodes \(9\), .*nodes \(1\), .*spares \(1\), or",
         ),
         ({}, {"nodes": 9}, r"resources.nodes=9: .*at most 8"),
     ],
