@@ -1,0 +1,106 @@
+"""The result of one preemption trial, and the page that shows all of them."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from tests.cluster.disturbances import PHASES, WAY_WORDS, WAYS
+
+
+class Trial(msgspec.Struct, kw_only=True):
+    """What became of one run that was disturbed once, or not at all (`way` empty).
+
+    Attributes:
+        place: where the run was when it was disturbed, as `training 12`.
+        resumed: where its second attempt went on, as `training 10`.
+        attempts, outcome: how many there were, and what was decided after the first.
+        state: of the job at its end, in Slurm's word.
+        accuracy: held out, before and after RL.
+        cold, warm: seconds from the start of the first and of the last attempt to its first optimizer step.
+        gap: seconds from the disturbance to the first optimizer step after it, the queue included.
+        problem: in what it differs from an undisturbed run; empty if in nothing.
+    """
+
+    way: str = ""
+    phase: str = ""
+    seed: int = 0
+    place: str = ""
+    resumed: str = ""
+    attempts: int = 0
+    outcome: str = ""
+    state: str = ""
+    accuracy: tuple[float, ...] = ()
+    cold: float | None = None
+    warm: float | None = None
+    gap: float | None = None
+    problem: str = ""
+
+    def cells(self) -> list[str]:
+        """Its row of the table."""
+        accuracy = " → ".join(f"{value:.2f}" for value in self.accuracy)
+        times = [f"{value:.0f} s" if value is not None else "—" for value in (self.cold, self.warm, self.gap)]
+        end = self.problem or f"{self.state}, every step once"
+        way = WAY_WORDS.get(self.way, "undisturbed")
+        return [way, self.phase, self.place, self.outcome, self.resumed, *times, accuracy, end]
+
+
+RL = "training"
+HEAD = ["disturbed by", "phase", "at", "decision", "went on at", "cold", "warm", "gap", "held-out", "end"]
+COLD = "cold"
+"""The `phase` of the run that only times a cold start of RL."""
+INTRODUCTION = (
+    "# Preemption trials",
+    "",
+    "Each row is one run on a real Slurm of four nodes on one machine (KillWait 30 s), submitted as a user does, "
+    "disturbed once and left to finish. `python -m tests.cluster.trials` makes them; with `--page docs/preemption.md` "
+    "it writes this page.",
+    "",
+    "*at* is where the run was when it was disturbed, *went on at* the step from which its next attempt trained: what "
+    "lies between was trained again. *cold* and *warm* are the seconds from the start of an attempt to its first "
+    "optimizer step, of the first attempt and of the one that resumed; *gap* is the time from the disturbance to the "
+    "first optimizer step after it, with Slurm's own waiting. The first step of the warm start needs no server, that "
+    "of RL needs all of them: compare like with like.",
+    "",
+    "*every step once* means: `metrics.jsonl` has each step of the warm start and of RL exactly once, the ledger has "
+    "each position that was to be trained exactly once, the last checkpoint is of the last step, the model is "
+    "exported, there were exactly two attempts, and the job ended as COMPLETED.",
+    "",
+)
+
+
+def page(trials: Sequence[Trial]) -> str:
+    """The page as Markdown."""
+    calm = [trial for trial in trials if not trial.way and trial.phase != COLD]
+    cold = next((trial.cold for trial in trials if trial.phase == COLD), None)
+    disturbed = sorted((trial for trial in trials if trial.way), key=_order)
+    rows = [HEAD, ["---"] * len(HEAD), *(trial.cells() for trial in [*calm, *disturbed])]
+    return "\n".join([*INTRODUCTION, *_summary(calm, disturbed, cold), "", *map(_row, rows)]) + "\n"
+
+
+def _summary(calm: Sequence[Trial], disturbed: Sequence[Trial], cold: float | None) -> list[str]:
+    whole = [trial for trial in disturbed if not trial.problem]
+    lines = [f"- {len(whole)} of {len(disturbed)} disturbed runs ended as an undisturbed one does."]
+    for name, some in (("undisturbed", calm), ("disturbed", whole)):
+        last = [trial.accuracy[-1] for trial in some if trial.accuracy]
+        if last:
+            lines.append(f"- Held-out accuracy at the end of the {name} runs: {min(last):.2f} to {max(last):.2f}.")
+    starts = [trial.cold for trial in [*calm, *disturbed] if trial.cold is not None]
+    lines += _compared("the warm start", median(starts) if starts else None, whole, RL, inside=False)
+    return [*lines, *_compared("RL", cold, whole, RL, inside=True)]
+
+
+def _compared(job: str, cold: float | None, trials: Sequence[Trial], name: str, *, inside: bool) -> list[str]:
+    """One line: seconds to the first step of a job, cold and after a requeue."""
+    warm = [trial.warm for trial in trials if trial.warm is not None and trial.resumed.startswith(name) == inside]
+    if cold is None or not warm:
+        return []
+    return [f"- First optimizer step of {job}: {cold:.0f} s after a cold start, {median(warm):.0f} s after a requeue."]
+
+
+def _order(trial: Trial) -> tuple[int, int, int]:
+    return list(WAYS).index(trial.way), list(PHASES).index(trial.phase), trial.seed
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
