@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.networks import NetworkedCluster, why_no_networks
 from tests.cluster.slurm_cluster import SlurmCluster, missing_commands
 
 LACKING: set[str] = set()
@@ -16,7 +17,14 @@ def requires_slurm() -> None:
     if missing := missing_commands():
         if os.environ.get("CI"):
             pytest.fail(missing)
-        skip_loudly(missing)
+        _skip_loudly(missing)
+
+
+@pytest.fixture(scope="session")
+def requires_networks(requires_slurm: None) -> None:
+    """Skip where the machine does not let nodes have networks of their own: that is the machine's right, CI or not."""
+    if reason := why_no_networks():
+        _skip_loudly(reason)
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +34,19 @@ def cluster(requires_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> I
         yield started
 
 
-def skip_loudly(reason: str) -> None:
-    """Skip the test, and say why at the end of the session."""
-    LACKING.add(reason)
-    pytest.skip(reason)
+@pytest.fixture(scope="module")
+def networked(requires_networks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkedCluster]:
+    """The same on a network of its own, every node with its own address: heal what you cut."""
+    with NetworkedCluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason in sorted(LACKING):
         terminalreporter.write_line(f"CLUSTER TESTS DID NOT RUN: {reason}", red=True, bold=True)
+
+
+def _skip_loudly(reason: str) -> None:
+    """Skip the test, and say why at the end of the session."""
+    LACKING.add(reason)
+    pytest.skip(reason)

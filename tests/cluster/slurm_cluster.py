@@ -16,17 +16,15 @@ GPUs that are none, enough for Slurm to assign them. The partitions:
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import DeadlineError
 from pipeline.process import hold_port, tail
 from pipeline.waiting import wait_for
-from tests.cluster import keeper
+from tests.cluster.machine import Machine
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS = 30.0
@@ -74,32 +72,6 @@ def missing_commands() -> str:
     """What this machine lacks for a cluster, as a sentence; empty if nothing."""
     missing = [command for command in COMMANDS if shutil.which(command) is None]
     return f"no {', '.join(missing)} here: apt-get install slurm-wlm munge" if missing else ""
-
-
-class Machine:
-    """One daemon and everything that it starts, held together by a keeper."""
-
-    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
-        holder = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
-        with log.open("ab") as output:
-            self._keeper = subprocess.Popen(
-                [*holder, *argv], stdout=output, stderr=output, env=dict(env), start_new_session=True
-            )
-
-    def processes(self) -> list[int]:
-        """The pids of all that runs on it, daemon first."""
-        return keeper.descendants(self._keeper.pid)
-
-    def shut_down(self) -> None:
-        """Ask the daemon to end in order; returns when nothing of it is left."""
-        os.kill(self.processes()[0], signal.SIGTERM)
-        wait_for("a daemon to end", lambda: self._keeper.poll() is not None, START_SECONDS)
-
-    def power_off(self) -> None:
-        """End all of it at one moment; nothing if it is off."""
-        if self._keeper.poll() is None:
-            self._keeper.terminate()
-        self._keeper.wait(timeout=30)
 
 
 class SlurmCluster:
@@ -158,6 +130,10 @@ class SlurmCluster:
         """The command that runs `argv` where this cluster's users log in."""
         return list(argv)
 
+    def on_node(self, node: int, argv: Sequence[str]) -> list[str]:
+        """The command that runs `argv` on the machine of a node, outside of any job."""
+        return list(argv)
+
     def submit(self, script: str, *options: str) -> str:
         """The id of a new job that runs these lines in bash; it writes `<root>/<id>.out` unless told otherwise."""
         file = self.root / "submitted.sh"
@@ -169,6 +145,11 @@ class SlurmCluster:
         """The fields that Slurm shows of a job, as JobState or Restarts; of a het job those of its leader."""
         line = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Z]\S*=|$)", line))
+
+    def nodes_of(self, fields: Mapping[str, str]) -> list[int]:
+        """The numbers of the nodes that a job has, from its fields."""
+        names = self.run("scontrol", "show", "hostnames", fields["NodeList"]).splitlines()
+        return [int(name.removeprefix("node")) for name in names]
 
     def wait_for_state(self, job: str, state: str, seconds: float) -> dict[str, str]:
         """The fields of the job once it has this state; gives up as soon as it ended in another."""
@@ -194,7 +175,7 @@ class SlurmCluster:
 
     def start_controller(self) -> None:
         """Start slurmctld, which goes on with the jobs that it knew."""
-        self._boot("slurmctld", ["slurmctld", "-D"])
+        self._boot("slurmctld", self._at_controller(["slurmctld", "-D"]))
 
     def stop_controller(self) -> None:
         """End slurmctld, which saves what it knows: nothing is queued and nobody is answered."""
@@ -202,7 +183,7 @@ class SlurmCluster:
 
     def start_node(self, node: int) -> None:
         """Start a node's slurmd; returns before it is idle."""
-        self._boot(f"node{node}", self._on_node(node, ["slurmd", "-D", "-N", f"node{node}"]))
+        self._boot(f"node{node}", self.on_node(node, ["slurmd", "-D", "-N", f"node{node}"]))
 
     def lose_node(self, node: int) -> None:
         """End slurmd and everything that its jobs run, at one moment, as when a machine loses power."""
@@ -251,8 +232,7 @@ class SlurmCluster:
     def _node_address(self, node: int) -> str:
         return f"NodeHostname={_host()} NodeAddr=127.0.0.1 Port={self._port()}"
 
-    def _on_node(self, node: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs `argv` on a node."""
+    def _at_controller(self, argv: Sequence[str]) -> list[str]:
         return list(argv)
 
     def _munged(self) -> list[str]:

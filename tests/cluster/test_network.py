@@ -1,0 +1,82 @@
+"""Nodes that are machines of their own: addresses, and a network that is cut."""
+
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from pipeline.waiting import wait_for
+
+pytestmark = pytest.mark.cluster
+PORT = "7070"
+
+
+def test_every_rank_publishes_the_address_of_its_own_node(networked):
+    code = "import socket; from slurm.preflight import candidate_addresses as a; print(socket.gethostname(), *a())"
+    shown = networked.run("srun", "-N4", sys.executable, "-c", code)
+    assert sorted(shown.splitlines()) == [f"node{node} {networked.address(node)}" for node in range(4)]
+
+
+def test_gloo_meets_across_nodes_on_the_proved_interface_although_hostnames_lead_nowhere(networked):
+    trainer, server = _ranks(networked, bound=True)
+    assert trainer == (0, ["sum 3.0"])
+    assert server == (0, ["weights 3: 7000", "sum 3.0"])
+
+
+def test_without_that_interface_gloo_takes_the_hostname_and_fails_while_weights_still_travel(networked):
+    _, (code, output) = _ranks(networked, bound=False)
+    assert code != 0
+    assert output == ["weights 3: 7000"]
+
+
+def test_a_node_that_is_cut_off_goes_on_while_its_job_starts_elsewhere_and_comes_back_when_healed(networked):
+    beats = networked.root / "beats"
+    beat = f"while sleep 0.2; do echo ${{SLURM_RESTART_COUNT:-0}} $SLURMD_NODENAME >> {beats}; done"
+    job = networked.submit(f"srun --kill-on-bad-exit=1 sh -c '{beat}'", "--nodes=2", "--requeue")
+    fields = networked.wait_for_state(job, "RUNNING", 20)
+    zombie = networked.nodes_of(fields)[-1]
+    wait_for("both ranks to beat", lambda: beats.exists() and len(set(beats.read_text().splitlines())) == 2, 20)
+    networked.cut(zombie)
+    wait_for("the job to be requeued", lambda: networked.job(job)["Restarts"] == "1", 60)
+    assert networked.node_states()[f"node{zombie}"] == "down*"
+    fields = networked.wait_for_state(job, "RUNNING", 60)
+    assert zombie not in networked.nodes_of(fields)
+
+    def newest():
+        return beats.read_text().splitlines()[-20:]
+
+    wait_for("both lives to beat at once", lambda: {line.split()[0] for line in newest()} == {"0", "1"}, 20)
+    assert f"0 node{zombie}" in newest()
+    networked.heal(zombie)
+    wait_for("the node to be taken back", lambda: networked.node_states()[f"node{zombie}"] == "idle", 60)
+    wait_for("the zombie to end", lambda: _is_silent(beats, f"0 node{zombie}"), 20)
+    networked.run("scancel", job)
+    networked.wait_until_idle()
+
+
+def _ranks(networked, *, bound):
+    """Exit code and lines of output of the trainer's side on node0, the server's on node1."""
+    module = [sys.executable, "-m", "tests.cluster.gloo_ranks"]
+    with ExitStack() as stack:
+
+        def start(rank):
+            arguments = [str(rank), networked.address(rank), networked.address(0), PORT, str(int(bound))]
+            argv = networked.on_node(rank, [*module, *arguments])
+            process = subprocess.Popen(argv, env=networked.env, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        trainer, server = start(0), start(1)
+        told = server.communicate(timeout=90)[0].splitlines()
+        if server.returncode != 0:
+            trainer.kill()
+        return (trainer.wait(timeout=30), trainer.communicate()[0].splitlines()), (server.returncode, told)
+
+
+def _is_silent(beats, line):
+    before = beats.read_text().splitlines().count(line)
+    time.sleep(1)
+    return beats.read_text().splitlines().count(line) == before
