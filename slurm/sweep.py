@@ -142,10 +142,15 @@ def _noted(paths: SweepPaths, kept: Manifest, point: Point, *, job: str = "", re
 
 
 def _show(prepared: Prepared, launch: Launch) -> int:
-    """The plan of every open point; of the first one all that would be submitted."""
-    for place, (entry, plan) in enumerate(prepared.open):
-        print(f"{entry.point}")
-        launch.show(entry.config, plan, place == 0)
+    """The plan of every open point, once for equal ones; of the first one all that would be submitted."""
+    shown: list[Plan] = []
+    for entry, plan in prepared.open:
+        if plan in shown:
+            print(f"{entry.point}: {entry.point.name}, as planned above", flush=True)
+            continue
+        print(f"{entry.point}:", flush=True)
+        launch.show(entry.config, plan, not shown)
+        shown.append(plan)
     return 0
 
 

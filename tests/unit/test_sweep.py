@@ -116,9 +116,14 @@ def test_one_wrong_point_keeps_all_from_being_submitted(tmp_path: Path, fake: Fa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_shows_every_plan_and_leaves_nothing(tmp_path: Path, fake: FakeLaunch) -> None:
-    assert sweep(command(tmp_path), fake.launch, dry_run=True) == 0
-    assert fake.shown == [(name, place == 0) for place, name in enumerate(NAMES)]
+def test_a_dry_run_shows_each_plan_once_and_leaves_nothing(
+    tmp_path: Path, fake: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = ("loss=grpo,gspo", "resources.inference.nodes=2,3")
+    assert sweep(command(tmp_path, *points), fake.launch, dry_run=True) == 0
+    assert fake.shown == [("0-loss_grpo-nodes_2", True), ("1-loss_grpo-nodes_3", False)]
+    told = capsys.readouterr().out
+    assert "point 3 (loss=gspo resources.inference.nodes=3): 3-loss_gspo-nodes_3, as planned above" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -291,7 +296,7 @@ def test_the_launcher_sweeps_with_multirun(tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().out
     assert "4 points, 4 to run" in told
     assert [f"point {number} (optim.lr=" in told for number in range(4)] == [True] * 4
-    assert told.count("trainer.0") == 4
+    assert told.count("trainer.0") == 1
     assert list(tmp_path.iterdir()) == []
 
 
