@@ -110,6 +110,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> It
         "notice": start(cluster, root, "notice", "wait", "finish"),
         "storm": start(cluster, root, "storm", "wait", "finish"),
         "requeue": start(cluster, root, "requeue", "wait", "finish"),
+        "stubborn": start(cluster, root, "stubborn", "stubborn", "finish"),
         "cancel": start(cluster, root, "cancel", "wait"),
         "killed": start(cluster, root, "killed", "killed", "finish"),
         "first": start(cluster, root, "first", "fail"),
@@ -117,11 +118,12 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> It
         "budget": start(cluster, root, "budget", "wait", max_restarts=1),
         "limit": start(cluster, root, "limit", "wait", "finish", time="1", notice_seconds=50),
     }
-    for name in ("notice", "storm", "requeue", "cancel", "budget"):
+    for name in ("notice", "storm", "requeue", "stubborn", "cancel", "budget"):
         found[name].wait_for_ranks()
     cluster.run("scancel", "--signal=USR2", found["notice"].job)
     cluster.run("scancel", "--signal=USR2", found["budget"].job)
     cluster.run("scontrol", "requeue", found["requeue"].job)
+    cluster.run("scontrol", "requeue", found["stubborn"].job)
     cluster.run("scancel", found["cancel"].job)
     for signal in ("TERM", "USR2", "TERM", "USR1", "TERM"):
         cluster.run("scancel", "--full", f"--signal={signal}", found["storm"].job)
@@ -193,6 +195,12 @@ def test_the_notice_before_the_time_limit_leads_to_a_requeue(lives: dict[str, Li
     assert life.end("COMPLETED", 120)["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     assert "SIGUSR2" in life.outcome(0).reason
+
+
+def test_an_attempt_that_slurm_had_to_kill_leaves_no_outcome_and_no_harm(lives: dict[str, Life]) -> None:
+    life = lives["stubborn"]
+    assert life.end("COMPLETED")["Restarts"] == "1"
+    assert life.decisions == ["", "finished"]
 
 
 @pytest.mark.slow
