@@ -20,10 +20,13 @@ from slurm.snapshot import Progress, RoleLine, Snapshot
 
 JOB_NAMES = {"sft": "warm start", "rl": "training"}
 MOST_ROLES = 16
+MOST_PAST = 5
 LINE_SECONDS = 5.0
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
     "waiting": "bright_black",
+    "queued": "cyan",
+    "left": "cyan",
     "meeting": "yellow",
     "starting": "yellow",
     "ready": "green",
@@ -40,16 +43,18 @@ _COLOURS = {
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole picture of a run in one panel."""
     parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
+    if snapshot.silent:
+        parts += [Text(), Text(_silence(snapshot), "yellow")]
+    if snapshot.past:
+        parts += [Text(), _past_table(snapshot)]
     events = [event for event in snapshot.events if event.name != "failed" or snapshot.failure is None]
     if events:
         parts += [Text(), _events(events)]
     if snapshot.failure:
         parts += [Text(), Text(snapshot.failure.one_line(), style="red")]
     title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{snapshot.state} ", _COLOURS[snapshot.state]))
-    elapsed = f" {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
-    subtitle = Text(
-        f" attempt {snapshot.attempt} ·{elapsed}" if snapshot.attempt else " no attempt yet ", "bright_black"
-    )
+    elapsed = f"· {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
+    subtitle = Text(f" {attempt_text(snapshot)} {elapsed}", "bright_black")
     return Panel(
         Group(*parts),
         title=title,
@@ -64,27 +69,78 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 
 def _roles_table(snapshot: Snapshot) -> RenderableType:
-    if not snapshot.roles:
-        return Text("the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …", "bright_black")
+    if not snapshot.roles or snapshot.state in ("queued", "left"):
+        return Text(nothing_runs(snapshot), "bright_black")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
     for column, ratio in (("role", 3), ("rank", 1), ("address", 3), ("state", 2), ("since", 2), ("", 6)):
         table.add_column(column, ratio=ratio, no_wrap=True, overflow="ellipsis")
     shown = most_telling(snapshot.roles, MOST_ROLES)
     for role in shown:
         since = clock(snapshot.until - role.since) if role.since else ""
-        state = Text(f"● {role.state}", _COLOURS.get(role.state, ""))
-        table.add_row(role.name, str(role.rank), role.address, state, since, Text(role.detail, "bright_black"))
+        state = Text(f"● {role.state}", "yellow" if role.silent else _COLOURS.get(role.state, ""))
+        silence = f"no sign of life for {clock(snapshot.time - role.silent)}" if role.silent else ""
+        detail = Text(silence, "yellow") if silence else Text(role.detail, "bright_black")
+        table.add_row(role.name, str(role.rank), role.address, state, since, detail)
     if len(shown) < len(snapshot.roles):
         table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))
     return table
 
 
+def attempt_text(snapshot: Snapshot) -> str:
+    """Which attempt it is, and how many more there may be."""
+    job = snapshot.job
+    if not snapshot.attempt:
+        return f"job {job.id} · no attempt yet" if job else "no attempt yet"
+    if job is None:
+        return f"attempt {snapshot.attempt}"
+    most = f" of {job.most_restarts}" if job.most_restarts is not None else ""
+    return f"attempt {snapshot.attempt} · restart {job.restart}{most}"
+
+
+def nothing_runs(snapshot: Snapshot) -> str:
+    """Why there are no roles to see."""
+    if snapshot.job is None or snapshot.state not in ("queued", "left"):
+        return "the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …"
+    said = f": {snapshot.job.word}" if snapshot.job.word else ""
+    if snapshot.state == "left":
+        return f"job {snapshot.job.id} was ended by the scheduler, or queued again; launchers/runs.py asks which"
+    return f"{'queued again' if snapshot.attempt else 'queued'} as job {snapshot.job.id}{said} …"
+
+
+def _past_table(snapshot: Snapshot) -> RenderableType:
+    """The last attempts that are over, one line each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
+    table.add_column("attempt", no_wrap=True)
+    table.add_column("ran", no_wrap=True, justify="right")
+    table.add_column("then", no_wrap=True)
+    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+    hidden = len(snapshot.past) - MOST_PAST
+    if hidden > 0:
+        table.add_row(Text(f"{hidden} earlier", "bright_black"))
+    for past in snapshot.past[-MOST_PAST:]:
+        ran = clock(past.seconds) if past.began else "—"
+        table.add_row(past.name, ran, Text(past.end, _COLOURS.get(past.end, "")), Text(past.why, "bright_black"))
+    return table
+
+
+def _silence(snapshot: Snapshot) -> str:
+    """Which ranks are silent, and for how long."""
+    ranks = [f"{rank} ({clock(snapshot.time - since)})" for rank, since in sorted(snapshot.silent.items())]
+    more = f" and {len(ranks) - MOST_ROLES} more" if len(ranks) > MOST_ROLES else ""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"no sign of life from {noun} {', '.join(ranks[:MOST_ROLES])}{more}: the node or its filesystem hangs"
+
+
 def most_telling(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
-    """At most `most` roles, in their order; those that are not ready are preferred."""
+    """At most `most` roles, in their order; those that are not ready or silent are preferred."""
     if len(roles) <= most:
         return list(roles)
-    chosen = sorted(range(len(roles)), key=lambda index: (roles[index].state == "ready", index))[:most]
+    chosen = sorted(range(len(roles)), key=lambda index: (_is_well(roles[index]), index))[:most]
     return [roles[index] for index in sorted(chosen)]
+
+
+def _is_well(role: RoleLine) -> bool:
+    return role.state == "ready" and not role.silent
 
 
 def _progress_line(snapshot: Snapshot) -> RenderableType:
@@ -152,26 +208,48 @@ class Ticker:
     """Turns snapshots into lines: every change of state at once, progress every `LINE_SECONDS` and at evaluations."""
 
     def __init__(self) -> None:
-        self._state, self._roles = "", dict[str, str]()
+        self._state, self._attempt, self._past = ("", ""), "", set[str]()
+        self._roles, self._silent = dict[str, str](), set[int]()
         self._told, self._next = ("", 0, 0), 0.0
 
     def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:
         """What is new since the call before; `last` tells the progress whenever it was told."""
         return [
+            *self._past_lines(snapshot),
             *self._state_lines(snapshot),
-            *self._role_lines(snapshot.roles),
+            *self._silence_lines(snapshot),
+            *self._role_lines(snapshot),
             *self._progress_lines(snapshot, now, last),
         ]
 
-    def _state_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        if snapshot.state == self._state:
-            return []
-        self._state = snapshot.state
-        failure = f": {snapshot.failure.one_line()}" if snapshot.failure else ""
-        return [f"{snapshot.name}: {snapshot.state}{failure}"]
+    def _past_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        new = [past for past in snapshot.past if past.name not in self._past]
+        self._past |= {past.name for past in new}
+        return [f"  attempt {past.name}: {past.end}" + (f": {past.why}" if past.why else "") for past in new]
 
-    def _role_lines(self, roles: Sequence[RoleLine]) -> Iterable[str]:
-        new = [role for role in roles if role.state != "waiting" and self._roles.get(role.name) != role.state]
+    def _state_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        began = snapshot.attempt not in ("", self._attempt) and snapshot.job is not None and not snapshot.is_over
+        lines = [f"{snapshot.name}: {attempt_text(snapshot)}"] if began else []
+        why = snapshot.failure.one_line() if snapshot.failure else ""
+        if snapshot.state in ("queued", "left"):
+            why = nothing_runs(snapshot)
+        if (snapshot.state, why) != self._state:
+            lines.append(f"{snapshot.name}: {snapshot.state}" + (f": {why}" if why else ""))
+        self._state = snapshot.state, why
+        if began:
+            self._attempt = snapshot.attempt
+            self._roles.clear()
+        return lines
+
+    def _silence_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        silent, before, self._silent = set(snapshot.silent), self._silent, set(snapshot.silent)
+        back = sorted(before - silent) if not snapshot.is_over else []
+        told = [f"  {_silence(snapshot)}"] if silent - before else []
+        return [*told, *(f"  rank {rank} shows signs of life again" for rank in back)]
+
+    def _role_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        changed = [role for role in snapshot.roles if self._roles.get(role.name) != role.state]
+        new = [role for role in changed if role.state != "waiting" and snapshot.state != "queued"]
         self._roles |= {role.name: role.state for role in new}
         return [f"  {role.name} on rank {role.rank}: {role.state}" for role in new if role.state in ("ready", "failed")]
 

@@ -17,8 +17,9 @@ from pipeline.paths import RunPaths, SweepPaths
 from pipeline.records import RunIdentity, SubmittedJob
 from pipeline.report.history import attempt_names
 from slurm import manifest, runs
-from slurm.scheduler import PENDING, QueuedJob, Scheduler
-from slurm.snapshot import ENDED, snapshot
+from slurm.runstate import ENDED
+from slurm.scheduler import QueuedJob, Scheduler
+from slurm.watcher import snapshot
 
 NEVER = "not submitted"
 
@@ -102,15 +103,16 @@ class Overview:
         return line
 
     def _read(self, sweep: str, run: RunPaths, identity: RunIdentity, refused: str) -> Line:
-        now, job = snapshot(run.root), files.read_document(run.job, SubmittedJob)
-        queued = self._ask(run, job) if job and job.kind == "slurm" and now.state != "finished" else None
+        job = files.read_document(run.job, SubmittedJob)
+        queued = self._ask(run, job) if job and job.kind == "slurm" and not run.finished.exists() else None
         live = self._is_live(run, job, queued)
+        now = snapshot(run.root, live)
         done = now.state in ENDED
         return Line(
             sweep=sweep,
             name=run.root.name,
             job=job.job if job else "",
-            scheduler=_word(queued),
+            scheduler=queued.word if queued else "",
             state=now.state if done or live is not False else "interrupted",
             live=live and now.state != "finished",
             stage=now.progress.job if now.progress else "",
@@ -148,10 +150,3 @@ class Overview:
 
 def _found(output: Path, name: str) -> list[Path]:
     return sorted(output.glob(f"*/{name}"))
-
-
-def _word(queued: QueuedJob | None) -> str:
-    """`PENDING (Resources)`, `RUNNING`; a reason matters while a job waits."""
-    if queued is None:
-        return ""
-    return f"{queued.state} ({queued.reason})" if queued.state == PENDING and queued.reason else queued.state

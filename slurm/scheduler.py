@@ -51,6 +51,11 @@ class QueuedJob:
     preempted: bool = False
 
     @property
+    def word(self) -> str:
+        """`RUNNING`, or `PENDING (Resources)`: a reason matters while a job waits."""
+        return f"{self.state} ({self.reason})" if self.state == PENDING and self.reason else self.state
+
+    @property
     def live(self) -> bool:
         """Whether it runs, or may run again."""
         return self.state not in ENDED

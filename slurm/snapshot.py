@@ -1,34 +1,26 @@
 """What is the case in a run right now.
 
-Owns the `Snapshot` and how it follows from the files of a run. Promises that it can be taken at any moment of a run's
-life, from any machine that sees the directory. Must not know how it is shown.
+Owns the `Snapshot` and how it follows from what was read of a run. Pure: reads no file, asks nobody and knows no clock
+(`slurm.watcher` does). Must not know how it is shown.
 """
 
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.events import Event
 from pipeline.failure import FirstFailure
-from pipeline.metrics import Row, RowReader, series
-from pipeline.paths import RunPaths
-from pipeline.records import Finished, RunIdentity
-from pipeline.report.history import Attempt, attempt_names, read_attempt, read_config
-from slurm import runs
+from pipeline.metrics import Row, series
+from pipeline.report.history import Attempt
+from slurm.runstate import ENDED, State, silent_ranks, state_of
 
-State = Literal[
-    "waiting", "meeting", "starting", "training", "finishing", "stopping", "interrupted", "failed", "finished"
-]
-ENDED: tuple[State, ...] = ("interrupted", "failed", "finished")
 _RECENT = 20
 
 
 @dataclass(frozen=True)
 class RoleLine:
-    """One role: where it is, its state, since when (seconds since the epoch; 0 before it started), and a detail."""
+    """One role: where it is, its state, since when (seconds since the epoch; 0 before it started), a detail, and since
+    when its rank is silent (0 while it is not)."""
 
     name: str
     rank: int
@@ -36,6 +28,7 @@ class RoleLine:
     state: str
     since: float
     detail: str
+    silent: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,13 +42,47 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Past:
+    """An attempt that is over: when it began (0 if no role of it ever started), for how many seconds it had roles, what
+    it ended with (`requeued`, `left`, `stopped`, `finished`, `failed`, `interrupted`, or `cut off`), and why."""
+
+    name: str
+    began: float
+    seconds: float
+    end: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of a run at its scheduler.
+
+    Attributes:
+        id: as the scheduler knows it.
+        restart, most_restarts: how often it was requeued before the newest attempt, and how often it may be.
+        live: whether it runs or may run again; None when the scheduler was not asked, or gave no answer.
+        word: the scheduler's state of it, with the reason while it waits; empty if not asked.
+    """
+
+    id: str
+    restart: int = 0
+    most_restarts: int | None = None
+    live: bool | None = None
+    word: str = ""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A run at the moment `time`.
 
     Attributes:
-        state: of the newest attempt; see `state_of`.
+        attempt: the newest; empty before the first.
+        state: of the newest attempt and its job; see `slurm.runstate`.
+        job: None unless it is a scheduler's.
         began: when its first role was started; 0 before.
         roles: by rank, then in the order to start them.
+        silent: since when which ranks show no sign of life.
+        past: the attempts that are over, the oldest first.
         progress: of the job that trains; None before its first step.
         numbers: the latest value of each number of that job.
         rewards: mean reward of every RL step so far, all attempts.
@@ -67,8 +94,11 @@ class Snapshot:
     time: float
     attempt: str
     state: State
+    job: Job | None
     began: float
     roles: tuple[RoleLine, ...]
+    silent: dict[int, float]
+    past: tuple[Past, ...]
     progress: Progress | None
     numbers: dict[str, float]
     rewards: tuple[float, ...]
@@ -79,46 +109,23 @@ class Snapshot:
 
     @property
     def ended(self) -> bool:
-        """Whether the attempt came to an end that it cannot leave."""
+        """Whether the run came to an end that it does not leave by itself."""
         return self.state in ENDED
 
     @property
+    def is_over(self) -> bool:
+        """Whether the attempt is, whatever becomes of the run."""
+        return self.ended or self.state in ("queued", "left")
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether only the scheduler knows if there is anything to wait for."""
+        return self.job is not None and (self.state in ("queued", "left") or bool(self.silent))
+
+    @property
     def until(self) -> float:
-        """Now, or when the last role came down if the attempt ended."""
-        return max((role.since for role in self.roles), default=self.time) if self.ended else self.time
-
-
-class Watcher:
-    """Takes snapshots of one run and reads each metrics row only once."""
-
-    def __init__(self, root: Path, attempt: str = "") -> None:
-        """`attempt` is the one to look at, also before it exists; empty: always the newest."""
-        self._run, self._attempt = RunPaths(root), attempt
-        self._rows = RowReader(self._run.metrics)
-        self._config: RunConfig | None = None
-
-    def look(self) -> Snapshot:
-        """The run as it is now."""
-        self._rows.read()
-        self._config = self._config or read_config(self._run)
-        identity = files.read_document(self._run.run, RunIdentity)
-        name = self._attempt or next(reversed(attempt_names(self._run)), "")
-        attempt = read_attempt(self._run.attempt(identity.run_id if identity else "unknown", name)) if name else None
-        finished = files.read_document(self._run.finished, Finished)
-        return compose(
-            self._run.root.name,
-            attempt,
-            self._rows.rows,
-            self._config,
-            finished=finished is not None,
-            alive=runs.has_job(self._run),
-            now=time.time(),
-        )
-
-
-def snapshot(run_dir: Path) -> Snapshot:
-    """The run as it is now, its newest attempt."""
-    return Watcher(run_dir).look()
+        """Now, or when the last role came down if the attempt is over."""
+        return max((role.since for role in self.roles), default=self.time) if self.is_over else self.time
 
 
 def compose(
@@ -127,67 +134,67 @@ def compose(
     rows: list[Row],
     config: RunConfig | None,
     *,
+    past: Sequence[Past] = (),
     finished: bool,
-    alive: bool,
+    alive: bool | None,
+    job: Job | None,
     now: float,
 ) -> Snapshot:
-    """The snapshot of what was read; pure."""
+    """The snapshot of what was read; pure. An attempt of an earlier job than the scheduler's is over."""
     mine = [row for row in rows if row["kind"] == "train" and attempt and row.get("attempt") == attempt.name]
-    state = state_of(attempt, bool(mine), finished, alive)
+    of, _, restart = attempt.name.rpartition("-") if attempt else ("", "", "")
+    current = attempt if job is None or of == job.id else None
+    state = state_of(current, trains=bool(mine), finished=finished, alive=alive, scheduled=job is not None)
+    if attempt and (attempt.outcome or current is None):
+        past = [*past, past_of(attempt)]
+    if job is not None:
+        most = config.cluster.max_restarts if config else None
+        job = replace(job, restart=int(restart) if current and restart.isdecimal() else 0, most_restarts=most)
+    silent = silent_ranks(current, now) if current and state not in ENDED else {}
     return Snapshot(
         name=name,
         time=now,
-        attempt=attempt.name if attempt else "",
+        attempt=current.name if current else "",
         state=state,
-        began=attempt.transitions[0].time if attempt and attempt.transitions else 0.0,
-        roles=_roles(attempt) if attempt else (),
+        job=job,
+        began=current.span[0] if current and current.span else 0.0,
+        roles=_roles(current, silent) if current else (),
+        silent=silent,
+        past=tuple(past),
         progress=_progress(rows, mine if state == "training" else [], config),
         numbers=_numbers(rows),
         rewards=tuple(value for _, value in series(rows, "reward/mean")),
         accuracies=tuple(series(rows, "eval/accuracy")),
         max_lag=config.training.max_lag if config else None,
-        events=tuple(sorted(attempt.events.values(), key=lambda event: event.time)) if attempt else (),
-        failure=attempt.failure if attempt else None,
+        events=tuple(sorted(current.events.values(), key=lambda event: event.time)) if current else (),
+        failure=current.failure if current else None,
     )
 
 
-def state_of(attempt: Attempt | None, trains: bool, finished: bool, alive: bool = True) -> State:
-    """Where an attempt is in its life; the strongest sign decides, and an end counts over everything on the way.
-
-    One that told no end and has no job any more (`alive` is False) was interrupted, whatever it was doing.
-    """
-    if finished:
-        return "finished"
-    if attempt is None:
-        return "waiting"
-    if attempt.failure or "failed" in attempt.events:
-        return "failed"
-    if not alive:
-        return "interrupted"
-    if "training_finished" in attempt.events:
-        return "finishing"
-    if "draining" in attempt.events:
-        return "interrupted" if attempt.is_down else "stopping"
-    if trains:
-        return "training"
-    return "starting" if attempt.transitions or attempt.world else "meeting"
+def past_of(attempt: Attempt) -> Past:
+    """What is kept of an attempt that is over."""
+    began, ended = attempt.span or (0.0, 0.0)
+    end, why = attempt.end
+    return Past(attempt.name, began, ended - began, end or "cut off", why)
 
 
-def _roles(attempt: Attempt) -> tuple[RoleLine, ...]:
+def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...]:
     placements = {place.name: place for place in attempt.world.placements} if attempt.world else {}
     states = attempt.states
     lines = []
     for name in [*placements, *(name for name in states if name not in placements)]:
         place, last, status = placements.get(name), states.get(name), attempt.statuses.get(name)
+        rank = place.rank if place else last.rank if last else -1
         detail = status.detail if status and last and last.state == "ready" else last.detail if last else ""
         lines.append(
             RoleLine(
                 name=name,
-                rank=place.rank if place else last.rank if last else -1,
+                rank=rank,
                 address=place.address if place else "",
                 state=last.state if last else "waiting",
                 since=last.time if last else 0.0,
                 detail=detail,
+                silent=silent.get(rank, 0.0),
             )
         )
     return tuple(sorted(lines, key=lambda line: line.rank))

@@ -1,12 +1,12 @@
-"""Following a run from its files alone: state, roles, progress and numbers, live in a terminal.
+"""Following a run from any machine that sees its files: state, roles, progress and numbers, live in a terminal.
 
 Owns what the terminal shows and when. Promises that it only reads, so that ending it leaves the job alone, and that it
-prints plain lines without control codes where there is no terminal. Must not know the scheduler or the processes.
+prints plain lines without control codes where there is no terminal. Must not know the processes.
 
     follow(run_dir, until=job.done)        the launcher, which knows its job
-    watch(run_dir)                         anybody else; ends when the attempt ended
+    watch(run_dir)                         anybody else; goes on over requeues and ends with the run
 
-`slurm.snapshot` says what is the case, `slurm.display` how it looks.
+`slurm.watcher` looks, `slurm.snapshot` says what is the case, `slurm.display` how it looks.
 """
 
 import sys
@@ -19,12 +19,17 @@ from rich.live import Live
 from pipeline.errors import RollcallError
 from pipeline.report.history import find_run
 from pipeline.waiting import CLOCK, Clock
+from slurm.commands import find_slurm
 from slurm.display import Ticker, render
-from slurm.snapshot import Snapshot, Watcher
+from slurm.scheduler import Scheduler
+from slurm.snapshot import Snapshot
+from slurm.watcher import Watcher
 
 REFRESH_SECONDS = 0.5
 EXIT_CODES = {"failed": 1, "interrupted": 130}
 """By the state a run ended in; as the launcher's."""
+Look = tuple[Snapshot, bool]
+"""A run as it is, and whether that is the last to show."""
 
 
 def follow(
@@ -40,23 +45,39 @@ def follow(
     `attempt` is the one to show; without a name it is always the newest. A run without an end is followed without one:
     the caller's `until` is what bounds it.
     """
-    console = console or Console()
     watcher = Watcher(run_dir, attempt)
-    if console.is_terminal:
-        return _follow_live(watcher, until, console, clock)
-    return _follow_lines(watcher, until, console, clock)
+
+    def look() -> Look:
+        last = until()
+        return watcher.look(), last
+
+    return _follow(look, console, clock)
 
 
-def watch(run_dir: Path, console: Console | None = None) -> Snapshot:
-    """Show the newest attempt until it ended: finished, failed or interrupted."""
-    watcher = Watcher(run_dir)
-    return follow(run_dir, lambda: watcher.look().ended, console=console)
+def watch(
+    run_dir: Path,
+    console: Console | None = None,
+    *,
+    scheduler: Callable[[], Scheduler] | None = None,
+    clock: Clock = CLOCK,
+) -> Snapshot:
+    """Show the run, over all its attempts, until it ended: finished, failed or interrupted.
+
+    `scheduler` is asked where files cannot tell: without it, a job that was cancelled in the queue is waited for.
+    """
+    watcher = Watcher(run_dir, scheduler=scheduler, clock=clock)
+
+    def look() -> Look:
+        now = watcher.look()
+        return now, now.ended
+
+    return _follow(look, console, clock)
 
 
 def main(arguments: Sequence[str]) -> int:
     """`run=<name or directory>`: watch a run; the exit code says how it ended, as the launcher's would."""
     try:
-        snapshot = watch(find_run(arguments))
+        snapshot = watch(find_run(arguments), scheduler=find_slurm)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -66,26 +87,25 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_CODES.get(snapshot.state, 0)
 
 
-def _follow_live(watcher: Watcher, until: Callable[[], bool], console: Console, clock: Clock) -> Snapshot:
-    snapshot = watcher.look()
-    with Live(render(snapshot), console=console, auto_refresh=False) as live:
-        ended = False
-        while not ended:
-            ended = until()
-            snapshot = watcher.look()
-            live.update(render(snapshot), refresh=True)
-            if not ended:
-                clock.sleep(REFRESH_SECONDS)
-    return snapshot
-
-
-def _follow_lines(watcher: Watcher, until: Callable[[], bool], console: Console, clock: Clock) -> Snapshot:
+def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> Snapshot:
+    """Show one look after the other until the last."""
+    console = console or Console()
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            return _until_last(look, lambda now, _: live.update(render(now), refresh=True), clock)
     ticker = Ticker()
-    while True:
-        ended = until()
-        snapshot = watcher.look()
-        for line in ticker.lines(snapshot, clock.now(), last=ended):
+
+    def tell(now: Snapshot, last: bool) -> None:
+        for line in ticker.lines(now, clock.now(), last=last):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if ended:
-            return snapshot
+
+    return _until_last(look, tell, clock)
+
+
+def _until_last(look: Callable[[], Look], show: Callable[[Snapshot, bool], None], clock: Clock) -> Snapshot:
+    while True:
+        now, last = look()
+        show(now, last)
+        if last:
+            return now
         clock.sleep(REFRESH_SECONDS)

@@ -19,7 +19,7 @@ from pipeline.failure import FirstFailure
 from pipeline.metrics import Row, read_rows
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import World
-from pipeline.records import Finished, RunIdentity
+from pipeline.records import Finished, Outcome, RunIdentity
 from pipeline.roles.context import Status
 
 RUNS = Path("runs")
@@ -38,7 +38,11 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: what its agents and roles wrote, in the order of time."""
+    """One attempt: what its agents and roles wrote, in the order of time.
+
+    `outcome` is what the scheduler's job became after it, None at the latest while it runs. `alive` has the last sign
+    of life (seconds since the epoch) of each rank whose agent has not said that it left.
+    """
 
     paths: AttemptPaths
     transitions: tuple[Transition, ...]
@@ -46,6 +50,8 @@ class Attempt:
     events: dict[str, Event]
     failure: FirstFailure | None
     world: World | None
+    outcome: Outcome | None
+    alive: dict[int, float]
 
     @property
     def name(self) -> str:
@@ -61,6 +67,29 @@ class Attempt:
         """Whether every role that was started has come down."""
         states = self.states
         return bool(states) and all(last.state in ("stopped", "failed") for last in states.values())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something failed in it, of which not every trace need be readable."""
+        return self.failure is not None or "failed" in self.events
+
+    @property
+    def end(self) -> tuple[str, str]:
+        """How it ended, as a word and one line of why; two empty strings while it runs, or if it left no word."""
+        if self.outcome:
+            return self.outcome.decision, self.outcome.reason
+        if self.failure:
+            return "failed", self.failure.one_line()
+        told = self.events.get("training_finished") or self.events.get("draining")
+        if told is None or not self.is_down:
+            return "", ""
+        why = f"{told.detail} ({told.by})" if told.detail else told.by
+        return "finished" if told.name == "training_finished" else "interrupted", why
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """When its first role was started and when the last change of one was; None before."""
+        return (self.transitions[0].time, self.transitions[-1].time) if self.transitions else None
 
 
 @dataclass(frozen=True)
@@ -142,6 +171,8 @@ def read_attempt(paths: AttemptPaths) -> Attempt:
         events={name: event for name, event in seen.items() if event is not None},
         failure=files.read_document(paths.first_failure, FirstFailure),
         world=files.read_document(paths.rendezvous / "world.json", World),
+        outcome=files.read_document(paths.outcome, Outcome),
+        alive=_signs_of_life(paths),
     )
 
 
@@ -170,6 +201,19 @@ def _lines(timeline: Path) -> list[Transition]:
         except msgspec.DecodeError:
             continue
     return found
+
+
+def _signs_of_life(paths: AttemptPaths) -> dict[int, float]:
+    """By rank; those that left are no longer expected to give any."""
+    try:
+        ranks = sorted(int(file.name) for file in paths.alive.iterdir() if file.name.isdecimal())
+        return {rank: (paths.alive / str(rank)).stat().st_mtime for rank in ranks if not _left(paths, rank)}
+    except FileNotFoundError:
+        return {}
+
+
+def _left(paths: AttemptPaths, rank: int) -> bool:
+    return paths.down(f"agent.{rank}").exists()
 
 
 def _statuses(paths: AttemptPaths) -> dict[str, Status]:

@@ -1,9 +1,11 @@
 """Run directories without a run: written by the real writers, with invented numbers and an invented clock."""
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -15,11 +17,12 @@ from pipeline.failure import FirstFailure
 from pipeline.metrics import MetricSinks
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import Card, World, make_plan
-from pipeline.records import Finished, RunIdentity
+from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.roles.context import RoleState, Status
 from tests.fakes.configs import make_config
 
 BEGAN = 1_767_225_600.0
+Decision = Literal["finished", "requeued", "left", "stopped"]
 
 
 @dataclass
@@ -38,6 +41,11 @@ class FakeRun:
 
     def attempt(self, name: str) -> "FakeAttempt":
         return FakeAttempt(self, self.paths.attempt(self.identity.run_id, name))
+
+    def submit(self, job: str) -> None:
+        """The run is a Slurm job from now on."""
+        record = SubmittedJob(kind="slurm", job=job, user="alice", host="login", time=self.now)
+        files.write_document(self.paths.job, record)
 
     def finish(self, steps: int) -> None:
         files.write_document(self.paths.finished, Finished(time=self.now, steps=steps, attempt="last"))
@@ -93,6 +101,21 @@ class FakeAttempt:
     def tell(self, name: EventName, by: str, detail: str = "") -> None:
         event = Event(name=name, by=by, time=self.run.now, detail=detail)
         files.write_document(self.paths.events / f"{name}.json", event)
+
+    def live(self, ranks: int, at: float) -> None:
+        """The agents of so many ranks show that they live, at a moment of the real clock."""
+        self.paths.alive.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks):
+            (self.paths.alive / str(rank)).touch()
+            os.utime(self.paths.alive / str(rank), (at, at))
+
+    def leave(self, rank: int) -> None:
+        """A rank's agent says that it is down."""
+        files.write_document(self.paths.down(f"agent.{rank}"), "left")
+
+    def conclude(self, decision: Decision, reason: str) -> None:
+        """The batch script decides what becomes of the job."""
+        files.write_document(self.paths.outcome, Outcome(decision=decision, reason=reason, time=self.run.now))
 
     def fail(self, role: str, rank: int) -> FirstFailure:
         """A role is killed and its agent records it."""

@@ -28,10 +28,10 @@ def scheduler() -> FakeScheduler:
     return FakeScheduler()
 
 
-def make_run(folder: Path, steps: int = 0) -> FakeRun:
+def make_run(folder: Path, steps: int = 0, job: str = "1") -> FakeRun:
     run = FakeRun(folder, make_config(name=folder.name, training=TRAINING))
     if steps:
-        attempt = run.attempt("7-0")
+        attempt = run.attempt(f"{job}-0")
         attempt.meet()
         attempt.all_roles("starting", "ready")
         attempt.train("rl", range(1, steps + 1), eval_every=10)
@@ -84,7 +84,7 @@ def test_a_waiting_job_says_why_it_waits(tmp_path: Path, scheduler: FakeSchedule
 def test_a_failed_run_shows_its_reason_in_one_line(tmp_path: Path, scheduler: FakeScheduler) -> None:
     run = make_run(tmp_path / "demo", steps=3)
     queued(run, scheduler, "FAILED")
-    failure = FakeRun.attempt(run, "7-1")
+    failure = FakeRun.attempt(run, "1-1")
     failure.meet()
     told = failure.fail("actor.0", 0).one_line()
     line = look(tmp_path, scheduler)["demo"]
@@ -201,7 +201,7 @@ def test_a_low_terminal_shows_what_is_not_over() -> None:
 
 
 def test_following_tells_every_change_once_and_ends_with_the_last_job(tmp_path: Path, scheduler: FakeScheduler) -> None:
-    one, other = make_run(tmp_path / "one", steps=3), make_run(tmp_path / "two", steps=3)
+    one, other = make_run(tmp_path / "one", steps=3), make_run(tmp_path / "two", steps=3, job="2")
     jobs = [queued(run, scheduler) for run in (one, other)]
 
     class Clock(FakeClock):

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from slurm.display import LINE_SECONDS, MOST_ROLES, Ticker, most_telling, render, sparkline
-from slurm.snapshot import RoleLine, Snapshot, Watcher, snapshot
+from slurm.snapshot import RoleLine, Snapshot
 from slurm.view import follow, main, watch
+from slurm.watcher import Watcher, snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeAttempt, FakeRun

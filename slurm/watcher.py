@@ -1,0 +1,111 @@
+"""Looking at a run: from its files, and from its scheduler where files cannot tell.
+
+Owns what is read how often. Promises that it only reads, that it can look at any moment of a run's life from any
+machine that sees the directory, and that the scheduler may be asked but need not answer.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline import files
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, SchedulerError
+from pipeline.metrics import RowReader
+from pipeline.paths import RunPaths
+from pipeline.records import RunIdentity, SubmittedJob
+from pipeline.report.history import Attempt, attempt_names, read_attempt, read_config
+from pipeline.waiting import CLOCK, Clock
+from slurm import runs
+from slurm.scheduler import Scheduler
+from slurm.snapshot import Job, Past, Snapshot, compose, past_of
+
+ASK_SECONDS = 10.0
+"""How often the scheduler is asked at most."""
+
+
+class Watcher:
+    """Takes snapshots of one run, and reads each metrics row and each attempt that is over only once."""
+
+    def __init__(
+        self,
+        root: Path,
+        attempt: str = "",
+        scheduler: Callable[[], Scheduler] | None = None,
+        clock: Clock = CLOCK,
+    ) -> None:
+        """`attempt` is the one to look at, also before it exists; empty: always the newest.
+
+        `scheduler` is asked for the run's job when files cannot tell whether there is anything to wait for. Nobody
+        minds when it raises that it cannot be asked.
+        """
+        self._run, self._attempt = RunPaths(root), attempt
+        self._rows = RowReader(self._run.metrics)
+        self._config: RunConfig | None = None
+        self._over: dict[str, Past] = {}
+        self._scheduler, self._clock = scheduler, clock
+        self._asked: tuple[float, Job] | None = None
+
+    def look(self, live: bool | None = None) -> Snapshot:
+        """The run as it is now; `live` as in `snapshot`."""
+        self._rows.read()
+        self._config = self._config or read_config(self._run)
+        submitted = files.read_document(self._run.job, SubmittedJob)
+        job = Job(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
+        names = attempt_names(self._run)
+        name = self._attempt or next(reversed(names), "")
+        attempt = self._read(name) if name else None
+        past = [self._past(other) for other in names if other != name]
+        finished, alive = self._run.finished.exists(), runs.has_job(self._run) if job is None else None
+
+        def composed(job: Job | None) -> Snapshot:
+            return compose(
+                self._run.root.name,
+                attempt,
+                self._rows.rows,
+                self._config,
+                past=past,
+                finished=finished,
+                alive=alive if job is None else job.live,
+                job=job,
+                now=time.time(),
+            )
+
+        now = composed(job)
+        return composed(self._ask(now.job)) if now.job and now.in_doubt else now
+
+    def _read(self, name: str) -> Attempt:
+        identity = files.read_document(self._run.run, RunIdentity)
+        return read_attempt(self._run.attempt(identity.run_id if identity else "unknown", name))
+
+    def _past(self, name: str) -> Past:
+        if name not in self._over:
+            self._over[name] = past_of(self._read(name))
+        return self._over[name]
+
+    def _ask(self, job: Job) -> Job:
+        """The job with what the scheduler says of it, as it was told at most `ASK_SECONDS` ago."""
+        if self._scheduler is None:
+            return job
+        now = self._clock.now()
+        if self._asked is None or self._asked[1].id != job.id or now - self._asked[0] >= ASK_SECONDS:
+            self._asked = now, self._answer(job, self._scheduler)
+        return replace(job, live=self._asked[1].live, word=self._asked[1].word)
+
+    def _answer(self, job: Job, scheduler: Callable[[], Scheduler]) -> Job:
+        try:
+            found = scheduler().job(job.id)
+        except (SchedulerError, ConfigError):
+            return job
+        if found is None or not runs.is_job_of(self._run, found):
+            return replace(job, live=False)
+        return replace(job, live=found.live, word=found.word)
+
+
+def snapshot(run_dir: Path, live: bool | None = None) -> Snapshot:
+    """The run as it is now, its newest attempt, from its files.
+
+    `live` is what the scheduler says of its job, if it was asked: whether it runs or may run again.
+    """
+    return Watcher(run_dir).look(live)

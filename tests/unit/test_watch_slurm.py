@@ -1,0 +1,302 @@
+"""Watching a run of a cluster from elsewhere: its files say all but what the scheduler keeps for itself."""
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.errors import ConfigError
+from slurm.display import MOST_PAST, Ticker, render
+from slurm.runstate import SILENT_SECONDS
+from slurm.scheduler import Scheduler
+from slurm.snapshot import Past, Snapshot
+from slurm.view import watch
+from slurm.watcher import ASK_SECONDS, Watcher, snapshot
+from tests.fakes.clock import FakeClock
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import Decision, FakeAttempt, FakeRun
+from tests.fakes.scheduler import FakeScheduler
+
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2}
+PREEMPTED = "told to end (SIGTERM, agent.0): it goes on from its newest commit"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    made = FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING, cluster={"kind": "slurm"}))
+    made.submit("1")
+    return made
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    made = FakeScheduler()
+    made.submit("demo")
+    return made
+
+
+def an_attempt(run: FakeRun, name: str, steps: range) -> FakeAttempt:
+    attempt = run.attempt(name)
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.train("rl", steps)
+    return attempt
+
+
+def preempted(run: FakeRun, name: str, steps: range, decision: Decision = "requeued") -> FakeAttempt:
+    attempt = an_attempt(run, name, steps)
+    attempt.tell("draining", "agent.0", "SIGTERM")
+    attempt.all_roles("stopping", "stopped")
+    attempt.conclude(decision, PREEMPTED)
+    return attempt
+
+
+def shown(what: Snapshot, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render(what))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_job_is_queued_until_its_first_attempt_exists(run: FakeRun) -> None:
+    now = snapshot(run.root)
+    assert (now.state, now.ended, now.attempt) == ("queued", False, "")
+    assert "queued as job 1 …" in shown(now)
+    assert "job 1 · no attempt yet" in shown(now)
+    run.attempt("1-0")
+    assert snapshot(run.root).state == "meeting"
+
+
+def test_a_run_that_is_submitted_again_is_queued_and_the_earlier_job_is_history(run: FakeRun) -> None:
+    an_attempt(run, "1-0", range(1, 5)).fail("actor.0", 0)
+    run.submit("2")
+    now = snapshot(run.root)
+    assert (now.state, now.attempt, now.failure) == ("queued", "", None)
+    assert [(past.name, past.end) for past in now.past] == [("1-0", "failed")]
+
+
+@pytest.mark.parametrize(
+    ("decision", "live", "state"),
+    [
+        ("requeued", None, "queued"),
+        ("requeued", True, "queued"),
+        ("requeued", False, "interrupted"),
+        ("left", None, "left"),
+        ("left", True, "queued"),
+        ("left", False, "interrupted"),
+        ("stopped", None, "interrupted"),
+        ("stopped", True, "interrupted"),
+        ("finished", None, "finished"),
+    ],
+)
+def test_what_the_outcome_and_the_scheduler_say_of_an_attempt_that_was_told_to_end(
+    run: FakeRun, decision: Decision, live: bool | None, state: str
+) -> None:
+    preempted(run, "1-0", range(1, 5), decision)
+    assert snapshot(run.root, live).state == state
+
+
+@pytest.mark.parametrize(
+    ("decision", "live", "state"),
+    [
+        (None, None, "stopping"),
+        (None, True, "stopping"),
+        (None, False, "failed"),
+        ("requeued", None, "queued"),
+        ("stopped", None, "failed"),
+        ("left", False, "failed"),
+    ],
+)
+def test_what_they_say_of_an_attempt_that_failed(
+    run: FakeRun, decision: Decision | None, live: bool | None, state: str
+) -> None:
+    attempt = an_attempt(run, "1-0", range(1, 5))
+    attempt.fail("actor.0", 0)
+    if decision:
+        attempt.conclude(decision, "actor.0 was killed")
+    assert snapshot(run.root, live).state == state
+
+
+def test_an_attempt_that_drains_is_stopping_until_its_outcome_is_known(run: FakeRun) -> None:
+    attempt = an_attempt(run, "1-0", range(1, 5))
+    attempt.tell("draining", "agent.0", "SIGTERM")
+    attempt.all_roles("stopping", "stopped")
+    assert snapshot(run.root).state == "stopping"
+
+
+def test_the_attempt_is_shown_with_its_restart_and_those_before_it_with_their_ends(run: FakeRun) -> None:
+    preempted(run, "1-0", range(1, 5))
+    an_attempt(run, "1-1", range(5, 9)).tell("draining", "agent.0", "SIGTERM")
+    an_attempt(run, "1-2", range(9, 12))
+    now = snapshot(run.root)
+    assert now.state == "training"
+    text = shown(now)
+    assert "attempt 1-2 · restart 2 of 100" in text
+    assert "11 / 60" in text
+    assert [(past.name, past.end, past.why) for past in now.past] == [
+        ("1-0", "requeued", PREEMPTED),
+        ("1-1", "cut off", ""),
+    ]
+    for line in ("1-0", "requeued", PREEMPTED[:40], "1-1", "cut off"):
+        assert line in text
+
+
+def test_only_the_last_attempts_are_shown_and_the_others_counted(run: FakeRun) -> None:
+    for restart in range(MOST_PAST + 3):
+        preempted(run, f"1-{restart}", range(restart + 1, restart + 2))
+    text = shown(snapshot(run.root))
+    assert "3 earlier" in text
+    assert "1-2 " not in text
+    assert "1-3 " in text
+
+
+def test_a_rank_without_signs_of_life_is_named_with_its_roles_and_the_state_stays(run: FakeRun) -> None:
+    attempt = an_attempt(run, "1-0", range(1, 5))
+    attempt.live(3, time.time() - 95)
+    attempt.live(1, time.time())
+    attempt.leave(2)
+    now = snapshot(run.root)
+    assert (now.state, list(now.silent)) == ("training", [1])
+    text = shown(now)
+    assert "no sign of life from rank 1 (1:35): the node or its filesystem hangs" in text
+    assert [role.name for role in now.roles if role.silent] == [role.name for role in now.roles if role.rank == 1]
+    attempt.live(3, time.time() - SILENT_SECONDS + 5)
+    assert snapshot(run.root).silent == {}
+
+
+def test_nobody_expects_signs_of_life_from_an_attempt_that_is_over(run: FakeRun) -> None:
+    preempted(run, "1-0", range(1, 5)).live(3, time.time() - 1000)
+    assert snapshot(run.root).silent == {}
+
+
+def test_the_scheduler_is_asked_only_in_doubt_and_not_at_every_look(run: FakeRun, scheduler: FakeScheduler) -> None:
+    asked: list[float] = []
+    clock = FakeClock()
+
+    def find() -> Scheduler:
+        asked.append(clock.now())
+        return scheduler
+
+    watcher = Watcher(run.root, scheduler=find, clock=clock)
+    scheduler.set("1", "PENDING", "Resources")
+    assert "queued as job 1: PENDING (Resources) …" in shown(watcher.look())
+    watcher.look()
+    assert len(asked) == 1
+    clock.sleep(ASK_SECONDS)
+    assert watcher.look().state == "queued"
+    assert len(asked) == 2
+    attempt = an_attempt(run, "1-0", range(1, 5))
+    clock.sleep(ASK_SECONDS)
+    assert watcher.look().state == "training"
+    assert len(asked) == 2
+    attempt.live(1, time.time() - 1000)
+    scheduler.set("1", "NODE_FAIL")
+    assert watcher.look().state == "interrupted"
+
+
+@pytest.mark.parametrize("ending", ["CANCELLED", "forgotten", "another's"])
+def test_a_job_that_is_gone_from_the_queue_is_interrupted(run: FakeRun, scheduler: FakeScheduler, ending: str) -> None:
+    if ending == "another's":
+        scheduler = FakeScheduler()
+        scheduler.submit("somebody_elses")
+    elif ending == "forgotten":
+        scheduler.forget("1")
+    else:
+        scheduler.set("1", ending)
+    assert Watcher(run.root, scheduler=lambda: scheduler).look().state == "interrupted"
+
+
+def test_files_are_enough_where_the_scheduler_gives_no_answer(run: FakeRun, scheduler: FakeScheduler) -> None:
+    scheduler.fail("job")
+    assert Watcher(run.root, scheduler=lambda: scheduler).look().state == "queued"
+
+    def missing() -> Scheduler:
+        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH")
+
+    assert Watcher(run.root, scheduler=missing).look().state == "queued"
+
+
+def watched(run: FakeRun, moments: list[Callable[[], object]]) -> tuple[Snapshot, list[str]]:
+    """What is told of a run to which these things happen, one before each look."""
+
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            assert moments, "the run is over, and it is watched still"
+            moments.pop(0)()
+
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    last = watch(run.root, console, clock=Clock())
+    return last, console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_watching_goes_on_over_requeues_and_ends_with_the_run(run: FakeRun) -> None:
+    last, told = watched(
+        run,
+        [
+            lambda: preempted(run, "1-0", range(1, 5)),
+            lambda: an_attempt(run, "1-1", range(5, 9)).tell("draining", "agent.0", "SIGTERM"),
+            lambda: preempted(run, "1-2", range(9, 12), "left"),
+            lambda: an_attempt(run, "1-3", range(12, 61)),
+            lambda: run.finish(60),
+        ],
+    )
+    assert last.state == "finished"
+    heads = [line for line in told if not line.startswith(" ")]
+    assert heads == [
+        "demo: queued: queued as job 1 …",
+        "demo: queued: queued again as job 1 …",
+        "demo: attempt 1-1 · restart 1 of 100",
+        "demo: stopping",
+        "demo: left: job 1 was ended by the scheduler, or queued again; launchers/runs.py asks which",
+        "demo: attempt 1-3 · restart 3 of 100",
+        "demo: training",
+        "demo: finished",
+    ]
+    assert f"  attempt 1-0: requeued: {PREEMPTED}" in told
+    assert "  attempt 1-1: cut off" in told
+
+
+def test_watching_ends_with_a_job_that_stopped(run: FakeRun) -> None:
+    def fail() -> None:
+        attempt = an_attempt(run, "1-0", range(0))
+        attempt.fail("actor.0", 0)
+        attempt.conclude("stopped", "it failed before the first commit")
+
+    last, told = watched(run, [fail])
+    assert last.state == "failed"
+    assert any("killed by SIGKILL" in line for line in told)
+
+
+def test_lines_tell_of_silence_once_and_of_its_end(run: FakeRun) -> None:
+    attempt, ticker = an_attempt(run, "1-0", range(1, 5)), Ticker()
+    attempt.live(2, time.time())
+    before = ticker.lines(snapshot(run.root), 0.0)
+    assert not any("sign" in line for line in before)
+    attempt.live(2, time.time() - 90)
+    (line,) = ticker.lines(snapshot(run.root), 0.0)
+    assert line.startswith("  no sign of life from ranks 0 (1:30), 1 (1:30)")
+    assert ticker.lines(snapshot(run.root), 0.0) == []
+    attempt.live(1, time.time())
+    assert ticker.lines(snapshot(run.root), 0.0) == ["  rank 0 shows signs of life again"]
+
+
+def test_each_attempt_tells_its_roles_anew(run: FakeRun) -> None:
+    ticker = Ticker()
+    preempted(run, "1-0", range(1, 5))
+    ticker.lines(snapshot(run.root), 0.0)
+    an_attempt(run, "1-1", range(5, 9))
+    told = ticker.lines(snapshot(run.root), 0.0)
+    assert [line for line in told if "trainer.0" in line] == ["  trainer.0 on rank 1: ready"]
+
+
+def test_an_attempt_that_is_over_is_read_once(run: FakeRun) -> None:
+    preempted(run, "1-0", range(1, 5))
+    an_attempt(run, "1-1", range(5, 9))
+    watcher = Watcher(run.root)
+    before = watcher.look().past
+    run.attempt("9-9").paths.root.rmdir()
+    run.paths.attempt(run.identity.run_id, "1-0").outcome.unlink()
+    assert watcher.look().past == before == (Past("1-0", before[0].began, before[0].seconds, "requeued", PREEMPTED),)
