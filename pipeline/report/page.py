@@ -13,6 +13,7 @@ from pipeline import files
 from pipeline.failure import FirstFailure
 from pipeline.identity import flatten
 from pipeline.metrics import series
+from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
 from pipeline.report.history import Attempt, History
 from pipeline.report.style import STYLE
@@ -35,7 +36,7 @@ def page(history: History) -> str:
         _tiles(tiles(history)),
         _failure(history.failure) if history.failure else "",
         f'<h2>Numbers</h2><div class="charts">{"".join(_figure(chart) for chart in all_charts(history))}</div>',
-        _timelines(history.attempts),
+        _timelines(history),
         _config(history),
         _files(history),
     )
@@ -49,13 +50,15 @@ def page(history: History) -> str:
 
 
 def state_of(history: History) -> str:
-    """`finished`, `failed`, `interrupted`, `running` or `not started`."""
+    """`finished`, `failed`, `interrupted`, `queued`, `running` or `not started`."""
     if history.finished:
         return "finished"
     if not history.attempts:
         return "not started"
     last = history.attempts[-1]
-    if last.failure or "failed" in last.events:
+    if last.outcome and last.outcome.decision == "requeued":
+        return "queued"
+    if last.has_failed:
         return "failed"
     return "interrupted" if last.is_down else "running"
 
@@ -139,10 +142,12 @@ def _figure(chart: Chart, kind: str = "") -> str:
     return f'<figure class="{kind}">{words}{body}</figure>'
 
 
-def _timelines(attempts: tuple[Attempt, ...]) -> str:
-    drawn = "".join(_figure(timeline(attempt), "wide") for attempt in attempts)
+def _timelines(history: History) -> str:
+    drawn = "".join(_figure(timeline(attempt), "wide") for attempt in history.attempts)
     missing = '<div class="missing">no attempt has started a role yet</div>'
-    return f"<h2>Roles</h2>{drawn or missing}"
+    table = attempt_table(history)
+    attempts = f"<h2>Attempts</h2>{table}" if table else ""
+    return f"{attempts}<h2>Roles</h2>{drawn or missing}"
 
 
 def _config(history: History) -> str:

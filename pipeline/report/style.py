@@ -50,6 +50,7 @@ table { border-collapse: collapse; width: 100%; font-size: 13px; }
 td, th { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { overflow-wrap: anywhere; width: 50%; }
 th { color: var(--quiet); font-weight: 500; }
+.attempts td { width: auto; font-variant-numeric: tabular-nums; } .attempts td:nth-child(-n+5) { white-space: nowrap; }
 .columns { columns: 2 440px; column-gap: 36px; }
 .columns table { break-inside: avoid; margin-bottom: 22px; }
 footer { margin-top: 56px; font-size: 13px; color: var(--quiet); }

@@ -13,6 +13,7 @@ import pytest
 from pipeline import files
 from pipeline.errors import ConfigError
 from pipeline.report import history as histories
+from pipeline.report.attempts import attempt_lines
 from pipeline.report.charts import all_charts, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
 from pipeline.report.page import page, state_of, tiles, wall_seconds, write_report
@@ -189,6 +190,36 @@ def test_attempts_are_in_the_order_in_which_they_began(run: FakeRun) -> None:
         run.now += 10
         run.attempt(name).role("actor.0", 0, "starting")
     assert [attempt.name for attempt in read_history(run.root).attempts] == ["z-0", "a-0"]
+
+
+def test_the_attempts_are_listed_with_what_they_trained_and_how_they_ended(finished: FakeRun) -> None:
+    third = finished.attempt("9-0")
+    third.conclude("stopped", "the job was requeued <too> often")
+    finished.attempt("9-1")
+    first, second, *others = attempt_lines(read_history(finished.root))
+    assert first[0] == "local1-0"
+    assert first[3:] == ("sft 1–20, rl 1–40", "interrupted", "SIGTERM (agent.0)")
+    assert second[3:] == ("rl 41–60", "finished", "trainer.0")
+    assert [line[1:] for line in others if line[0] == "9-0"] == [
+        ("—", "—", "—", "stopped", "the job was requeued <too> often")
+    ]
+    assert [line[1:] for line in others if line[0] == "9-1"] == [("—", "—", "—", "—", "")]
+    text = page(read_history(finished.root))
+    assert text.count("<td>local1-0</td>") == 1
+    assert "requeued &lt;too&gt; often" in text
+
+
+def test_a_run_with_one_attempt_needs_no_list_of_them(run: FakeRun) -> None:
+    run.attempt("12-0")
+    assert "<h2>Attempts</h2>" not in page(read_history(run.root))
+
+
+def test_a_run_whose_failed_attempt_was_requeued_is_queued(run: FakeRun) -> None:
+    attempt = run.attempt("12-0")
+    attempt.fail("actor.0", 0)
+    assert state_of(read_history(run.root)) == "failed"
+    attempt.conclude("requeued", "try 1 without a new commit")
+    assert state_of(read_history(run.root)) == "queued"
 
 
 def test_smoothing_keeps_length_steps_and_a_constant() -> None:
