@@ -28,14 +28,17 @@ SUBMIT_SECONDS = 120.0
 
 
 def launch(
-    slurm: SlurmCluster, output: Path, name: str, *arguments: str, script: str = "submit.py"
+    slurm: SlurmCluster,
+    output: Path,
+    name: str,
+    *arguments: str,
+    script: str = "submit.py",
+    seconds: float = SUBMIT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """`launchers/submit.py` with a small run, from where this cluster's users log in; it need not succeed."""
     own = [*SMALL, "cluster=slurm", f"output={output}", f"name={name}"] if script == "submit.py" else []
     command = [sys.executable, str(ROOT / "launchers" / script), *own, *arguments]
-    return subprocess.run(
-        slurm.wrap(command), cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=SUBMIT_SECONDS
-    )
+    return subprocess.run(slurm.wrap(command), cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=seconds)
 
 
 class SlurmRun:

@@ -106,6 +106,7 @@ def test_each_node_has_one_rank_with_its_gpus_and_its_own_log(
     said = [f"> {job.job_id}-0 {rank} {RANKS} {gpus[rank]}" for rank in range(RANKS)]
     assert [lines(job, rank) for rank in range(RANKS)] == [[line, "> error"] for line in said]
     assert job.results() == [None] * RANKS
+    assert job.submission()._timeout_countdown < 0, "submitit would requeue the job by itself"
     assert slurm.job(job.job_id)["Comment"].strip() == "rollcall test-1"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.paths import RunPaths
 from pipeline.plan import Placement
 from pipeline.report.history import read_history
 from slurm.commands import SlurmCommands
@@ -36,13 +37,12 @@ def test_the_demo_runs_to_its_end_as_one_job_of_four_nodes(cluster: SlurmCluster
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "r").exists()
 
-    run = SlurmRun.start(cluster, tmp_path, "r", *GPUS)
-    assert f"submitted job {run.job}\n" in run.said
-    refused = launch(cluster, tmp_path, "r", "--detach", *GPUS)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert run.job in refused.stderr
-
-    fields = run.wait_for_end()
+    followed = launch(cluster, tmp_path, "r", *GPUS, seconds=300)
+    assert followed.returncode == 0, followed.stdout + followed.stderr
+    assert f"finished {STEPS} steps" in followed.stdout
+    run = SlurmRun(cluster, RunPaths(tmp_path / "r"))
+    assert f"submitted job {run.job}\n" in followed.stdout
+    fields = run.fields()
     assert (fields["JobState"], fields["Restarts"], fields["NumNodes"]) == ("COMPLETED", "0", "4"), run.output()
     assert_whole(run)
     outcome = run.outcome()
