@@ -49,7 +49,11 @@ def checkpoint(run: SlurmRun, chance: random.Random) -> None:
 
 def shutdown(run: SlurmRun, chance: random.Random) -> None:
     """Training has finished and the roles come down."""
-    _until(run, "training_finished", lambda: Events(run.attempts[-1]).seen("training_finished") is not None)
+
+    def told() -> bool:
+        return any(Events(attempt).seen("training_finished") for attempt in run.attempts)
+
+    _until(run, "training_finished", told)
 
 
 PHASES: dict[str, Callable[[SlurmRun, random.Random], None]] = {
