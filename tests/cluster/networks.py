@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.waiting import wait_for
-from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.slurm_cluster import SEARCH, SlurmCluster
 
 HEAD = "10.11.0.1"
 TOOLS = ("ip", "nsenter", "unshare", "mount")
@@ -25,7 +25,7 @@ TOOLS = ("ip", "nsenter", "unshare", "mount")
 
 def why_no_networks() -> str:
     """Why this machine permits no namespaces, as a sentence; empty if it does."""
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+    if missing := [tool for tool in TOOLS if shutil.which(tool, path=SEARCH) is None]:
         return f"no {', '.join(missing)} here: apt-get install iproute2 util-linux"
     # The same kinds that the cluster makes; a mount inside is what containers forbid most often.
     trial = [
@@ -37,7 +37,8 @@ def why_no_networks() -> str:
         "-c",
         "ip link add probe type bridge && mount --bind /tmp /mnt",
     ]
-    done = subprocess.run(trial, capture_output=True, text=True, timeout=20, check=False)
+    search = {**os.environ, "PATH": SEARCH}
+    done = subprocess.run(trial, env=search, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode == 0:
         return ""
     mend = "be root, or run the tests under: unshare --user --map-current-user --keep-caps"
@@ -77,6 +78,15 @@ class NetworkedCluster(SlurmCluster):
     def heal(self, node: int) -> None:
         """Put the node back on the network."""
         self._ip("head", f"link set to-node{node} up")
+
+    def lose_node(self, node: int) -> None:
+        """End all that runs on the node at one moment; to its peers it falls silent."""
+        self.cut(node)
+        super().lose_node(node)
+
+    def start_node(self, node: int) -> None:
+        self.heal(node)
+        super().start_node(node)
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
         return [*self._enter("head"), *argv]
@@ -127,7 +137,7 @@ class NetworkedCluster(SlurmCluster):
 
     def _ip(self, name: str, words: str) -> None:
         argv = [*self._enter(name), "ip", *words.split()]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=20, check=False)
         assert done.returncode == 0, f"{name}: ip {words}: {done.stderr.strip()}"
 
     def _release(self) -> None:

@@ -18,7 +18,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import DeadlineError
@@ -28,6 +28,8 @@ from tests.cluster.machine import Machine
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS = 30.0
+SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+"""Where daemons are found; an ordinary user's PATH leaves out the folders of the administrator."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
 CONFIG = """\
 ClusterName=rollcall
@@ -70,7 +72,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 def missing_commands() -> str:
     """What this machine lacks for a cluster, as a sentence; empty if nothing."""
-    missing = [command for command in COMMANDS if shutil.which(command) is None]
+    missing = [command for command in COMMANDS if shutil.which(command, path=SEARCH) is None]
     return f"no {', '.join(missing)} here: apt-get install slurm-wlm munge" if missing else ""
 
 
@@ -86,7 +88,7 @@ class SlurmCluster:
     def __init__(self, root: Path, *, nodes: int = 4, kill_wait: int = 30) -> None:
         self.root, self.nodes, self._kill_wait = root, nodes, kill_wait
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-        self.env = {**outer, "SLURM_CONF": str(root / "slurm.conf")}
+        self.env = {**outer, "PATH": SEARCH, "SLURM_CONF": str(root / "slurm.conf")}
         self._machines: dict[str, Machine] = {}
         self._ports: list[socket.socket] = []
 
@@ -152,15 +154,12 @@ class SlurmCluster:
         return [int(name.removeprefix("node")) for name in names]
 
     def wait_for_state(self, job: str, state: str, seconds: float) -> dict[str, str]:
-        """The fields of the job once it has this state; gives up as soon as it ended in another."""
+        """The fields of the job once it has this state; `AssertionError` as soon as it ended in another."""
+        return self._wait_for(job, f"be {state}", lambda fields: fields["JobState"] == state, seconds)
 
-        def reached() -> dict[str, str] | None:
-            fields = self.job(job)
-            if fields["JobState"] != state and fields["JobState"] in ENDED:
-                raise AssertionError(f"job {job} became {fields['JobState']} ({fields['Reason']}), not {state}")
-            return fields if fields["JobState"] == state else None
-
-        return wait_for(f"job {job} to be {state}", reached, seconds, missing=lambda: self.run("squeue", "--long"))
+    def wait_for_restart(self, job: str, restarts: int, seconds: float) -> dict[str, str]:
+        """The fields of the job once it was requeued so often; `AssertionError` as soon as it ended instead."""
+        return self._wait_for(job, f"restart ({restarts})", lambda fields: int(fields["Restarts"]) >= restarts, seconds)
 
     def node_states(self) -> dict[str, str]:
         """`{"node0": "idle"}`, with the marks that sinfo adds, as in `idle*`."""
@@ -186,7 +185,11 @@ class SlurmCluster:
         self._boot(f"node{node}", self.on_node(node, ["slurmd", "-D", "-N", f"node{node}"]))
 
     def lose_node(self, node: int) -> None:
-        """End slurmd and everything that its jobs run, at one moment, as when a machine loses power."""
+        """End slurmd and everything that its jobs run, at one moment, as when a machine loses power.
+
+        Only its peers' connections are reset at once, where a lost machine would be silent: an srun that is just
+        writing to it dies of SIGPIPE. `NetworkedCluster` is silent.
+        """
         self._machines.pop(f"node{node}").power_off()
 
     def processes(self, node: int) -> list[int]:
@@ -260,6 +263,17 @@ class SlurmCluster:
     def _describe(self) -> str:
         logs = [line for name in self._machines for line in tail(self.root / f"log/{name}.log", 3)]
         return "\n".join(["", *logs])
+
+    def _wait_for(
+        self, job: str, become: str, has: Callable[[Mapping[str, str]], bool], seconds: float
+    ) -> dict[str, str]:
+        def reached() -> dict[str, str] | None:
+            fields = self.job(job)
+            if not has(fields) and fields["JobState"] in ENDED:
+                raise AssertionError(f"job {job} became {fields['JobState']} ({fields['Reason']}): it did not {become}")
+            return fields if has(fields) else None
+
+        return wait_for(f"job {job} to {become}", reached, seconds, missing=lambda: self.run("squeue", "--long"))
 
     def _cancel_all(self) -> None:
         """So that commands which wait for jobs end; the processes are ended anyway."""

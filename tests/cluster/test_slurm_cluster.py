@@ -35,7 +35,7 @@ def test_a_requeued_job_keeps_its_id_and_counts_its_restarts(cluster):
     wait_for("the first life to speak", lambda: output.exists() and "life 0" in output.read_text(), 20)
     cluster.run("scontrol", "requeue", job)
     wait_for("the second life to speak", lambda: "life 1" in output.read_text(), 30)
-    assert cluster.job(job)["Restarts"] == "1"
+    assert cluster.wait_for_restart(job, 1, 1)["Restarts"] == "1"
     cluster.run("scancel", job)
     cluster.wait_for_state(job, "CANCELLED", 20)
     cluster.wait_until_idle()
@@ -76,12 +76,12 @@ def test_jobs_outlive_a_controller_that_goes_and_comes_back(cluster):
 
 
 def test_a_node_that_loses_power_takes_its_processes_along_and_its_job_starts_elsewhere(cluster):
-    job = cluster.submit("srun --kill-on-bad-exit=1 sleep 120", "--nodes=2", "--requeue")
+    job = cluster.submit("srun --input=none sleep 120", "--nodes=2", "--requeue")
     lost = cluster.nodes_of(cluster.wait_for_state(job, "RUNNING", 20))[-1]
     running = wait_for("the step to run there", lambda: _with_name(cluster.processes(lost), "sleep"), 20)
     cluster.lose_node(lost)
     assert not any(map(_exists, running))
-    wait_for("the job to be requeued", lambda: cluster.job(job)["Restarts"] == "1", 90)
+    cluster.wait_for_restart(job, 1, 90)
     assert lost not in cluster.nodes_of(cluster.wait_for_state(job, "RUNNING", 60))
     cluster.run("scancel", job)
     cluster.start_node(lost)
