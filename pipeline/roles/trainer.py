@@ -41,8 +41,10 @@ def main(arguments: list[str]) -> None:
     from pipeline import logs, process
     from pipeline.packing import Budget
     from pipeline.training.dispatch import Dispatch, lead_or_serve
+    from pipeline.training.ranks import end_with_lost_ranks
 
     process.die_with_parent()
+    end_with_lost_ranks()
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
     training = context.config.training

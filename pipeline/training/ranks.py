@@ -14,8 +14,11 @@ gathered and the world can go on. If they do not, they wait for the failed rank 
 connections break, and the controller, thrown out of the collective, finds the first failure in the store.
 """
 
+import os
 import pickle
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +40,26 @@ Operation = Callable[..., Any]
 Order = tuple[Operation, tuple[Any, ...]]
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
+
+
+LAST_WORDS_SECONDS = 3.0
+"""For a rank to tell what it saw when another was lost."""
+
+
+def end_with_lost_ranks() -> None:
+    """Have this process end soon after torchrun lost another rank of this node.
+
+    Torchrun tells the ranks that are left by TERM, and ends them 30 s later. The shield of roles blocks TERM, since
+    schedulers send it to everybody; so a thread takes it, and minds who sent it. Only for a process that is shielded.
+    """
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            continue
+        time.sleep(LAST_WORDS_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=listen, name="lost ranks", daemon=True).start()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from pipeline import process
 from pipeline.packing import Budget
 from pipeline.training.dispatch import Dispatch, lead_or_serve
+from pipeline.training.ranks import end_with_lost_ranks
 
 READY = "all ranks have met"
 
@@ -21,4 +22,5 @@ def lead(dispatch: Dispatch) -> None:
 
 if __name__ == "__main__":
     process.die_with_parent()
+    end_with_lost_ranks()
     lead_or_serve(lead, Budget(64))

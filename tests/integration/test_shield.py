@@ -22,6 +22,7 @@ from pipeline.plan import Placement
 from pipeline.process import Child, hold_port, tail
 from pipeline.roles import inference, redis
 from pipeline.tracking import WandbSink
+from pipeline.training.ranks import LAST_WORDS_SECONDS
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -61,10 +62,15 @@ def hears(process: psutil.Process) -> set[str]:
     return heard
 
 
+def assert_deaf(pid: int) -> None:
+    """Nothing of the family would be given a signal of the scheduler."""
+    heard = {process.name(): hears(process) for process in family(pid)}
+    assert {name: signals for name, signals in heard.items() if signals} == {}
+
+
 def storm(pid: int, seconds: float = 1.0) -> None:
     """Send all that schedulers send, again and again; everything that was there has to be there afterwards."""
     before = family(pid)
-    assert {process.name(): hears(process) for process in before if hears(process)} == {}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for process in before:
@@ -116,6 +122,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Sequence[str], Mapping[str, str], C
 
 def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child):
+        assert_deaf(child.pid)
         storm(child.pid)
         assert redis.answers(context.placement.address, context.placement.ports[0], context.world.secret)
         assert child.stop(STOP_SECONDS) == 0
@@ -127,6 +134,7 @@ def test_actor_and_preprocessor_outlive_a_storm_and_end_well_when_asked(tmp_path
     ) as attempt:
         children = [attempt.start("preprocessor"), attempt.start("actor")]
         for child in children:
+            assert_deaf(child.pid)
             storm(child.pid)
         assert [child.stop(STOP_SECONDS) for child in children] == [0, 0]
 
@@ -137,6 +145,7 @@ def test_a_server_that_starts_outlives_a_storm_and_ends_when_asked(
     command, variables, _ = server
     with started(command, tmp_path / "log", variables) as child:
         wait_for("its engine", lambda: len(family(child.pid)) > 1, START_SECONDS)
+        assert_deaf(child.pid)
         storm(child.pid)
         assert ends_when_asked(child)
 
@@ -147,6 +156,7 @@ def test_a_server_serves_through_a_storm_and_ends_well_when_asked(
     command, variables, healthy = server
     with started(command, tmp_path / "log", variables) as child:
         wait_for("the server", healthy, START_SECONDS)
+        assert_deaf(child.pid)
         storm(child.pid)
         assert healthy()
         processes = family(child.pid)
@@ -187,6 +197,16 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
         processes = family(agent.pid)
         assert len(processes) == 4
         os.kill(agent.pid, signal.SIGKILL)
+        wait_until_gone(processes)
+
+
+def test_torchrun_ends_soon_when_one_of_its_ranks_is_lost_but_not_in_a_storm(tmp_path: Path) -> None:
+    with started(TORCHRUN, tmp_path / "log") as child:
+        wait_for_text(tmp_path / "log", idle_ranks.READY, child)
+        storm(child.pid, LAST_WORDS_SECONDS + 1)
+        processes = family(child.pid)
+        max(processes, key=lambda process: process.pid).kill()
+        wait_for("torchrun to end", lambda: child.poll() is not None, STOP_SECONDS)
         wait_until_gone(processes)
 
 
