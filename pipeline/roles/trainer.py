@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> None:
             raise
 
     lead_or_serve(lead, budget, device=context.config.resources.device)
+    process.leave(0)
 
 
 if __name__ == "__main__":
