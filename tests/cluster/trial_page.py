@@ -36,16 +36,17 @@ class Trial(msgspec.Struct, kw_only=True):
     gap: float | None = None
     problem: str = ""
 
-    def cells(self) -> list[str]:
-        """Its row of the table."""
+    def cells(self, problem: str = "") -> list[str]:
+        """Its row of the table; `problem` is what only a comparison with the others tells."""
         accuracy = " → ".join(f"{value:.2f}" for value in self.accuracy)
         times = [f"{value:.0f} s" if value is not None else "—" for value in (self.cold, self.warm, self.gap)]
-        end = self.problem or f"{self.state}, every step once"
+        end = self.problem or problem or f"{self.state}, every step once"
         way = WAY_WORDS.get(self.way, "undisturbed")
         return [way, self.phase, self.place, self.outcome, self.resumed, *times, accuracy, end]
 
 
-RL = "training"
+MARGIN = 0.1
+"""Of the held-out accuracy: two standard deviations of 256 prompts, and the difference that other rollouts make."""
 HEAD = ["disturbed by", "phase", "at", "decision", "went on at", "cold", "warm", "gap", "held-out", "end"]
 COLD = "cold"
 """The `phase` of the run that only times a cold start of RL."""
@@ -53,18 +54,20 @@ INTRODUCTION = (
     "# Preemption trials",
     "",
     "Each row is one run on a real Slurm of four nodes on one machine (KillWait 30 s), submitted as a user does, "
-    "disturbed once and left to finish. `python -m tests.cluster.trials` makes them; with `--page docs/preemption.md` "
-    "it writes this page.",
+    "disturbed once and left to finish. `python -m tests.cluster.trials` makes them; with `--page "
+    "docs/preemption.md` it writes this page.",
     "",
-    "*at* is where the run was when it was disturbed, *went on at* the step from which its next attempt trained: what "
-    "lies between was trained again. *cold* and *warm* are the seconds from the start of an attempt to its first "
-    "optimizer step, of the first attempt and of the one that resumed; *gap* is the time from the disturbance to the "
-    "first optimizer step after it, with Slurm's own waiting. The first step of the warm start needs no server, that "
-    "of RL needs all of them: compare like with like.",
+    "*at* is where the run was when it was disturbed, *went on at* the step from which its next attempt trained: "
+    "what lies between was trained again; *commit open* says that a checkpoint was being written. *cold* and "
+    "*warm* are the seconds from the start of an attempt to its first optimizer step, of the first attempt and of"
+    " the one that resumed; *gap* is the time from the disturbance to the first optimizer step after it, with "
+    "Slurm's own waiting. The first step of the warm start needs no server, that of RL needs all of them: compare"
+    " like with like.",
     "",
-    "*every step once* means: `metrics.jsonl` has each step of the warm start and of RL exactly once, the ledger has "
-    "each position that was to be trained exactly once, the last checkpoint is of the last step, the model is "
-    "exported, there were exactly two attempts, and the job ended as COMPLETED.",
+    "*every step once* means: `metrics.jsonl` has each step of the warm start and of RL exactly once, the ledger "
+    "has each position that was to be trained exactly once, the last checkpoint is of the last step, the model is"
+    " exported, the held-out accuracy is in the band of the undisturbed runs (0.1 wider on both sides), there "
+    "were exactly two attempts, and the job ended as COMPLETED.",
     "",
 )
 
@@ -74,25 +77,45 @@ def page(trials: Sequence[Trial]) -> str:
     calm = [trial for trial in trials if not trial.way and trial.phase != COLD]
     cold = next((trial.cold for trial in trials if trial.phase == COLD), None)
     disturbed = sorted((trial for trial in trials if trial.way), key=_order)
-    rows = [HEAD, ["---"] * len(HEAD), *(trial.cells() for trial in [*calm, *disturbed])]
-    return "\n".join([*INTRODUCTION, *_summary(calm, disturbed, cold), "", *map(_row, rows)]) + "\n"
+    cells = [trial.cells(problem_of(trial, trials)) for trial in [*calm, *disturbed]]
+    rows = [HEAD, ["---"] * len(HEAD), *cells]
+    return "\n".join([*INTRODUCTION, *_summary(calm, disturbed, cold, trials), "", *map(_row, rows)]) + "\n"
 
 
-def _summary(calm: Sequence[Trial], disturbed: Sequence[Trial], cold: float | None) -> list[str]:
-    whole = [trial for trial in disturbed if not trial.problem]
+def problem_of(trial: Trial, trials: Sequence[Trial]) -> str:
+    """What is wrong with a trial, also beside the undisturbed ones: its accuracy at the end must be in their band."""
+    calm = [other.accuracy[-1] for other in trials if not other.way and other.accuracy]
+    if trial.problem or not trial.way or not calm:
+        return trial.problem
+    low, high = min(calm) - MARGIN, max(calm) + MARGIN
+    accuracy = trial.accuracy[-1] if trial.accuracy else 0.0
+    return "" if low <= accuracy <= high else f"accuracy outside {low:.2f} to {high:.2f}"
+
+
+def _summary(
+    calm: Sequence[Trial], disturbed: Sequence[Trial], cold: float | None, trials: Sequence[Trial]
+) -> list[str]:
+    whole = [trial for trial in disturbed if not problem_of(trial, trials)]
     lines = [f"- {len(whole)} of {len(disturbed)} disturbed runs ended as an undisturbed one does."]
     for name, some in (("undisturbed", calm), ("disturbed", whole)):
         last = [trial.accuracy[-1] for trial in some if trial.accuracy]
         if last:
             lines.append(f"- Held-out accuracy at the end of the {name} runs: {min(last):.2f} to {max(last):.2f}.")
     starts = [trial.cold for trial in [*calm, *disturbed] if trial.cold is not None]
-    lines += _compared("the warm start", median(starts) if starts else None, whole, RL, inside=False)
-    return [*lines, *_compared("RL", cold, whole, RL, inside=True)]
+    lines += _compared(
+        "the warm start", median(starts) if starts else None, [trial for trial in whole if not _in_rl(trial)]
+    )
+    return [*lines, *_compared("RL", cold, [trial for trial in whole if _in_rl(trial)])]
 
 
-def _compared(job: str, cold: float | None, trials: Sequence[Trial], name: str, *, inside: bool) -> list[str]:
+def _in_rl(trial: Trial) -> bool:
+    """Whether it went on in RL, whose first step needs servers."""
+    return trial.resumed.startswith("training")
+
+
+def _compared(job: str, cold: float | None, trials: Sequence[Trial]) -> list[str]:
     """One line: seconds to the first step of a job, cold and after a requeue."""
-    warm = [trial.warm for trial in trials if trial.warm is not None and trial.resumed.startswith(name) == inside]
+    warm = [trial.warm for trial in trials if trial.warm is not None]
     if cold is None or not warm:
         return []
     return [f"- First optimizer step of {job}: {cold:.0f} s after a cold start, {median(warm):.0f} s after a requeue."]

@@ -26,7 +26,7 @@ from pipeline.waiting import wait_for
 from tests.cluster.disturbances import PARTITIONS, PHASES, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
-from tests.cluster.trial_page import COLD, Trial, page
+from tests.cluster.trial_page import COLD, Trial, page, problem_of
 
 STEPS, WARM, PROMPTS = 30, 300, 16
 CONFIG = (
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.page:
         options.page.write_text(page(trials))
         print(options.page)
-    return 1 if any(trial.problem for trial in trials) else 0
+    return 1 if any(problem_of(trial, trials) for trial in trials) else 0
 
 
 def read_trials(results: Path) -> list[Trial]:
@@ -68,40 +68,55 @@ def read_trials(results: Path) -> list[Trial]:
 
 
 def _try(way: str, phase: str, seed: int, results: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="rollcall-trial-") as folder:
-        trial = _trial(way, phase, seed, Path(folder))
+    """Make one trial and keep its result, also when the trial itself breaks: that does not end the series."""
+    trial = Trial(way=way, phase=phase, seed=seed)
+    try:
+        with tempfile.TemporaryDirectory(prefix="rollcall-trial-") as folder:
+            _make(trial, Path(folder))
+    except Exception as error:  # noqa: BLE001 (it is the result)
+        trial.problem = " ".join(f"{type(error).__name__}: {error}".split())[:400]
     with results.open("ab") as file:
         file.write(msgspec.json.encode(trial) + b"\n")
     print(" | ".join(trial.cells()), flush=True)
 
 
-def _trial(way: str, phase: str, seed: int, folder: Path) -> Trial:
-    chance = random.Random(f"{way} {phase} {seed}")
-    trial = Trial(way=way, phase=phase, seed=seed)
+def _make(trial: Trial, folder: Path) -> None:
+    chance = random.Random(f"{trial.way} {trial.phase} {trial.seed}")
+    config = (*CONFIG, "training.warm_start.steps=0", "training.steps=3") if trial.phase == COLD else CONFIG
+    partition = f"cluster.partition={PARTITIONS.get(trial.way, 'low')}"
     with SlurmCluster(folder / "slurm") as slurm:
-        config = (*CONFIG, "training.warm_start.steps=0", "training.steps=3") if phase == COLD else CONFIG
-        partition = f"cluster.partition={PARTITIONS.get(way, 'low')}"
-        run = SlurmRun.start(slurm, folder, "r", *config, f"seed={seed}", partition)
-        clock = AttemptClock(run)
+        run = SlurmRun.start(slurm, folder, "r", *config, f"seed={trial.seed}", partition)
         try:
-            if way:
-                PHASES[phase](run, chance)
-                trial.place, disturbed = place(run), time.time()
-                clock.note()
-                WAYS[way](slurm, run, chance)
-                run.wait_for("the next attempt", lambda: len(run.attempts) > 1 or run.fields()["JobState"] == "PENDING")
-                _times(trial, run, clock, disturbed)
+            clock = AttemptClock(run)
+            if trial.way:
+                _disturb(trial, run, clock, chance)
             else:
                 run.wait_for("a first step", lambda: bool(run.rows() or run.rows(job="sft")))
                 clock.note()
                 trial.cold = clock.first_step(0)
             trial.state = run.wait_for_end(400)["JobState"]
-            if phase != COLD:
+            if trial.phase != COLD:
                 _examine(trial, run)
-        except Exception as error:  # noqa: BLE001 (a trial that breaks is a result)
-            trial.problem = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        except Exception:
             print(run.output(), file=sys.stderr)
-    return trial
+            raise
+
+
+def _disturb(trial: Trial, run: SlurmRun, clock: "AttemptClock", chance: random.Random) -> None:
+    """Do it, and wait for the first optimizer step of the next attempt."""
+    PHASES[trial.phase](run, chance)
+    trial.place, disturbed = place(run), time.time()
+    clock.note()
+    WAYS[trial.way](run.slurm, run, chance)
+    if trial.phase == "checkpoint" and _open_commits(run):
+        trial.place += ", commit open"
+    run.wait_for("the next attempt", lambda: len(run.attempts) > 1 or run.fields()["JobState"] == "PENDING")
+    _times(trial, run, clock, disturbed)
+
+
+def _open_commits(run: SlurmRun) -> list[str]:
+    """The checkpoints that are being written."""
+    return [folder.name for folder in run.run.checkpoints.glob("*-*") if not (folder / "COMMIT").exists()]
 
 
 def _examine(trial: Trial, run: SlurmRun) -> None:
