@@ -8,8 +8,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
 
+# The cluster tests mostly wait for Slurm, so three files of them run at a time.
 test: $(VENV)/.installed check
-	$(BIN)/python -m pytest -m "not trial and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not trial and not gpu and not cluster" $(ARGS)
+	$(BIN)/python -m pytest -m "cluster and not trial" -n 3 --dist loadfile $(ARGS)
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit $(ARGS)
