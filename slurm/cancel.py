@@ -6,21 +6,18 @@ signal no process that does not hold the run's own lock, and to wait only so lon
     python launchers/cancel.py run=<name or directory>      python launchers/cancel.py sweep=<name or directory>
 """
 
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from pipeline.checkpoints import newest_committed
-from pipeline.errors import ConfigError, RollcallError
+from pipeline.errors import RollcallError
 from pipeline.paths import RunPaths
 from pipeline.report.history import find_run, read_config
 from pipeline.waiting import CLOCK, Clock, wait_for
-from slurm import manifest, runs
+from slurm import locks, manifest, runs
 from slurm.commands import find_slurm
 from slurm.scheduler import Scheduler
 from slurm.supervisor import longest_descent
@@ -113,35 +110,5 @@ def _end_local(run: RunPaths) -> Ending | None:
 
 def _holders(run: RunPaths) -> list[psutil.Process]:
     """The processes that hold the run's locks: its launcher, then its job's controller."""
-    found = [holder(run, lock) for lock in (run.lock, run.job_lock)]
+    found = [locks.holder(lock) for lock in (run.lock, run.job_lock)]
     return [process for process in found if process is not None]
-
-
-def holder(run: RunPaths, lock: Path) -> psutil.Process | None:
-    """The process that holds this lock; None when nobody does.
-
-    The lock's text names it, and it must have the lock's file open: a number that another process got since is nobody.
-    Raises `ConfigError` when it is on another machine or cannot be told.
-    """
-    if not lock.exists() or not runs.is_held(lock):
-        return None
-    text = lock.read_text().strip()
-    signed = re.fullmatch(r"pid (\d+) on (\S+)", text)
-    if signed is None or signed[2] != os.uname().nodename:
-        place = signed[2] if signed else f"an unknown machine ({text})"
-        raise ConfigError("run", str(run.root), "a run of this machine", f"it runs on {place}: cancel it there")
-    process = _opener(int(signed[1]), lock)
-    if process is None and runs.is_held(lock):
-        mend = f"{lock} is held, but not by {text}, or not by a process of yours: end its job by hand"
-        raise ConfigError("run", str(run.root), "a run whose launcher can be told", mend)
-    return process
-
-
-def _opener(pid: int, path: Path) -> psutil.Process | None:
-    """This process, if it has the file open."""
-    try:
-        process = psutil.Process(pid)
-        opened = {file.path for file in process.open_files()}
-    except psutil.Error:
-        return None
-    return process if str(path.resolve()) in opened else None

@@ -145,7 +145,7 @@ class Overview:
             return queued.live
         if job and job.kind == "slurm":
             return None if self._trouble or self._make is None else False
-        return run.job_lock.exists() and runs.is_held(run.job_lock)
+        return runs.is_live_here(run)
 
 
 def _found(output: Path, name: str) -> list[Path]:

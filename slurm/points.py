@@ -5,7 +5,6 @@ Promises that a look writes nothing, that one wrong point is an error which name
 changes its config. Must not know how a run is submitted.
 """
 
-import fcntl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from pipeline.models import located
 from pipeline.paths import RunPaths, SweepPaths
 from pipeline.plan import Plan
 from pipeline.report.history import read_config
-from slurm import manifest, runs
+from slurm import locks, manifest, runs
 from slurm.compose import Expansion, compose_config
 from slurm.manifest import Manifest, Point
 from slurm.scheduler import Scheduler
@@ -102,19 +101,11 @@ def claimed(prepared: Prepared) -> Iterator[None]:
         expected = "a directory this user can write"
         raise ConfigError("output", str(paths.root.parent), expected, error.strerror or str(error)) from None
     with lock:
-        if not _locked(lock.fileno()) or manifest.read(paths) != prepared.found:
+        if not locks.take(lock.fileno(), paths.lock) or manifest.read(paths) != prepared.found:
             mend = "wait for it, then submit again"
             raise RunStateError("name", paths.root.name, "a sweep that nobody else is submitting", mend)
         files.write_document(paths.manifest, prepared.manifest)
         yield
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextmanager
@@ -166,4 +157,4 @@ def _is_live(run: RunPaths, scheduler: FindScheduler) -> bool:
     job = runs.submitted_job(run)
     if job and job.kind == "slurm":
         return runs.live_job(run, scheduler()) is not None
-    return run.job_lock.exists() and runs.is_held(run.job_lock)
+    return runs.is_live_here(run)

@@ -10,7 +10,6 @@ that `examine` writes nothing. A job that cannot be asked about counts as live.
 """
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -29,6 +28,7 @@ from pipeline.identity import differences, digest
 from pipeline.models import located
 from pipeline.paths import RunPaths, SweepPaths
 from pipeline.records import RunIdentity, SubmittedJob
+from slurm import locks
 from slurm.commands import find_slurm, my_name
 from slurm.scheduler import PENDING, QueuedJob, Scheduler
 
@@ -156,30 +156,25 @@ def _refuse_unwritable(run: RunPaths) -> None:
 def held_by_job(run: RunPaths) -> Iterator[None]:
     """Mark the run as live for as long as its job runs, which may be longer than its launcher."""
     with run.job_lock.open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _sign(lock.fileno())
+        if not locks.take(lock.fileno(), run.job_lock):
+            raise BlockingIOError(errno.EWOULDBLOCK, f"held by {locks.signed(run.job_lock)}", str(run.job_lock))
         yield
 
 
 def has_job(run: RunPaths) -> bool:
     """Whether a job of this run may be alive: nobody took its lock yet, or somebody holds it."""
-    return not run.job_lock.exists() or is_held(run.job_lock)
+    return not run.job_lock.exists() or locks.is_held(run.job_lock)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process holds this lock, on whatever machine the filesystem tells of."""
-    with path.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def is_live_here(run: RunPaths) -> bool:
+    """Whether a launcher or a local job is at this run: a launcher that is starting holds its own lock first."""
+    return locks.is_held(run.lock) or locks.is_held(run.job_lock)
 
 
 def _refuse_live(run: RunPaths, config: RunConfig, *paths: Path) -> None:
     """Raise `RunStateError` if anybody holds one of these locks."""
     for path in paths:
-        if path.exists() and is_held(path):
+        if locks.is_held(path):
             raise _live(run, config, _launcher(path))
 
 
@@ -204,20 +199,12 @@ def _describe(queued: QueuedJob) -> str:
 
 
 def _lock(descriptor: int, run: RunPaths, config: RunConfig) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _live(run, config, _launcher(run.lock)) from None
-    _sign(descriptor)
-
-
-def _sign(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"pid {os.getpid()} on {os.uname().nodename}\n".encode())
+    if not locks.take(descriptor, run.lock):
+        raise _live(run, config, _launcher(run.lock))
 
 
 def _launcher(lock: Path) -> str:
-    return f"launcher: {lock.read_text().strip() or 'unknown'}"
+    return f"launcher: {locks.signed(lock)}"
 
 
 def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:

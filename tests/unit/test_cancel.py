@@ -12,7 +12,8 @@ from pipeline import files
 from pipeline.errors import ConfigError, DeadlineError, SchedulerError
 from pipeline.paths import SweepPaths
 from slurm import manifest, runs
-from slurm.cancel import cancel, holder, main
+from slurm.cancel import cancel, main
+from slurm.locks import holder
 from slurm.scheduler import RUNNING, Scheduler
 from tests.fakes.clock import FakeClock
 from tests.fakes.run_directory import FakeRun
@@ -144,7 +145,7 @@ def test_a_run_that_nobody_runs_has_nothing_to_cancel(run: FakeRun, capsys: pyte
 def test_a_process_that_got_the_number_of_a_launcher_is_left_alone(run: FakeRun) -> None:
     lock = run.paths.lock
     lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
-    assert holder(run.paths, lock) is None
+    assert holder(lock) is None
 
 
 def test_a_held_lock_whose_text_names_another_process_is_an_error(
