@@ -32,6 +32,7 @@ OURS: Mapping[str, str] = {
     "error": "the output is in the run directory",
     "exclude": "set cluster.exclude",
     "exclusive": "set cluster.exclusive",
+    "gres": "set resources.trainer.gpus, resources.inference.gpus and cluster.gpu_type",
     "gpus": "set resources.trainer.gpus and resources.inference.gpus",
     "gpus-per-node": "set resources.trainer.gpus, resources.inference.gpus and cluster.gpu_type",
     "gpus-per-socket": "set resources.trainer.gpus and resources.inference.gpus",
@@ -42,6 +43,7 @@ OURS: Mapping[str, str] = {
     "mail-type": "set cluster.mail_type",
     "mail-user": "set cluster.mail_user",
     "mem": "set cluster.memory",
+    "no-kill": "a job that lost a node must be requeued, not go on",
     "no-requeue": "set cluster.max_restarts=0",
     "nodelist": "set cluster.nodelist",
     "nodes": "set resources.nodes, or those of the roles",
@@ -59,6 +61,7 @@ OURS: Mapping[str, str] = {
     "requeue": "set cluster.max_restarts",
     "reservation": "set cluster.reservation",
     "signal": "set cluster.notice_seconds",
+    "tasks-per-node": "one agent runs on each node",
     "test-only": "use --dry-run",
     "time": "set cluster.time",
     "usage": "it queues nothing",
@@ -77,10 +80,28 @@ step (22.05 counts the offset of the component twice)."""
 
 @dataclass(frozen=True)
 class Component:
-    """A part of the allocation whose nodes are alike: what sbatch is asked for, and the CPUs of each of its agents."""
+    """A part of the allocation whose nodes are alike: all of it, or one half of a heterogeneous job.
 
-    options: Mapping[str, Value]
+    Attributes:
+        nodes: how many; `seats` are of the roles among them, and any node may get any seat.
+        partition: empty for the site's own; so are `constraint`, `memory` and `nodelist`.
+        cpus: those of each node's agent and its roles.
+        gpu_type: of its GPUs; empty for any.
+    """
+
+    nodes: int
+    seats: tuple[Seat, ...]
+    partition: str
+    constraint: str
+    memory: str
     cpus: int
+    nodelist: str = ""
+    gpu_type: str = ""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that each of its nodes must have."""
+        return max((seat.gpus for seat in self.seats), default=0)
 
 
 def batch_file(
@@ -92,12 +113,13 @@ def batch_file(
     for an option in `cluster.sbatch` that contradicts ours, and for what a batch file cannot hold.
     """
     _check_path(folder)
-    parts = components(config, plan, run_id)
+    parts = components(config, plan)
     extras = _extras(config.cluster.sbatch)
-    script = {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
-    directives = [
-        _directives({**part.options, **extras, **({} if index else script)}) for index, part in enumerate(parts)
-    ]
+    directives = []
+    for index, part in enumerate(parts):
+        first = {} if index else {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
+        mail = {} if index else {"mail-user": config.cluster.mail_user, "mail-type": config.cluster.mail_type}
+        directives.append(_directives({**_shared(config, run_id), **mail, **_options(part), **extras, **first}))
     sections = [
         ["#!/bin/bash"],
         "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives).split("\n"),
@@ -109,35 +131,32 @@ def batch_file(
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
-def components(config: RunConfig, plan: Plan, run_id: str) -> tuple[Component, ...]:
+def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
     """The parts of the allocation in the order of their ranks: one, or the services' and then the others'."""
     cluster, resources = config.cluster, config.resources
-    shared: dict[str, Value] = {
-        "job-name": config.name,
-        "comment": f"rollcall {run_id}",
-        "requeue": cluster.max_restarts > 0,
-        "no-requeue": cluster.max_restarts == 0,
-        "signal": f"USR2@{cluster.notice_seconds}" if cluster.notice_seconds else "",
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "time": cluster.time,
-        "reservation": cluster.reservation,
-        "exclude": cluster.exclude,
-        "exclusive": cluster.exclusive,
-    }
-    mail = {"mail-user": cluster.mail_user, "mail-type": cluster.mail_type}
-    kind = {"constraint": cluster.constraint, "nodelist": cluster.nodelist, "mem": cluster.memory}
-    if resources.layout == "one":
-        shape = _shape(plan.seats, plan.ranks, resources, cluster.cpus, cluster.gpu_type)
-        return (_component(shared, mail, kind, shape),)
-    services, others = split(plan)
-    own = cluster.services
-    first = {"partition": own.partition or cluster.partition, "constraint": own.constraint, "mem": own.memory}
-    return (
-        _component(shared, mail, first, _shape(services, len(services), resources, own.cpus)),
-        _component(shared, kind, _shape(others, plan.ranks - len(services), resources, cluster.cpus, cluster.gpu_type)),
+    services, others = split(plan) if resources.layout == "het" else ((), plan.seats)
+    last = Component(
+        nodes=plan.ranks - len(services),
+        seats=others,
+        partition=cluster.partition,
+        constraint=cluster.constraint,
+        memory=cluster.memory,
+        cpus=cluster.cpus or _most_cpus(others, resources),
+        nodelist=cluster.nodelist,
+        gpu_type=cluster.gpu_type,
     )
+    if not services:
+        return (last,)
+    own = cluster.services
+    first = Component(
+        nodes=len(services),
+        seats=services,
+        partition=own.partition or cluster.partition,
+        constraint=own.constraint,
+        memory=own.memory,
+        cpus=own.cpus or _most_cpus(services, resources),
+    )
+    return first, last
 
 
 def split(plan: Plan) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
@@ -161,23 +180,41 @@ def _cpus(slot: Slot, resources: ResourcesConfig) -> int:
     return resources.inference.threads if slot.role == "inference" else 1
 
 
-def _shape(
-    seats: Sequence[Seat], nodes: int, resources: ResourcesConfig, cpus: int, gpu_type: str = ""
-) -> dict[str, Value]:
-    """Nodes that are alike: each must suit every seat, since any rank may get any of them."""
-    gpus = max(seat.gpus for seat in seats)
-    kind = f"{gpu_type}:" if gpu_type else ""
+def _most_cpus(seats: Sequence[Seat], resources: ResourcesConfig) -> int:
+    return max(cpus_needed(seat, resources) for seat in seats)
+
+
+def _shared(config: RunConfig, run_id: str) -> dict[str, Value]:
+    """The options that all components have."""
+    cluster = config.cluster
     return {
-        "nodes": nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": cpus or max(cpus_needed(seat, resources) for seat in seats),
-        "gpus-per-node": f"{kind}{gpus}" if gpus else "",
+        "job-name": config.name,
+        "comment": f"rollcall {run_id}",
+        "requeue": cluster.max_restarts > 0,
+        "no-requeue": cluster.max_restarts == 0,
+        "signal": f"USR2@{cluster.notice_seconds}" if cluster.notice_seconds else "",
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "time": cluster.time,
+        "reservation": cluster.reservation,
+        "exclude": cluster.exclude,
+        "exclusive": cluster.exclusive,
     }
 
 
-def _component(*options: Mapping[str, Value]) -> Component:
-    merged = {key: value for part in options for key, value in part.items()}
-    return Component(options=merged, cpus=int(merged["cpus-per-task"]))
+def _options(part: Component) -> dict[str, Value]:
+    """The options of one component."""
+    kind = f"{part.gpu_type}:" if part.gpu_type else ""
+    return {
+        "partition": part.partition,
+        "constraint": part.constraint,
+        "nodelist": part.nodelist,
+        "mem": part.memory,
+        "nodes": part.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": part.cpus,
+        "gpus-per-node": f"{kind}{part.gpus}" if part.gpus else "",
+    }
 
 
 def _extras(given: Mapping[str, Value]) -> dict[str, Value]:

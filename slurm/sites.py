@@ -9,13 +9,12 @@ as wrong; what only waits until a node is mended does not.
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import RunConfig, nearest
 from pipeline.errors import ConfigError, PlanError, SchedulerError
 from pipeline.plan import Plan, Seat
-from slurm.allocation import split
+from slurm.allocation import Component, components
 from slurm.scheduler import Nodes, Partition, Scheduler
 from slurm.supervisor import longest_descent
 
@@ -24,26 +23,17 @@ _NO_SUCH_NODES = "Requested node configuration is not available"
 """What Slurm says of nodes that do not exist, and when it is only asked, of nodes that are down too."""
 
 
-@dataclass(frozen=True)
-class Component:
-    """Nodes of the job that are alike: all of it, or one part of a heterogeneous job. `key` names its partition."""
-
-    key: str
-    partition: str
-    nodes: int
-    seats: tuple[Seat, ...]
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that each of its nodes must have."""
-        return max((seat.gpus for seat in self.seats), default=0)
-
-
 def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: str) -> None:
     """Raise `ConfigError` for the first reason why the job cannot run here; `batch_text` is the whole batch file."""
     try:
         partitions = scheduler.partitions()
-        chosen = [part for component in components(config, plan) for part in _check(component, partitions, config)]
+        parts = components(config, plan)
+        keys = _partition_keys(config, len(parts))
+        chosen = [
+            partition
+            for key, part in zip(keys, parts, strict=True)
+            for partition in _check(key, part, partitions, config)
+        ]
         _check_account(config, scheduler)
         _check_batch(batch_text, chosen, scheduler)
     except SchedulerError as error:
@@ -69,21 +59,8 @@ def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
     ]
 
 
-def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
-    """The parts of the job, in the order of the batch file."""
-    cluster = config.cluster
-    if config.resources.layout == "one":
-        return (Component("cluster.partition", cluster.partition, plan.ranks, plan.seats),)
-    services, others = split(plan)
-    apart = "cluster.services.partition" if cluster.services.partition else "cluster.partition"
-    return (
-        Component(apart, cluster.services.partition or cluster.partition, len(services), services),
-        Component("cluster.partition", cluster.partition, plan.ranks - len(services), others),
-    )
-
-
 def seconds_of(time: str) -> int | None:
-    """Seconds of a time as Slurm writes and reads it; None for no limit (`infinite`) and for no time at all.
+    """Seconds of a time as Slurm writes and reads it; None for no limit (`infinite`, or 0) and for no time at all.
 
     `90` is minutes, `90:30` minutes and seconds, `1-12` days and hours, `1-12:30` days, hours and minutes.
     """
@@ -92,22 +69,32 @@ def seconds_of(time: str) -> int | None:
         return None
     first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
     if found["days"] is not None:
-        return ((int(found["days"]) * 24 + first) * 60 + second) * 60 + third
-    if found["third"] is not None:
-        return (first * 60 + second) * 60 + third
-    return first * 60 + second
+        seconds = ((int(found["days"]) * 24 + first) * 60 + second) * 60 + third
+    elif found["third"] is not None:
+        seconds = (first * 60 + second) * 60 + third
+    else:
+        seconds = first * 60 + second
+    return seconds or None
 
 
-def _check(component: Component, partitions: Sequence[Partition], config: RunConfig) -> list[Partition]:
+def _partition_keys(config: RunConfig, parts: int) -> tuple[str, ...]:
+    """The key that names the partition of each component."""
+    own = "cluster.partition"
+    if parts == 1:
+        return (own,)
+    return ("cluster.services.partition" if config.cluster.services.partition else own), own
+
+
+def _check(key: str, component: Component, partitions: Sequence[Partition], config: RunConfig) -> list[Partition]:
     """The partitions that the component may run in: of several, with commas between, Slurm uses any that fits."""
-    chosen = _find(component, partitions)
+    chosen = _find(key, component.partition, partitions)
     refusals = []
     for partition in chosen:
         try:
-            _check_up(component, partition, partitions)
-            _check_gpus(component, partition, partitions, config)
-            _check_nodes(component, partition, config)
-            _check_time(component, partition, config)
+            _check_up(key, partition, partitions)
+            _check_gpus(key, component, partition, partitions, config)
+            _check_nodes(key, component, partition, config)
+            _check_time(partition, config)
         except ConfigError as error:
             refusals.append(error)
     if len(refusals) == len(chosen):
@@ -115,20 +102,20 @@ def _check(component: Component, partitions: Sequence[Partition], config: RunCon
     return chosen
 
 
-def _find(component: Component, partitions: Sequence[Partition]) -> list[Partition]:
+def _find(key: str, wanted: str, partitions: Sequence[Partition]) -> list[Partition]:
     by_name = {partition.name: partition for partition in partitions}
     names = list(by_name)
-    if not component.partition:
+    if not wanted:
         default = [partition for partition in partitions if partition.default]
         if not default:
             expected = "a partition, since this site has no default"
-            raise ConfigError(component.key, "", expected, f"choose from: {', '.join(names)}")
+            raise ConfigError(key, "", expected, f"choose from: {', '.join(names)}")
         return default
-    wanted = component.partition.split(",")
-    for name in wanted:
+    chosen = wanted.split(",")
+    for name in chosen:
         if name not in names:
-            raise _unknown(component.key, name, "a partition of this cluster", names)
-    return [by_name[name] for name in wanted]
+            raise _unknown(key, name, "a partition of this cluster", names)
+    return [by_name[name] for name in chosen]
 
 
 def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigError:
@@ -138,22 +125,24 @@ def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigErr
     return ConfigError(key, value, expected + known, mend)
 
 
-def _check_up(component: Component, partition: Partition, partitions: Sequence[Partition]) -> None:
+def _check_up(key: str, partition: Partition, partitions: Sequence[Partition]) -> None:
     if not partition.up:
         others = ", ".join(other.name for other in partitions if other.up)
         mend = f"choose from: {others}" if others else "none is; ask those who run the cluster"
-        raise ConfigError(component.key, partition.name, "a partition that is up", mend)
+        raise ConfigError(key, partition.name, "a partition that is up", mend)
 
 
-def _check_gpus(component: Component, partition: Partition, partitions: Sequence[Partition], config: RunConfig) -> None:
+def _check_gpus(
+    key: str, component: Component, partition: Partition, partitions: Sequence[Partition], config: RunConfig
+) -> None:
     """Insist that some node of the partition has the GPUs that the largest seat needs."""
-    wanted, kind = component.gpus, config.cluster.gpu_type
+    wanted, kind = component.gpus, component.gpu_type
     if not wanted:
         return
     if not partition.gpus:
         others = ", ".join(other.name for other in partitions if other.gpus) or "none of this cluster"
         expected = f"a partition whose nodes have GPUs, since {_greediest(component).name} needs {wanted}"
-        raise ConfigError(component.key, partition.name, expected, f"those that do: {others}")
+        raise ConfigError(key, partition.name, expected, f"those that do: {others}")
     kinds = sorted({name for nodes in partition.kinds for name in nodes.gpus if name})
     if kind and kind not in kinds:
         if not kinds:
@@ -162,15 +151,15 @@ def _check_gpus(component: Component, partition: Partition, partitions: Sequence
         raise _unknown("cluster.gpu_type", kind, f"a type of GPU of partition {partition.name}", kinds)
     most = max(_gpus(nodes, kind) for nodes in partition.kinds)
     if wanted > most:
-        key, count, mend = _what_asks(component, config)
+        asks, count, mend = _what_asks(component, config)
         what = f"{kind} GPUs" if kind else "GPUs"
         expected = f"at most {most} {what} for each node, as partition {partition.name} has, not {wanted}"
-        raise PlanError(key, count, expected, mend)
+        raise PlanError(asks, count, expected, mend)
 
 
-def _check_nodes(component: Component, partition: Partition, config: RunConfig) -> None:
+def _check_nodes(key: str, component: Component, partition: Partition, config: RunConfig) -> None:
     """Insist on enough nodes that have those GPUs; nodes that are down count, since they may be mended."""
-    wanted, kind = component.gpus, config.cluster.gpu_type
+    wanted, kind = component.gpus, component.gpu_type
     there = sum(nodes.count for nodes in partition.kinds if _gpus(nodes, kind) >= wanted)
     if component.nodes <= there:
         return
@@ -184,20 +173,21 @@ def _check_nodes(component: Component, partition: Partition, config: RunConfig) 
     with_gpus = f" with {wanted} {kind or 'GPU'}{'' if wanted == 1 or kind else 's'}" if wanted else ""
     expected = f"at most {there}, the nodes{with_gpus} of partition {partition.name}"
     if resources.nodes:
-        raise PlanError("resources.nodes", resources.nodes, expected, f"lower it, or set another {component.key}")
-    counts = ", ".join(f"{key} ({count})" for key, count in parts.items() if count)
-    mend = f"lower one of {counts}, or set another {component.key}"
+        raise PlanError("resources.nodes", resources.nodes, expected, f"lower it, or set another {key}")
+    counts = ", ".join(f"{name} ({count})" for name, count in parts.items() if count)
+    mend = f"lower one of {counts}, or set another {key}"
     raise PlanError("resources", f"{component.nodes} nodes", expected, mend)
 
 
-def _check_time(component: Component, partition: Partition, config: RunConfig) -> None:
+def _check_time(partition: Partition, config: RunConfig) -> None:
     """Insist on a time limit that the partition allows. A quality of service may allow more than that; then Slurm says.
 
     The notice must come after the start, or every attempt would be told to end as it begins.
     """
     cluster = config.cluster
     limit, wanted = seconds_of(partition.time_limit), seconds_of(cluster.time)
-    if wanted is not None and limit is not None and wanted > limit and not cluster.qos:
+    too_long = bool(cluster.time) and limit is not None and (wanted is None or wanted > limit)
+    if too_long and not cluster.qos:
         expected = f"at most {partition.time_limit}, the limit of partition {partition.name}"
         mend = "a requeued job gets its time anew, so a run may take longer than one attempt"
         raise ConfigError("cluster.time", cluster.time, expected, mend)

@@ -42,11 +42,11 @@ ONE = """\
 #SBATCH --comment='rollcall demo-1f3a'
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
-#SBATCH --partition=gpu
 #SBATCH --account=lab
 #SBATCH --time=4:00:00
 #SBATCH --mail-user=me@example.org
 #SBATCH --mail-type=END,FAIL
+#SBATCH --partition=gpu
 #SBATCH --mem=64G
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -164,7 +164,7 @@ def test_every_node_has_the_cpus_of_the_most_demanding_seat() -> None:
     config = config_of(resources)
     plan = make_plan(config)
     assert [cpus_needed(seat, config.resources) for seat in plan.seats] == [4, 7, 13]
-    assert [part.cpus for part in components(config, plan, "r")] == [13]
+    assert [part.cpus for part in components(config, plan)] == [13]
 
 
 def test_cpus_that_are_set_are_taken() -> None:
@@ -198,6 +198,9 @@ def test_features_of_the_gpu_nodes_are_not_asked_of_the_services() -> None:
         ("output", "run directory"),
         ("partition", "set cluster.partition"),
         ("part", "set cluster.partition"),
+        ("gres", "resources.trainer.gpus"),
+        ("tasks-per-node", "one agent"),
+        ("no_kill", "requeued"),
         ("mail_type", "cluster.mail_type"),
         ("gpus-per-node", "cluster.gpu_type"),
         ("wait", "leave --detach out"),

@@ -38,7 +38,8 @@ def with_gpus(inference: int, servers: int = 1, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [
-        ("0", 0),
+        ("0", None),
+        ("0:00", None),
         ("90", 5400),
         ("90:30", 5430),
         ("1:02:03", 3723),
@@ -115,6 +116,7 @@ def test_a_job_that_fits_is_tried_out_with_its_whole_file() -> None:
             r"time='12:00:01': .*at most 12:00:00, the limit of partition gpu",
         ),
         ({"time": "1-0:0:1"}, {}, r"time='1-0:0:1': .*at most 1-00:00:00, the limit of partition cpu"),
+        ({"time": "0"}, {}, r"time='0': .*at most 1-00:00:00, the limit of partition cpu"),
         ({"time": "2", "notice_seconds": 120}, {}, r"notice_seconds=120: .*less than the time limit .* is 120 s"),
     ],
 )
@@ -186,6 +188,10 @@ def test_a_site_without_a_default_partition_wants_one_named() -> None:
 
 def test_a_quality_of_service_may_allow_more_time_than_the_partition() -> None:
     check(partition="gpu", time="2-0", qos="long")
+
+
+def test_no_time_limit_may_be_asked_for_where_the_partition_has_none() -> None:
+    check(partition="plain", time="0")
 
 
 def test_an_account_is_checked_where_there_is_accounting() -> None:
