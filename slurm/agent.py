@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,20 +53,20 @@ class Agent:
 
     def __call__(self) -> End:
         """The end of this attempt; raises `RollcallError` (exit code 1) if it failed."""
+        notice = note_signals()
         process.die_with_parent()
         process.adopt_orphans()
-        return run_agent(RunPaths(self.run), Environment.detect())
+        return run_agent(RunPaths(self.run), Environment.detect(), notice)
 
 
-def run_agent(run: RunPaths, environment: Environment) -> End:
+def run_agent(run: RunPaths, environment: Environment, notice: Notice) -> End:
     """One rank's part of one attempt. When it returns or raises, this rank is down and says so.
 
     In a finished run nothing is started, and in one that is another job's by now nothing is touched.
     """
-    notice = note_signals()
     if run.finished.exists():
         return "finished"
-    _insist_on_owner(run, environment)
+    _insist_on_owner(run, environment, notice)
     paths = run.attempt(runs.identity(run).run_id, environment.attempt)
     with SignsOfLife(paths, environment.rank):
         try:
@@ -111,18 +111,22 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
     return end
 
 
-def _insist_on_owner(run: RunPaths, environment: Environment) -> None:
+def _insist_on_owner(run: RunPaths, environment: Environment, notice: Notice) -> None:
     """Refuse a run that was submitted again as another job, which the scheduler may have queued before this one ended.
 
-    The job may start before its launcher has recorded it, so this waits a little.
+    The job may start before its launcher has recorded it, so this waits a little, unless it is told to end.
     """
     if environment.scheduler == "local":
         return
-    try:
-        wait_for("the run to be this job's", lambda: runs.owns(run, environment.job), OWNER_SECONDS)
-    except DeadlineError:
+
+    def settled() -> bool:
+        return runs.owns(run, environment.job) or bool(notice.reason)
+
+    with suppress(DeadlineError):
+        wait_for("the run to be this job's", settled, OWNER_SECONDS)
+    if not runs.owns(run, environment.job):
         told = f"{run.job} names another job than {environment.job}"
-        raise RollcallError(f"{told}: the run was submitted again, and this job must not go on with it") from None
+        raise RollcallError(f"{told}: the run was submitted again, and this job must not go on with it")
 
 
 def _see_off(run: RunPaths, paths: AttemptPaths, ranks: int) -> None:
@@ -204,8 +208,9 @@ def _finish(run: RunPaths, paths: AttemptPaths, config: RunConfig, world: World)
 def note_signals() -> Notice:
     """From now on the first signal that means "end soon" leaves a note of its name, and those after it do nothing.
 
-    For good: a late signal must not end a process that is about to end, nor reach submitit, which would take it for a
-    request to save and requeue.
+    Those that came before it was called, and were blocked until then (see `slurm.allocation`), count too. For good: a
+    late signal must not end a process that is about to end, nor reach submitit, which would take it for a request to
+    save and requeue.
     """
     notice = Notice()
 
@@ -214,4 +219,5 @@ def note_signals() -> Notice:
 
     for number in END_SIGNALS:
         signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
     return notice

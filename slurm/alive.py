@@ -10,6 +10,7 @@ from types import TracebackType
 
 from pipeline import files
 from pipeline.paths import AttemptPaths
+from slurm.directory import FileDirectory
 
 TOUCH_SECONDS = 5.0
 
@@ -50,5 +51,11 @@ def leave(paths: AttemptPaths, rank: int) -> None:
 
 
 def lost_ranks(paths: AttemptPaths, ranks: int) -> tuple[int, ...]:
-    """The ranks, of so many, that did not say that they are down; in order. While agents live, they are among them."""
-    return tuple(rank for rank in range(ranks) if not paths.down(f"agent.{rank}").exists())
+    """The ranks, of so many, that did not say that they are down; in order. While agents live, they are among them.
+
+    Lists the folder, so that a mark which was absent a moment ago on this machine is seen.
+    """
+    attempt = FileDirectory(paths.root)
+    attempt.names()
+    marks = attempt.names(paths.down("agent").parent.name)
+    return tuple(rank for rank in range(ranks) if paths.down(f"agent.{rank}").name not in marks)

@@ -76,6 +76,12 @@ _AGENT_CPUS = 1
 _APPEND = 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1'
 """Each agent opens its own log, under the name that submitit looks for. srun's `%t` is not the rank in a heterogeneous
 step (22.05 counts the offset of the component twice)."""
+_BLOCK = (
+    "import os, sys; from signal import *; "
+    "pthread_sigmask(SIG_BLOCK, (SIGTERM, SIGUSR1, SIGUSR2)); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""A signal that comes while an agent's Python starts and imports waits until `note_signals` can hear it, and neither
+kills the agent nor reaches submitit. (`env --block-signal` does the same, but is too young for many a cluster.)"""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def batch_file(
         "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives).split("\n"),
         config.cluster.setup,
         _exports(run),
-        _start(config, parts, folder, command),
+        _start(config, parts, folder, python, command),
         _epilogue(run, python),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
@@ -259,7 +265,7 @@ def _exports(run: RunPaths) -> list[str]:
     ]
 
 
-def _start(config: RunConfig, parts: Sequence[Component], folder: Path, command: str) -> list[str]:
+def _start(config: RunConfig, parts: Sequence[Component], folder: Path, python: str, command: str) -> list[str]:
     """The trap, and one step over all components. Its environment is the script's, whatever `--export` says."""
     het = len(parts) > 1
     steps = []
@@ -267,8 +273,9 @@ def _start(config: RunConfig, parts: Sequence[Component], folder: Path, command:
         group = [f"--het-group={index}"] if het else []
         srun = ["--kill-on-bad-exit=1", "--export=ALL", f"--cpus-per-task={part.cpus}", *config.cluster.srun_args]
         steps.append(f'{_quoted([*group, *srun])} "${{agent[@]}}"')
+    blocking = f"{shlex.quote(python)} -I -S -c {shlex.quote(_BLOCK)}"
     return [
-        f"agent=(bash -c {shlex.quote(_APPEND)} {shlex.quote(str(folder))} {command})",
+        f"agent=(bash -c {shlex.quote(_APPEND)} {shlex.quote(str(folder))} {blocking} {command})",
         "trap : TERM USR1 USR2",
         "code=0",
         f"srun {' : '.join(steps)} || code=$?",

@@ -14,8 +14,9 @@ import psutil
 
 from pipeline.checkpoints import newest_committed
 from pipeline.errors import RollcallError
+from pipeline.frozen import kept_config
 from pipeline.paths import RunPaths
-from pipeline.report.history import find_run, read_config
+from pipeline.report.history import find_run
 from pipeline.waiting import CLOCK, Clock, wait_for
 from slurm import locks, manifest, runs
 from slurm.commands import find_slurm
@@ -58,7 +59,7 @@ def _named(arguments: Sequence[str]) -> list[RunPaths]:
 
 def _patience(run: RunPaths) -> float:
     """Seconds that the run's job may take to come down."""
-    config = read_config(run)
+    config = kept_config(run)
     return _SLACK_SECONDS + (longest_descent(config.cluster) if config else 0.0)
 
 

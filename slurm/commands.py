@@ -132,6 +132,7 @@ def parse_job(said: str) -> QueuedJob | None:
         restarts=_number(_field(leader, "Restarts")),
         comment=_field(leader, "Comment"),
         preempted=_field(leader, "PreemptTime") == _field(leader, "EndTime") != "",
+        making_room=_field(leader, "PreemptTime") != "",
     )
 
 

@@ -17,11 +17,11 @@ from rich.progress import track
 from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RunStateError
+from pipeline.frozen import kept_config
 from pipeline.identity import differences
 from pipeline.models import located
 from pipeline.paths import RunPaths, SweepPaths
 from pipeline.plan import Plan
-from pipeline.report.history import read_config
 from slurm import locks, manifest, runs
 from slurm.compose import Expansion, compose_config
 from slurm.manifest import Manifest, Point
@@ -141,7 +141,7 @@ def _refuse(paths: SweepPaths, found: Manifest | None) -> None:
 
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> Entry:
     run = RunPaths(config.directory)
-    old = read_config(run)
+    old = kept_config(run)
     changes = differences(old, config.model_copy(update={"model": located(config.model)})) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"

@@ -39,6 +39,7 @@ class QueuedJob:
         restarts: how often it was requeued.
         comment: what it was submitted with; ours is `rollcall <run_id>`.
         preempted: whether it was ended at once to make room for another.
+        making_room: whether it has to make room for another, at once or after a time of grace.
     """
 
     id: str
@@ -49,6 +50,7 @@ class QueuedJob:
     restarts: int = 0
     comment: str = ""
     preempted: bool = False
+    making_room: bool = False
 
     @property
     def word(self) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, SchedulerError
+from pipeline.frozen import kept_config
 from pipeline.metrics import RowReader
 from pipeline.paths import RunPaths
 from pipeline.records import RunIdentity, SubmittedJob
-from pipeline.report.history import Attempt, attempt_names, read_attempt, read_config
+from pipeline.report.history import Attempt, attempt_names, read_attempt
 from pipeline.waiting import CLOCK, Clock
 from slurm import runs
 from slurm.scheduler import Scheduler
@@ -50,7 +51,7 @@ class Watcher:
     def look(self, live: bool | None = None) -> Snapshot:
         """The run as it is now; `live` as in `snapshot`."""
         self._rows.read()
-        self._config = self._config or read_config(self._run)
+        self._config = self._config or kept_config(self._run)
         submitted = files.read_document(self._run.job, SubmittedJob)
         job = Job(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
         names = attempt_names(self._run)

@@ -7,15 +7,16 @@ fail on what is missing, torn or still being written, and never to write. Must n
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
 from pipeline import files
-from pipeline.config import RunConfig, load_config
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.events import Event, EventName, Events
 from pipeline.failure import FirstFailure
+from pipeline.frozen import kept_config
 from pipeline.metrics import Row, read_rows
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import World
@@ -135,21 +136,12 @@ def read_history(root: Path) -> History:
     identity = files.read_document(run.run, RunIdentity)
     return History(
         paths=run,
-        config=read_config(run),
+        config=kept_config(run),
         identity=identity,
         finished=files.read_document(run.finished, Finished),
         rows=read_rows(run.metrics),
         attempts=tuple(read_attempt(run.attempt(_id(identity), name)) for name in attempt_names(run)),
     )
-
-
-def read_config(run: RunPaths) -> RunConfig | None:
-    """The run's config, or None when there is none that this version reads."""
-    tree = files.read_document(run.config, dict[str, Any])
-    try:
-        return None if tree is None else load_config(tree)
-    except ConfigError:
-        return None
 
 
 def attempt_names(run: RunPaths) -> list[str]:

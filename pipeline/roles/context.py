@@ -10,14 +10,15 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from pipeline import files
-from pipeline.config import RunConfig, load_config
+from pipeline.config import RunConfig
 from pipeline.errors import RendezvousError
 from pipeline.events import Events
+from pipeline.frozen import kept_config
 from pipeline.models import model_directory
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import Placement, RoleName, World
@@ -81,11 +82,10 @@ class RoleContext:
 
 
 def read_config(run: RunPaths) -> RunConfig:
-    """The frozen config of a run, with `model.path` as the directory it names."""
-    tree = files.read_document(run.config, dict[str, Any])
-    if tree is None:
+    """The frozen config of a run for those who run it: it must be there, and `model.path` is the directory it names."""
+    config = kept_config(run)
+    if config is None:
         raise RendezvousError(f"no readable config at {run.config}; submit the run again")
-    config = load_config(tree)
     model = config.model.model_copy(update={"path": str(model_directory(config.model))})
     return config.model_copy(update={"model": model})
 

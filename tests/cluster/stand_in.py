@@ -1,9 +1,8 @@
-"""A real agent without roles: it does what the run's `script.json` says for this restart of the job.
-
-    python -m tests.cluster.stand_in RUN
+"""A real agent without roles, run by submitit: it does what the run's `script.json` says for this restart of the job.
 
 One word an attempt, the last for all after it:
 
+    late        the same as `wait`, but its agent begins seconds after submitit has installed its own signal handlers
     wait        until it is told to end; then it drains, and comes down in order
     stubborn    never, whatever it is told
     fail        rank 1 fails, and the others come down
@@ -15,8 +14,8 @@ One word an attempt, the last for all after it:
 import json
 import os
 import signal
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import files
@@ -28,16 +27,34 @@ from pipeline.events import Events
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import Finished
 from slurm import agent
-from slurm.environment import Environment
+from slurm.environment import Environment, batch_attempt
 from slurm.supervisor import End, Notice
 
 SCRIPT = "script.json"
 LONGEST = 240.0
+LATE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What submitit pickles and calls on every rank, in the place of `Agent`."""
+
+    run: Path
+
+    def __call__(self) -> End:
+        if word_of(RunPaths(self.run), batch_attempt()[1]) == "late":
+            time.sleep(LATE_SECONDS)
+        agent._take_part = take_part
+        return agent.Agent(self.run)()
+
+
+def word_of(run: RunPaths, restart: int) -> str:
+    script: list[str] = json.loads((run.root / SCRIPT).read_text())
+    return script[min(restart, len(script) - 1)]
 
 
 def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
-    script = json.loads((run.root / SCRIPT).read_text())
-    word = script[min(environment.restart, len(script) - 1)]
+    word = word_of(run, environment.restart)
     paths.timeline.mkdir(parents=True, exist_ok=True)
     (paths.timeline / f"{environment.rank}.{word}").touch()
     if word == "finish":
@@ -67,8 +84,3 @@ def wait(paths: AttemptPaths, environment: Environment, notice: Notice, *, stubb
         if events.seen("draining"):
             return "preempted"
     raise RollcallError("nobody ended this attempt")
-
-
-if __name__ == "__main__":
-    agent._take_part = take_part
-    agent.run_agent(RunPaths(Path(sys.argv[1])), Environment.detect())

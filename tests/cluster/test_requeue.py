@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from submitit.core.utils import DelayedSubmission
 
 from pipeline import files
 from pipeline.paths import AttemptPaths
@@ -83,7 +84,7 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
     (run.root / stand_in.SCRIPT).write_text(json.dumps(script))
     run.paths.code.symlink_to(ROOT)
     run.paths.submitit.mkdir()
-    command = shlex.join([sys.executable, "-P", "-m", "tests.cluster.stand_in", str(run.root)])
+    command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(run.paths.submitit)])
     plan = make_plan(config)
     assert plan.ranks == RANKS
     text = batch_file(
@@ -98,6 +99,7 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
     file = run.root / "batch.sh"
     file.write_text(text)
     job = slurm.run("sbatch", "--parsable", str(file))
+    DelayedSubmission(stand_in.StandIn(run.root)).dump(run.paths.submitit / f"{job}_submitted.pkl")
     files.write_document(run.paths.job, SubmittedJob(kind="slurm", job=job, user="u", host="h", time=time.time()))
     return Life(slurm, run, job)
 
@@ -116,7 +118,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> It
         "first": start(cluster, root, "first", "fail"),
         "loop": start(cluster, root, "loop", "commit", "fail", max_barren=2),
         "budget": start(cluster, root, "budget", "wait", max_restarts=1),
-        "limit": start(cluster, root, "limit", "wait", "finish", time="1", notice_seconds=50),
+        "limit": start(cluster, root, "limit", "wait", "finish", time="1", notice_seconds=20),  # told after 10 to 40 s
     }
     for name in ("notice", "storm", "requeue", "stubborn", "cancel", "budget"):
         found[name].wait_for_ranks()
@@ -195,12 +197,32 @@ def test_the_notice_before_the_time_limit_leads_to_a_requeue(lives: dict[str, Li
     assert life.end("COMPLETED", 120)["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     assert "SIGUSR2" in life.outcome(0).reason
+    assert life.outcome(0).barren == 1  # it committed nothing
 
 
 def test_an_attempt_that_slurm_had_to_kill_leaves_no_outcome_and_no_harm(lives: dict[str, Life]) -> None:
     life = lives["stubborn"]
     assert life.end("COMPLETED")["Restarts"] == "1"
     assert life.decisions == ["", "finished"]
+
+
+@pytest.mark.parametrize("signal", ["TERM", "USR2"])
+def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
+    cluster: SlurmCluster, tmp_path: Path, signal: str
+) -> None:
+    life = start(cluster, tmp_path, f"early-{signal}", "late", "finish")
+    life.end("RUNNING")
+    wait_for("the last rank's process", (life.run.paths.submitit / f"{life.job}_1_log.out").exists, MANY)
+    time.sleep(0.3)
+    assert not life.paths(0).root.exists()  # no agent is up
+    cluster.run("scancel", f"--signal={signal}", life.job)
+    assert life.end("COMPLETED")["Restarts"] == "1"
+    assert life.decisions == ["requeued", "finished"]
+    first = life.outcome(0)
+    assert first.reason.startswith(f"told to end (SIG{signal}, agent.")
+    assert first.barren == (1 if signal == "USR2" else 0)  # as at a time limit that is too short to start
+    assert "Bypassing signal SIGTERM" not in life.log()  # submitit's own handlers heard nothing
+    assert "Caught signal" not in life.log()
 
 
 @pytest.mark.slow

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import files
+from pipeline import files, process
 from pipeline.errors import RollcallError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
-from pipeline.paths import AttemptPaths
+from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import Finished, SubmittedJob
 from pipeline.waiting import wait_for
 from slurm import agent
-from slurm.agent import END_SIGNALS, note_signals, run_agent
+from slurm.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.alive import SignsOfLife, leave, lost_ranks
 from slurm.environment import Environment
+from slurm.supervisor import End, Notice
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 
@@ -51,7 +52,7 @@ def paths_of(run: FakeRun, restart: int) -> AttemptPaths:
 
 def test_a_requeued_job_of_a_finished_run_starts_nothing_and_ends_well(run: FakeRun) -> None:
     files.write_document(run.paths.finished, Finished(time=0.0, steps=1, attempt="7-0"))
-    assert run_agent(run.paths, environment(restart=1)) == "finished"
+    assert run_agent(run.paths, environment(restart=1), Notice()) == "finished"
     assert not run.paths.attempts.exists()
 
 
@@ -59,7 +60,7 @@ def test_a_job_refuses_a_run_that_was_submitted_as_another(run: FakeRun, monkeyp
     monkeypatch.setattr(agent, "OWNER_SECONDS", 0.05)
     files.write_document(run.paths.job, SubmittedJob(kind="slurm", job="8", user="u", host="h", time=0.0))
     with pytest.raises(RollcallError, match="names another job than 7"):
-        run_agent(run.paths, environment())
+        run_agent(run.paths, environment(), Notice())
     assert not run.paths.attempts.exists()
 
 
@@ -69,13 +70,26 @@ def test_a_job_that_starts_before_it_is_recorded_waits_for_the_record(run: FakeR
     launcher = threading.Timer(0.3, files.write_document, (run.paths.job, SubmittedJob(**_fields(record, job="7"))))
     launcher.start()
     with pytest.raises(RollcallError, match="1 ranks and the plan 3"):
-        run_agent(run.paths, environment())
+        run_agent(run.paths, environment(), Notice())
     launcher.join()
+
+
+def test_a_job_that_is_told_to_end_does_not_wait_for_its_record(run: FakeRun) -> None:
+    files.write_document(run.paths.job, SubmittedJob(kind="slurm", job="6", user="u", host="h", time=0.0))
+    notice = Notice()
+    told = threading.Timer(0.3, setattr, (notice, "reason", "SIGTERM"))
+    told.start()
+    began = time.monotonic()
+    with pytest.raises(RollcallError, match="names another job than 7"):
+        run_agent(run.paths, environment(), notice)
+    assert 0.3 <= time.monotonic() - began < 10.0
+    assert not run.paths.attempts.exists()
+    told.join()
 
 
 def test_a_restart_beyond_the_limit_fails_with_the_key_to_raise(run: FakeRun) -> None:
     with pytest.raises(RollcallError, match="restart 2"):
-        run_agent(run.paths, environment(restart=2))
+        run_agent(run.paths, environment(restart=2), Notice())
     failure = files.read_document(paths_of(run, 2).first_failure, FirstFailure)
     assert failure is not None
     assert "cluster.max_restarts=1" in failure.one_line()
@@ -83,7 +97,7 @@ def test_a_restart_beyond_the_limit_fails_with_the_key_to_raise(run: FakeRun) ->
 
 def test_an_agent_that_fails_says_why_and_that_it_is_down(run: FakeRun) -> None:
     with pytest.raises(RollcallError):
-        run_agent(run.paths, environment())
+        run_agent(run.paths, environment(), Notice())
     paths = paths_of(run, 0)
     failed = Events(paths).seen("failed")
     assert failed is not None
@@ -98,7 +112,7 @@ def test_an_agent_that_fails_waits_until_the_others_are_down(run: FakeRun) -> No
     other.start()
     began = time.monotonic()
     with pytest.raises(RollcallError):
-        run_agent(run.paths, environment(ranks=2))
+        run_agent(run.paths, environment(ranks=2), Notice())
     assert time.monotonic() - began >= 1.0
     assert lost_ranks(paths, 2) == ()
     other.join()
@@ -110,7 +124,7 @@ def test_an_agent_that_fails_does_not_wait_for_ever_for_a_lost_one(
     monkeypatch.setattr(agent, "_SLACK_SECONDS", 0.0)
     began = time.monotonic()
     with pytest.raises(RollcallError):
-        run_agent(run.paths, environment(ranks=2))
+        run_agent(run.paths, environment(ranks=2), Notice())
     assert 1.0 <= time.monotonic() - began < 10.0
     assert lost_ranks(paths_of(run, 0), 2) == (1,)
 
@@ -120,6 +134,35 @@ def test_the_first_signal_decides_and_the_others_do_nothing() -> None:
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
         os.kill(os.getpid(), number)
     assert notice.reason == "SIGUSR2"
+
+
+def test_a_signal_that_came_while_it_was_blocked_is_heard() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # other threads of the tests do not block it
+        assert note_signals().reason == "SIGTERM"
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(END_SIGNALS)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_an_agent_hears_signals_before_it_looks_for_its_place(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+
+    def detect() -> Environment:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return environment()
+
+    def stand_in(_run: RunPaths, _environment: Environment, notice: Notice) -> End:
+        heard.append(notice.reason)
+        return "preempted"
+
+    monkeypatch.setattr(Environment, "detect", detect)
+    monkeypatch.setattr(agent, "run_agent", stand_in)
+    monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    monkeypatch.setattr(process, "adopt_orphans", lambda: None)
+    assert Agent(run.root)() == "preempted"
+    assert heard == ["SIGUSR2"]
 
 
 def test_an_agent_that_lives_shows_it_again_and_again(run: FakeRun) -> None:

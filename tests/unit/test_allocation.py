@@ -1,7 +1,9 @@
 """The batch file, word for word; what it quotes, and what it refuses."""
 
 import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ export PYTHONPATH=/runs/demo/code${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1 SUBMITIT_EXECUTOR=slurm
 
 agent=(bash -c 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1' /runs/demo/submitit/slurm \
+/venv/bin/python -I -S -c 'import os, sys; from signal import *; pthread_sigmask(SIG_BLOCK, \
+(SIGTERM, SIGUSR1, SIGUSR2)); os.execvp(sys.argv[1], sys.argv[1:])' \
 /venv/bin/python -u -m submitit.core._submit /runs/demo/submitit/slurm)
 trap : TERM USR1 USR2
 code=0
@@ -105,6 +109,8 @@ export PYTHONPATH=/runs/demo/code${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1 SUBMITIT_EXECUTOR=slurm
 
 agent=(bash -c 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1' /runs/demo/submitit/slurm \
+/venv/bin/python -I -S -c 'import os, sys; from signal import *; pthread_sigmask(SIG_BLOCK, \
+(SIGTERM, SIGUSR1, SIGUSR2)); os.execvp(sys.argv[1], sys.argv[1:])' \
 /venv/bin/python -u -m submitit.core._submit /runs/demo/submitit/slurm)
 trap : TERM USR1 USR2
 code=0
@@ -238,8 +244,9 @@ def test_the_script_passes_paths_whole_and_ends_with_the_epilogue_s_exit_code(se
     binaries = tmp_path / "bin"
     binaries.mkdir()
     fake(binaries / "srun", 'while [ "$1" != bash ]; do shift; done', "SLURM_JOB_ID=7 SLURM_PROCID=2", '"$@"; exit 9')
-    fake(binaries / "agent", 'echo "agent $1 in $PYTHONPATH"')
-    fake(binaries / "python", f'printf "%s\\n" "$@" >{shlex.quote(str(tmp_path / "epilogue"))}; exit 5')
+    fake(binaries / "agent", 'echo "agent $1 in $PYTHONPATH"; grep SigBlk /proc/self/status')
+    real = f'[ "$1" = -P ] || exec {shlex.quote(sys.executable)} "$@"'
+    fake(binaries / "python", real, f'printf "%s\\n" "$@" >{shlex.quote(str(tmp_path / "epilogue"))}; exit 5')
     config = config_of(setup=setup)
     text = batch_file(
         config,
@@ -252,7 +259,8 @@ def test_the_script_passes_paths_whole_and_ends_with_the_epilogue_s_exit_code(se
     ).replace("srun ", "SLURM_JOB_ID=7 SLURM_PROCID=2 srun ")
     ended = subprocess.run(["bash", "-c", text], env={"PATH": f"{binaries}:/bin:/usr/bin"}, timeout=30, check=False)
     assert ended.returncode == 5
-    assert (folder / "7_2_log.out").read_text() == f"agent {folder} in {run.code}\n"
+    blocked = sum(1 << number - 1 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
+    assert (folder / "7_2_log.out").read_text() == f"agent {folder} in {run.code}\nSigBlk:\t{blocked:016x}\n"
     assert (tmp_path / "epilogue").read_text().splitlines() == ["-P", "-m", "slurm.requeue", str(run.root), "9"]
 
 

@@ -1,7 +1,11 @@
 """What becomes of a job after an attempt: every case, and every sequence of attempts."""
 
+import errno
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -12,23 +16,27 @@ from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
 from pipeline.config import ClusterConfig
-from pipeline.errors import SchedulerError
+from pipeline.errors import DeadlineError, SchedulerError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
 from pipeline.records import Finished, Outcome, SubmittedJob
+from slurm import facts as evidence
 from slurm import requeue
 from slurm.alive import lost_ranks
-from slurm.requeue import Facts, conclude, decide
+from slurm.facts import Facts
+from slurm.requeue import conclude, decide
 from slurm.scheduler import RUNNING, QueuedJob
 from tests.fakes.clock import FakeClock
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
 
+T = TypeVar("T")
 CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_barren=3)
 TOLD = Facts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
 FAILED = Facts(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
 LOST = Facts(restart=2, lost=(1, 2), code=137)
+LATE = replace(TOLD, notice=True)
 
 
 def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJob:
@@ -55,6 +63,13 @@ def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJ
         (TOLD, job(), "requeued", "agent.1"),
         (replace(TOLD, trained=False), job(), "requeued", "told to end"),
         (replace(TOLD, barren=3), job(), "requeued", "told to end"),
+        (LATE, job(), "requeued", "try 1 without"),
+        (replace(LATE, barren=2), job(), "stopped", "3 attempts in a row"),
+        (replace(LATE, barren=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(TOLD, barren=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(LATE, barren=2, advanced=True), job(), "requeued", "newest commit"),
+        (replace(LATE, barren=9), replace(job(), making_room=True), "requeued", "newest commit"),
+        (replace(LATE, barren=9), replace(job("COMPLETING"), preempted=True, making_room=True), "requeued", "newest"),
         (replace(TOLD, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
         (replace(TOLD, restart=8), job(restarts=8), "requeued", "told to end"),
         (FAILED, job(), "requeued", "try 1 without"),
@@ -85,12 +100,18 @@ def test_each_end_of_an_attempt_has_its_decision(
         (replace(FAILED, barren=1), job(), 2),
         (replace(FAILED, barren=2, advanced=True), job(), 0),
         (replace(TOLD, barren=2), job(), 2),
+        (replace(LATE, barren=2), job(), 3),
+        (replace(LATE, barren=2, advanced=True), job(), 0),
+        (replace(LATE, barren=2), replace(job(), making_room=True), 2),
+        (replace(TOLD, barren=2), job("COMPLETING", reason="TimeLimit"), 3),
         (replace(TOLD, barren=2, advanced=True), job(), 0),
         (replace(FAILED, barren=2), job("COMPLETING"), 2),
         (replace(LOST, barren=2), job("COMPLETING"), 2),
     ],
 )
-def test_only_failures_of_our_own_without_a_commit_are_counted(facts: Facts, queued: QueuedJob, count: int) -> None:
+def test_only_failures_and_time_limits_without_a_commit_are_counted(
+    facts: Facts, queued: QueuedJob, count: int
+) -> None:
     assert decide(facts, queued, CLUSTER, 0.0).barren == count
 
 
@@ -98,10 +119,13 @@ ENDS = st.fixed_dictionaries(
     {
         "finished": st.sampled_from([False] * 9 + [True]),
         "told": st.sampled_from(["", "told to end"]),
+        "notice": st.booleans(),
         "failure": st.sampled_from(["", "a role died"]),
         "lost": st.sampled_from([(), (), (0,), (0, 1)]),
         "advanced": st.booleans(),
         "slurm_has_it": st.sampled_from([False, False, False, True]),
+        "making_room": st.booleans(),
+        "reason": st.sampled_from(["", "", "TimeLimit"]),
     }
 )
 
@@ -112,10 +136,12 @@ def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]
     trained, barren = False, 0
     for restart, end in enumerate(ends):
         left = dict(end)
-        queued_again = bool(left.pop("slurm_has_it"))
+        restarts = restart + bool(left.pop("slurm_has_it"))
+        queued = replace(job(restarts=restarts, reason=str(left.pop("reason"))), making_room=left.pop("making_room"))  # type: ignore[arg-type]
+        left["notice"] = bool(left["notice"] and left["told"])
         trained = trained or bool(left["advanced"])
         facts = Facts(restart=restart, trained=trained, barren=barren, **left)  # type: ignore[arg-type]
-        outcome = decide(facts, job(restarts=restart + queued_again), cluster, 0.0)
+        outcome = decide(facts, queued, cluster, 0.0)
         outcomes.append(outcome)
         barren = outcome.barren
         if outcome.decision in ("finished", "stopped"):
@@ -139,23 +165,42 @@ def test_a_job_is_never_requeued_beyond_its_budget_nor_after_it_finished(
 
 
 @given(st.lists(ENDS, max_size=20), LIMITS)
-def test_a_crash_loop_stops_within_max_barren_failures(ends: list[dict[str, object]], cluster: ClusterConfig) -> None:
+def test_a_loop_of_failures_and_time_limits_stops_within_max_barren_attempts(
+    ends: list[dict[str, object]], cluster: ClusterConfig
+) -> None:
     failures = 0
     for end, outcome in zip(ends, live(ends, cluster), strict=False):
         if end["advanced"]:
             failures = 0
-        elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["told"]):
+        elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["told"] or _is_late(end)):
             failures += 1
         if outcome.decision == "requeued":
             assert failures < cluster.max_barren
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=20), LIMITS)
-def test_preemptions_alone_stop_a_job_only_at_max_restarts(advanced: list[bool], cluster: ClusterConfig) -> None:
-    ends = [
-        {"finished": False, "told": "told", "failure": "", "lost": (), "advanced": each, "slurm_has_it": False}
-        for each in advanced
-    ]
+def _is_late(end: dict[str, object]) -> bool:
+    return end["reason"] == "TimeLimit" or bool(end["notice"] and not end["making_room"])
+
+
+PREEMPTED = st.fixed_dictionaries(
+    {
+        "finished": st.just(False),
+        "told": st.just("told"),
+        "notice": st.booleans(),
+        "failure": st.just(""),
+        "lost": st.just(()),
+        "advanced": st.booleans(),
+        "slurm_has_it": st.just(False),
+        "making_room": st.just(True),
+        "reason": st.just(""),
+    }
+)
+
+
+@given(st.lists(PREEMPTED, min_size=1, max_size=20), LIMITS)
+def test_preemptions_alone_stop_a_job_only_at_max_restarts(
+    ends: list[dict[str, object]], cluster: ClusterConfig
+) -> None:
     decisions = [outcome.decision for outcome in live(ends, cluster)]
     assert decisions[: cluster.max_restarts] == ["requeued"] * min(len(ends), cluster.max_restarts)
     assert decisions[cluster.max_restarts :] in ([], ["stopped"])
@@ -169,7 +214,8 @@ class Cluster:
         tree = self.run.config.model_dump(mode="json")
         tree["cluster"] |= {"kind": "slurm"} | limits
         files.write_document(self.run.paths.config, tree)
-        self.scheduler, self.clock, self.restart = FakeScheduler(), FakeClock(), -1
+        self.scheduler, self.restart = FakeScheduler(), -1
+        self.clock = FakeClock()
         self.job = self.scheduler.submit(state=RUNNING)
 
     def attempt(self) -> AttemptPaths:
@@ -206,11 +252,11 @@ def cluster(tmp_path: Path) -> Cluster:
 
 def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> None:
     paths = cluster.attempt()
-    Events(paths).publish("draining", "agent.0", "SIGUSR2")
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
     cluster.leave(paths)
     outcome = cluster.end()
     assert outcome.decision == "requeued"
-    assert outcome.reason == "told to end (SIGUSR2, agent.0): it goes on from its newest commit"
+    assert outcome.reason == "told to end (SIGTERM, agent.0): it goes on from its newest commit"
     assert cluster.scheduler.requeued == [cluster.job]
 
 
@@ -226,6 +272,146 @@ def test_a_rank_without_its_mark_is_lost(cluster: Cluster) -> None:
     paths = cluster.attempt()
     cluster.leave(paths, 0, 2)
     assert lost_ranks(paths, 4) == (1, 3)
+
+
+def test_no_rank_is_lost_where_every_agent_returned_by_itself(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths, 0)  # the marks of the others are not to be seen yet
+    outcome = cluster.end(0)
+    assert (outcome.decision, outcome.barren) == ("requeued", 0)
+    assert "without a word" not in outcome.reason
+
+
+@pytest.mark.parametrize("code", [141, 233])
+def test_a_job_whose_node_died_is_requeued_whatever_srun_makes_of_it(cluster: Cluster, code: int) -> None:
+    paths = cluster.attempt()
+    if code == 141:  # 233: the node was gone before any agent began
+        cluster.leave(paths, 0, 2, 3)
+    outcome = cluster.end(code)
+    assert (outcome.decision, outcome.barren) == ("requeued", 1)
+    assert f"without a word (srun: exit code {code})" in outcome.reason
+    assert cluster.scheduler.requeued == [cluster.job]
+
+
+class LateDisk(FakeClock):
+    """A clock on which something appears after so many seconds, as on a disk that shows things late."""
+
+    def __init__(self, seconds: float, appear: Callable[[], object]) -> None:
+        super().__init__()
+        self._seconds, self._appear = seconds, appear
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.time >= self._seconds:
+            self._seconds = float("inf")
+            self._appear()
+
+
+def test_a_run_whose_end_is_seen_late_is_finished(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    finished = Finished(time=0.0, steps=1, attempt=paths.attempt)
+    cluster.clock = LateDisk(60.0, lambda: files.write_document(cluster.run.paths.finished, finished))
+    assert cluster.end(0).decision == "finished"
+    assert not cluster.scheduler.requeued
+    assert 60.0 <= cluster.clock.time < evidence.LATE_SECONDS
+
+
+def test_a_draining_that_is_seen_late_is_no_failure(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    cluster.clock = LateDisk(30.0, lambda: Events(paths).publish("draining", "agent.0", "SIGTERM"))
+    outcome = cluster.end(0)
+    assert (outcome.decision, outcome.barren) == ("requeued", 0)
+    assert outcome.reason == "told to end (SIGTERM, agent.0): it goes on from its newest commit"
+
+
+def test_agents_that_left_without_a_reason_are_not_waited_for_twice(cluster: Cluster) -> None:
+    cluster.leave(cluster.attempt())
+    outcome = cluster.end(0)
+    assert (outcome.decision, sum(cluster.clock.slept)) == ("stopped", pytest.approx(evidence.LATE_SECONDS))
+    assert "without a reason" in outcome.reason
+
+
+def test_a_failure_is_decided_without_waiting(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    fail(paths)
+    cluster.leave(paths)
+    assert cluster.end(1).decision == "stopped"
+    assert not cluster.clock.slept
+
+
+def test_a_time_limit_that_is_shorter_than_the_start_up_ends_the_job(cluster: Cluster) -> None:
+    for barren, decision in ((1, "requeued"), (2, "stopped")):
+        paths = cluster.attempt()
+        Events(paths).publish("draining", "agent.0", "SIGUSR2")
+        cluster.leave(paths)
+        outcome = cluster.end()
+        assert (outcome.decision, outcome.barren) == (decision, barren)
+
+
+def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = cluster.attempt()
+    files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
+    cluster.scheduler.fail("job", times=10_000, said="Unable to contact slurm controller")
+    monkeypatch.setattr(requeue, "SlurmCommands", lambda: cluster.scheduler)
+    monkeypatch.setenv("SLURM_JOB_ID", cluster.job)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        assert requeue.main([str(cluster.run.root), "0"]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    outcome = files.read_document(paths.outcome, Outcome)
+    assert outcome is not None
+    assert outcome.decision == "finished"
+
+
+def failing(times: int, really: Callable[..., T]) -> Callable[..., T]:
+    """The function, after a disk that failed so many times."""
+    left = iter(range(times))
+
+    def call(*arguments: Any) -> T:
+        if next(left, None) is not None:
+            raise OSError(errno.EIO, "Input/output error")
+        return really(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("what", ["read_document", "write_document"])
+def test_a_disk_that_fails_for_a_while_is_asked_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths)
+    monkeypatch.setattr(files, what, failing(5, getattr(files, what)))
+    assert cluster.end().decision == "requeued"
+    assert 0 < sum(cluster.clock.slept) < requeue.ANSWER_SECONDS
+
+
+def test_a_job_whose_outcome_cannot_be_written_is_requeued_all_the_same(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths)
+    monkeypatch.setattr(files, "write_document", failing(10_000, files.write_document))
+    outcome = conclude(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
+    assert outcome.decision == "requeued"
+    assert cluster.scheduler.requeued == [cluster.job]
+    assert not paths.outcome.exists()
+    said = capsys.readouterr().out
+    assert str(paths.outcome) in said
+    assert "Input/output error" in said
+
+
+def test_a_run_directory_that_stays_unreadable_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.attempt()
+    monkeypatch.setattr(files, "read_document", failing(10_000, files.read_document))
+    with pytest.raises(DeadlineError, match="Input/output error"):
+        conclude(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
+    assert not cluster.scheduler.requeued
 
 
 def test_commits_are_what_keeps_a_failing_job_alive(cluster: Cluster) -> None:
