@@ -36,6 +36,7 @@ class GroupBatches:
         groups = batches.next(version)      # exactly training.prompts_per_step
         …train them…
         batches.trained(step)               # now the ledger has them
+        batches.tell_progress(step + 1)     # may fail, with the streams: so it comes when the step counts
         batches.covered                     # stream entries that the next commit covers
         batches.acknowledge()               # after that commit
 
@@ -75,12 +76,14 @@ class GroupBatches:
         return [entry.record for entry in self._fresh.values()]
 
     def trained(self, step: int, outcome: str = TRAINED) -> None:
-        """Settle the groups of the last `next`: step `step`, counted from 0, made of them what `outcome` says."""
+        """Settle the groups of the last `next`: step `step`, counted from 0, made of them what `outcome` says.
+
+        It talks to nobody, so an optimizer step and its settlements happen together or not at all.
+        """
         for position, entry in self._fresh.items():
             self.ledger.settle(position, outcome, step)
             self._covered.append(entry.id)
         self._fresh.clear()
-        self.tell_progress(step + 1)
 
     def tell_progress(self, version: int) -> None:
         """Let the actor know the trainer's version and how much is settled."""

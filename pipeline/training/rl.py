@@ -76,12 +76,13 @@ class ReinforcementLearning:
         return metrics | describe(groups, step) | timing | counts
 
     def follow_up(self, done: int) -> Mapping[str, float]:
-        """Send the new weights, and ask for an evaluation when it is time.
+        """Tell the progress, send the new weights, and ask for an evaluation when it is time.
 
         Raises `TrainingError` when the last steps were all skipped: the model is lost.
         """
         if self._skipped >= MOST_SKIPPED:
             raise TrainingError(f"the gradient was not finite in {self._skipped} steps in a row; lower optim.lr")
+        self._batches.tell_progress(done)
         metrics = self._publisher.settle() | self._publisher.start(done)
         if self._is_due(done):
             metrics |= self._publisher.settle()

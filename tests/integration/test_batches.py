@@ -156,6 +156,7 @@ def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) 
     assert progress is not None
     assert (progress.version, progress.settled) == (0, 1)
     batches.trained(0)
+    batches.tell_progress(1)
     progress = Board(streams).progress()
     assert progress is not None
     assert (progress.version, progress.settled) == (1, 3)

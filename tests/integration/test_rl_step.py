@@ -1,0 +1,101 @@
+"""An optimizer step of RL whose streams are lost at the worst moment."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from pipeline.board import Board
+from pipeline.errors import StreamError
+from pipeline.ledger import Ledger
+from pipeline.paths import AttemptPaths
+from pipeline.records import Group, PreparedGroup, Sample
+from pipeline.streams.files import FileStreams
+from pipeline.training.batches import GroupBatches
+from pipeline.training.jobs import Job, RlJob
+from pipeline.training.rl import ReinforcementLearning
+from pipeline.training.runner import Runner
+from slurm.compose import compose_config
+
+PROMPTS, STEPS = 2, 5
+
+
+class LostBoard(Board):
+    """Cannot be reached any more once the model of `lost_after` steps exists."""
+
+    def __init__(self, streams: FileStreams, optimizer: "CountingDispatch", lost_after: int) -> None:
+        super().__init__(streams)
+        self._optimizer, self._lost_after = optimizer, lost_after
+
+    def post_progress(self, version: int, settled: int) -> None:
+        if self._optimizer.steps >= self._lost_after:
+            raise StreamError("the connection is lost")
+        super().post_progress(version, settled)
+
+
+class CountingDispatch:
+    """A model that is the number of its optimizer steps."""
+
+    steps = 0
+
+    def reset_optimizer(self, *_: object, **__: object) -> None:
+        self.steps = 0
+
+    def forward_backward(self, *_: object) -> dict[str, float]:
+        return {}
+
+    def optim_step(self, *_: object) -> dict[str, float]:
+        self.steps += 1
+        return {"skipped": 0.0}
+
+
+class Book:
+    """Keeps what was committed: the step's number, the model, and how much the ledger has settled."""
+
+    whole = True
+
+    def __init__(self, dispatch: CountingDispatch, ledger: Ledger) -> None:
+        self._dispatch, self._ledger = dispatch, ledger
+        self.commits: list[tuple[int, int, int]] = []
+
+    def commit(self, job: Job, done: int) -> None:
+        self.commits.append((done, self._dispatch.steps, self._ledger.settled))
+
+    def note(self, *_: object) -> None:
+        """Nothing is logged."""
+
+
+@pytest.mark.parametrize("lost_after", [1, 3])
+def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledger_made(
+    tmp_path: Path, lost_after: int
+) -> None:
+    config = compose_config(["experiment=demo", f"training.prompts_per_step={PROMPTS}", "training.eval_every=0"])
+    dispatch, ledger = CountingDispatch(), Ledger()
+    publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
+    with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
+        streams.publish_many("prepared", [prepared(position) for position in range(PROMPTS * STEPS)])
+        board = LostBoard(streams, dispatch, lost_after)
+        batches = GroupBatches(streams, board, ledger, config, lambda: None)
+        job = RlJob(steps=STEPS, prompts=PROMPTS, optim=config.optim)
+        anything: Any = dispatch
+        algorithm = ReinforcementLearning(job, config, anything, batches, publisher, Mock())
+        book = Book(dispatch, ledger)
+        with pytest.raises(StreamError):
+            Runner(book, commit_every=100).run(algorithm, 0)
+    assert book.commits == [(lost_after, lost_after, PROMPTS * lost_after)]
+
+
+def prepared(position: int) -> PreparedGroup:
+    sample = Sample(
+        tokens=np.array([1, 2], "<i4").tobytes(),
+        sampled=bytes([0, 1]),
+        logprobs=np.zeros(2, "<f4").tobytes(),
+        reward=1.0,
+        version_min=position // PROMPTS,
+        version_max=position // PROMPTS,
+        finish="stop",
+    )
+    group = Group(position=position, prompt=position, samples=(sample,))
+    return PreparedGroup(group=group, advantages=(0.0,), outcome="train")
