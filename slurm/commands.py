@@ -30,13 +30,13 @@ _OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block"
 """How the states of nodes begin that take no job until somebody mends them."""
 
 
-def find_slurm() -> "SlurmCommands":
-    """Slurm's commands on this machine, or `ConfigError` where they are missing."""
+def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
+    """Slurm's commands on this machine, each with this deadline, or `ConfigError` where they are missing."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         mend = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
         raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH", mend)
-    return SlurmCommands()
+    return SlurmCommands(seconds)
 
 
 class SlurmCommands:

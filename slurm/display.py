@@ -16,14 +16,15 @@ from rich.text import Text
 
 from pipeline.events import Event
 from pipeline.report.words import clock, number
-from slurm.snapshot import Progress, RoleLine, Snapshot
+from slurm.snapshot import Job, Progress, RoleLine, Snapshot
 
 JOB_NAMES = {"sft": "warm start", "rl": "training"}
 MOST_ROLES = 16
 MOST_PAST = 5
 LINE_SECONDS = 5.0
 _BARS = "▁▂▃▄▅▆▇█"
-_COLOURS = {
+COLOURS = {
+    "not submitted": "bright_black",
     "waiting": "bright_black",
     "queued": "cyan",
     "left": "cyan",
@@ -38,21 +39,27 @@ _COLOURS = {
     "failed": "bold red",
     "finished": "bold green",
 }
+"""Of each state of a run, a role and an attempt; green is only what works."""
+UNSURE = "yellow"
+"""What nobody knows to be well."""
 
 
 def render(snapshot: Snapshot) -> RenderableType:
     """The whole picture of a run in one panel."""
     parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
     if snapshot.silent:
-        parts += [Text(), Text(_silence(snapshot), "yellow")]
+        parts += [Text(), Text(_silence(snapshot), UNSURE)]
+    if snapshot.job and snapshot.job.trouble:
+        parts += [Text(), Text(_no_answer(snapshot.job), UNSURE)]
     if snapshot.past:
         parts += [Text(), _past_table(snapshot)]
     events = [event for event in snapshot.events if event.name != "failed" or snapshot.failure is None]
     if events:
         parts += [Text(), _events(events)]
-    if snapshot.failure:
-        parts += [Text(), Text(snapshot.failure.one_line(), style="red")]
-    title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{snapshot.state} ", _COLOURS[snapshot.state]))
+    if snapshot.reason and snapshot.state not in ("queued", "left", "finished"):
+        parts += [Text(), Text(snapshot.reason, style="red")]
+    colour = UNSURE if snapshot.silent else COLOURS[snapshot.state]
+    title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{state_text(snapshot)} ", colour))
     elapsed = f"· {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
     subtitle = Text(f" {attempt_text(snapshot)} {elapsed}", "bright_black")
     return Panel(
@@ -72,18 +79,32 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
     if not snapshot.roles or snapshot.state in ("queued", "left"):
         return Text(nothing_runs(snapshot), "bright_black")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
-    for column, ratio in (("role", 3), ("rank", 1), ("address", 3), ("state", 2), ("since", 2), ("", 6)):
-        table.add_column(column, ratio=ratio, no_wrap=True, overflow="ellipsis")
+    table.add_column("role", max_width=20, no_wrap=True, overflow="ellipsis")
+    for column in ("rank", "address", "state", "since"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
     shown = most_telling(snapshot.roles, MOST_ROLES)
     for role in shown:
         since = clock(snapshot.until - role.since) if role.since else ""
-        state = Text(f"● {role.state}", "yellow" if role.silent else _COLOURS.get(role.state, ""))
-        silence = f"no sign of life for {clock(snapshot.time - role.silent)}" if role.silent else ""
-        detail = Text(silence, "yellow") if silence else Text(role.detail, "bright_black")
-        table.add_row(role.name, str(role.rank), role.address, state, since, detail)
+        silence = f"silent for {clock(snapshot.time - role.silent)}" if role.silent else ""
+        detail = Text(silence, UNSURE) if silence else Text(role.detail, "bright_black")
+        table.add_row(role.name, str(role.rank), role.address, _role_state(role, snapshot), since, detail)
     if len(shown) < len(snapshot.roles):
         table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))
     return table
+
+
+def _role_state(role: RoleLine, snapshot: Snapshot) -> Text:
+    """The last state that is known of a role."""
+    cut_off = snapshot.is_over and role.state not in ("stopped", "failed")
+    colour = UNSURE if role.silent else "bright_black" if cut_off else COLOURS.get(role.state, "")
+    return Text(f"{'○' if cut_off or role.silent else '●'} {role.state}", colour)
+
+
+def state_text(snapshot: Snapshot) -> str:
+    """`training`, or `interrupted (CANCELLED)`: at the end with the scheduler's word for it, if it was asked."""
+    word = snapshot.job.word if snapshot.job and snapshot.ended else ""
+    return f"{snapshot.state} ({word})" if word else snapshot.state
 
 
 def attempt_text(snapshot: Snapshot) -> str:
@@ -99,6 +120,10 @@ def attempt_text(snapshot: Snapshot) -> str:
 
 def nothing_runs(snapshot: Snapshot) -> str:
     """Why there are no roles to see."""
+    if snapshot.state == "not submitted":
+        return "no job of this run was submitted; the command that made it (launchers/submit.py …) submits it"
+    if snapshot.ended:
+        return "the job ended before its roles were started"
     if snapshot.job is None or snapshot.state not in ("queued", "left"):
         return "the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …"
     said = f": {snapshot.job.word}" if snapshot.job.word else ""
@@ -119,7 +144,7 @@ def _past_table(snapshot: Snapshot) -> RenderableType:
         table.add_row(Text(f"{hidden} earlier", "bright_black"))
     for past in snapshot.past[-MOST_PAST:]:
         ran = clock(past.seconds) if past.began else "—"
-        table.add_row(past.name, ran, Text(past.end, _COLOURS.get(past.end, "")), Text(past.why, "bright_black"))
+        table.add_row(past.name, ran, Text(past.end, COLOURS.get(past.end, "")), Text(past.why, "bright_black"))
     return table
 
 
@@ -129,6 +154,10 @@ def _silence(snapshot: Snapshot) -> str:
     more = f" and {len(ranks) - MOST_ROLES} more" if len(ranks) > MOST_ROLES else ""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"no sign of life from {noun} {', '.join(ranks[:MOST_ROLES])}{more}: the node or its filesystem hangs"
+
+
+def _no_answer(job: Job) -> str:
+    return f"no answer about job {job.id}, files alone tell: {job.trouble}"
 
 
 def most_telling(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
@@ -144,7 +173,7 @@ def _is_well(role: RoleLine) -> bool:
 
 
 def _progress_line(snapshot: Snapshot) -> RenderableType:
-    progress = snapshot.progress or Progress("rl", 0, 0, None)
+    progress = snapshot.progress or snapshot.ahead or Progress("rl", 0, 0, None)
     row = Table.grid(padding=(0, 2, 0, 0), expand=True)
     row.add_column(width=12)
     row.add_column(ratio=1)
@@ -164,8 +193,9 @@ def _step_text(progress: Progress) -> str:
 
 def _figures(snapshot: Snapshot) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    for width in (12, 18, None):
-        grid.add_column(width=width, no_wrap=True)
+    grid.add_column(width=12, no_wrap=True)
+    grid.add_column(width=18, no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for name, value, more in figures(snapshot):
         grid.add_row(
             Text(name, "bright_black"), Text(value, "bold"), Text(more, "blue" if more[:1] in _BARS else "bright_black")
@@ -184,7 +214,7 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     return [
         ("reward", number(snapshot.rewards[-1] if snapshot.rewards else None, ".3f"), sparkline(snapshot.rewards)),
         ("held-out", first_last, sparkline(scores)),
-        ("lag", lag if "lag/mean" in numbers else "—", limit),
+        ("lag", lag if "lag/mean" in numbers else "—", limit if "lag/mean" in numbers else ""),
         ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers)),
     ]
 
@@ -211,12 +241,14 @@ class Ticker:
         self._state, self._attempt, self._past = ("", ""), "", set[str]()
         self._roles, self._silent = dict[str, str](), set[int]()
         self._told, self._next = ("", 0, 0), 0.0
+        self._troubled = False
 
     def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:
         """What is new since the call before; `last` tells the progress whenever it was told."""
         return [
             *self._past_lines(snapshot),
             *self._state_lines(snapshot),
+            *self._trouble_lines(snapshot),
             *self._silence_lines(snapshot),
             *self._role_lines(snapshot),
             *self._progress_lines(snapshot, now, last),
@@ -230,16 +262,23 @@ class Ticker:
     def _state_lines(self, snapshot: Snapshot) -> Iterable[str]:
         began = snapshot.attempt not in ("", self._attempt) and snapshot.job is not None and not snapshot.is_over
         lines = [f"{snapshot.name}: {attempt_text(snapshot)}"] if began else []
-        why = snapshot.failure.one_line() if snapshot.failure else ""
-        if snapshot.state in ("queued", "left"):
-            why = nothing_runs(snapshot)
-        if (snapshot.state, why) != self._state:
-            lines.append(f"{snapshot.name}: {snapshot.state}" + (f": {why}" if why else ""))
-        self._state = snapshot.state, why
+        told = snapshot.state in ("queued", "left", "not submitted")
+        why = nothing_runs(snapshot) if told else snapshot.reason
+        state = state_text(snapshot)
+        if (state, why) != self._state:
+            lines.append(f"{snapshot.name}: {state}" + (f": {why}" if why else ""))
+        self._state = state, why
         if began:
             self._attempt = snapshot.attempt
             self._roles.clear()
         return lines
+
+    def _trouble_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        """Once: that the scheduler is silent is no news a minute later."""
+        if self._troubled or snapshot.job is None or not snapshot.job.trouble:
+            return []
+        self._troubled = True
+        return [f"  {_no_answer(snapshot.job)}"]
 
     def _silence_lines(self, snapshot: Snapshot) -> Iterable[str]:
         silent, before, self._silent = set(snapshot.silent), self._silent, set(snapshot.silent)

@@ -11,8 +11,9 @@ from pipeline.config import RunConfig
 from pipeline.events import Event
 from pipeline.failure import FirstFailure
 from pipeline.metrics import Row, series
+from pipeline.records import SubmittedJob
 from pipeline.report.history import Attempt
-from slurm.runstate import ENDED, State, silent_ranks, state_of
+from pipeline.report.state import ENDED, State, current, reason_of, silent_ranks, state_of, training_rows
 
 _RECENT = 20
 
@@ -62,6 +63,7 @@ class Job:
         restart, most_restarts: how often it was requeued before the newest attempt, and how often it may be.
         live: whether it runs or may run again; None when the scheduler was not asked, or gave no answer.
         word: the scheduler's state of it, with the reason while it waits; empty if not asked.
+        trouble: why the scheduler gave no answer when it was asked; empty if it did.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Job:
     most_restarts: int | None = None
     live: bool | None = None
     word: str = ""
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,20 @@ class Snapshot:
 
     Attributes:
         attempt: the newest; empty before the first.
-        state: of the newest attempt and its job; see `slurm.runstate`.
+        state: of the newest attempt and its job; see `pipeline.report.state`.
         job: None unless it is a scheduler's.
         began: when its first role was started; 0 before.
         roles: by rank, then in the order to start them.
         silent: since when which ranks show no sign of life.
         past: the attempts that are over, the oldest first.
         progress: of the job that trains; None before its first step.
+        ahead: the progress of a run before its first step; None while its config is unreadable.
         numbers: the latest value of each number of that job.
         rewards: mean reward of every RL step so far, all attempts.
         accuracies: (step, held-out accuracy), all attempts.
         events: what the attempt told, by time.
+        failure: the first of the attempt.
+        reason: why the attempt failed or its job stopped, in one line; empty if it did neither.
     """
 
     name: str
@@ -100,12 +106,14 @@ class Snapshot:
     silent: dict[int, float]
     past: tuple[Past, ...]
     progress: Progress | None
+    ahead: Progress | None
     numbers: dict[str, float]
     rewards: tuple[float, ...]
     accuracies: tuple[tuple[int, float], ...]
     max_lag: int | None
     events: tuple[Event, ...]
     failure: FirstFailure | None
+    reason: str
 
     @property
     def ended(self) -> bool:
@@ -135,39 +143,41 @@ def compose(
     config: RunConfig | None,
     *,
     past: Sequence[Past] = (),
+    submitted: SubmittedJob | None,
     finished: bool,
     alive: bool | None,
     job: Job | None,
     now: float,
 ) -> Snapshot:
-    """The snapshot of what was read; pure. An attempt of an earlier job than the scheduler's is over."""
-    mine = [row for row in rows if row["kind"] == "train" and attempt and row.get("attempt") == attempt.name]
-    of, _, restart = attempt.name.rpartition("-") if attempt else ("", "", "")
-    current = attempt if job is None or of == job.id else None
-    state = state_of(current, trains=bool(mine), finished=finished, alive=alive, scheduled=job is not None)
-    if attempt and (attempt.outcome or current is None):
+    """The snapshot of what was read; pure. An attempt of an earlier job than the one `submitted` last is over."""
+    newest = current(attempt, submitted)
+    state = state_of(newest, submitted, rows, finished=finished, alive=alive)
+    if attempt and (attempt.outcome or newest is None):
         past = [*past, past_of(attempt)]
     if job is not None:
+        restart = newest.name.rpartition("-")[2] if newest else ""
         most = config.cluster.max_restarts if config else None
-        job = replace(job, restart=int(restart) if current and restart.isdecimal() else 0, most_restarts=most)
-    silent = silent_ranks(current, now) if current and state not in ENDED else {}
+        job = replace(job, restart=int(restart) if restart.isdecimal() else 0, most_restarts=most)
+    silent = silent_ranks(newest, now) if newest and state not in ENDED else {}
     return Snapshot(
         name=name,
         time=now,
-        attempt=current.name if current else "",
+        attempt=newest.name if newest else "",
         state=state,
         job=job,
-        began=current.span[0] if current and current.span else 0.0,
-        roles=_roles(current, silent) if current else (),
+        began=newest.span[0] if newest and newest.span else 0.0,
+        roles=_roles(newest, silent) if newest else (),
         silent=silent,
         past=tuple(past),
-        progress=_progress(rows, mine if state == "training" else [], config),
+        progress=_progress(rows, training_rows(newest, rows) if state == "training" else [], config),
+        ahead=_ahead(config) if config else None,
         numbers=_numbers(rows),
         rewards=tuple(value for _, value in series(rows, "reward/mean")),
         accuracies=tuple(series(rows, "eval/accuracy")),
         max_lag=config.training.max_lag if config else None,
-        events=tuple(sorted(current.events.values(), key=lambda event: event.time)) if current else (),
-        failure=current.failure if current else None,
+        events=tuple(sorted(newest.events.values(), key=lambda event: event.time)) if newest else (),
+        failure=newest.failure if newest else None,
+        reason=reason_of(newest),
     )
 
 
@@ -209,6 +219,11 @@ def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Pro
     if config:
         steps = config.training.steps if job == "rl" else config.training.warm_start.steps
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
+
+
+def _ahead(config: RunConfig) -> Progress:
+    first = config.training.warm_start.steps
+    return Progress("sft", 0, first, None) if first else Progress("rl", 0, config.training.steps, None)
 
 
 def _seconds_left(mine: list[Row], steps: int) -> float | None:

@@ -19,6 +19,7 @@ from rich.live import Live
 from pipeline.errors import RollcallError
 from pipeline.report.history import find_run
 from pipeline.waiting import CLOCK, Clock
+from slurm import table
 from slurm.commands import find_slurm
 from slurm.display import Ticker, render
 from slurm.scheduler import Scheduler
@@ -26,7 +27,9 @@ from slurm.snapshot import Snapshot
 from slurm.watcher import Watcher
 
 REFRESH_SECONDS = 0.5
-EXIT_CODES = {"failed": 1, "interrupted": 130}
+ANSWER_SECONDS = 5.0
+"""A scheduler that is slower than this is not waited for: the picture stands still meanwhile."""
+EXIT_CODES = {"failed": 1, "not submitted": 1, "interrupted": 130}
 """By the state a run ended in; as the launcher's."""
 Look = tuple[Snapshot, bool]
 """A run as it is, and whether that is the last to show."""
@@ -61,7 +64,7 @@ def watch(
     scheduler: Callable[[], Scheduler] | None = None,
     clock: Clock = CLOCK,
 ) -> Snapshot:
-    """Show the run, over all its attempts, until it ended: finished, failed or interrupted.
+    """Show the run, over all its attempts, until it ended, or at once if there is nothing to wait for.
 
     `scheduler` is asked where files cannot tell: without it, a job that was cancelled in the queue is waited for.
     """
@@ -75,9 +78,14 @@ def watch(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`run=<name or directory>`: watch a run; the exit code says how it ended, as the launcher's would."""
+    """`run=<name or directory>`: watch a run; the exit code says how it ended, as the launcher's would.
+
+    `sweep=<name or directory>`: see `slurm.table.watch`.
+    """
+    if any(argument.startswith("sweep=") for argument in arguments):
+        return table.watch(arguments)
     try:
-        snapshot = watch(find_run(arguments), scheduler=find_slurm)
+        snapshot = watch(find_run(arguments), scheduler=lambda: find_slurm(ANSWER_SECONDS))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

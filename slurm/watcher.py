@@ -47,6 +47,7 @@ class Watcher:
         self._over: dict[str, Past] = {}
         self._scheduler, self._clock = scheduler, clock
         self._asked: tuple[float, Job] | None = None
+        """When the scheduler answered last, or was silent, and what it said."""
 
     def look(self, live: bool | None = None) -> Snapshot:
         """The run as it is now; `live` as in `snapshot`."""
@@ -58,7 +59,7 @@ class Watcher:
         name = self._attempt or next(reversed(names), "")
         attempt = self._read(name) if name else None
         past = [self._past(other) for other in names if other != name]
-        finished, alive = self._run.finished.exists(), runs.has_job(self._run) if job is None else None
+        finished, alive = self._run.finished.exists(), runs.is_live_here(self._run) if job is None else None
 
         def composed(job: Job | None) -> Snapshot:
             return compose(
@@ -67,6 +68,7 @@ class Watcher:
                 self._rows.rows,
                 self._config,
                 past=past,
+                submitted=submitted,
                 finished=finished,
                 alive=alive if job is None else job.live,
                 job=job,
@@ -89,16 +91,17 @@ class Watcher:
         """The job with what the scheduler says of it, as it was told at most `ASK_SECONDS` ago."""
         if self._scheduler is None:
             return job
-        now = self._clock.now()
-        if self._asked is None or self._asked[1].id != job.id or now - self._asked[0] >= ASK_SECONDS:
-            self._asked = now, self._answer(job, self._scheduler)
-        return replace(job, live=self._asked[1].live, word=self._asked[1].word)
+        when, said = self._asked or (0.0, None)
+        if said is None or said.id != job.id or self._clock.now() - when >= ASK_SECONDS:
+            said = self._answer(job, self._scheduler)
+            self._asked = self._clock.now(), said
+        return replace(job, live=said.live, word=said.word, trouble=said.trouble)
 
     def _answer(self, job: Job, scheduler: Callable[[], Scheduler]) -> Job:
         try:
             found = scheduler().job(job.id)
-        except (SchedulerError, ConfigError):
-            return job
+        except (SchedulerError, ConfigError) as error:
+            return replace(job, trouble=str(error))
         if found is None or not runs.is_job_of(self._run, found):
             return replace(job, live=False)
         return replace(job, live=found.live, word=found.word)

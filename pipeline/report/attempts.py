@@ -25,8 +25,8 @@ def attempt_lines(history: History) -> list[Line]:
 
 
 def attempt_table(history: History) -> str:
-    """The table as HTML; empty for a run with one attempt, of which the rest of the page tells."""
-    if len(history.attempts) < 2:
+    """The table as HTML; empty for a run with one attempt that no outcome ended: the rest of the page tells of it."""
+    if not any(attempt.outcome for attempt in history.attempts) and len(history.attempts) < 2:
         return ""
     head = "".join(f"<th>{name}</th>" for name in HEADS)
     lines = attempt_lines(history)

@@ -4,7 +4,8 @@ Owns reading a run directory for people: the report and the terminal view show w
 fail on what is missing, torn or still being written, and never to write. Must not know how it is shown.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -18,13 +19,15 @@ from pipeline.events import Event, EventName, Events
 from pipeline.failure import FirstFailure
 from pipeline.frozen import kept_config
 from pipeline.metrics import Row, read_rows
-from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.paths import AttemptPaths, RunPaths, SweepPaths
 from pipeline.plan import World
-from pipeline.records import Finished, Outcome, RunIdentity
+from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.roles.context import Status
 
 RUNS = Path("runs")
 """Where a name is looked up: the default of the config's `output`."""
+_SHOWN = 5
+"""How many names are listed at most when one is not found."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +98,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class History:
-    """A whole run; `config`, `identity` and `finished` are None while they are missing or unreadable."""
+    """A whole run; `config`, `identity`, `job` and `finished` are None while they are missing or unreadable."""
 
     paths: RunPaths
     config: RunConfig | None
     identity: RunIdentity | None
+    job: SubmittedJob | None
     finished: Finished | None
     rows: list[Row]
     attempts: tuple[Attempt, ...]
@@ -107,11 +111,6 @@ class History:
     @property
     def name(self) -> str:
         return self.paths.root.name
-
-    @property
-    def failure(self) -> FirstFailure | None:
-        """The first failure of the last attempt."""
-        return self.attempts[-1].failure if self.attempts else None
 
 
 def find_run(arguments: Sequence[str]) -> Path:
@@ -125,9 +124,19 @@ def find_run(arguments: Sequence[str]) -> Path:
     for folder in (Path(value), RUNS / value):
         if RunPaths(folder).run.exists():
             return folder.resolve()
+        if value and SweepPaths(folder).manifest.exists():
+            raise ConfigError("run", value, "a run", f"{value} is a sweep: sweep={value}, or run={value}/<point>")
     files_there = [*RUNS.glob("*/run.json"), *RUNS.glob("*/*/run.json")]
-    found = ", ".join(sorted(str(file.parent.relative_to(RUNS)) for file in files_there)) or "none"
-    raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", f"found there: {found}")
+    mend = closest(value, (str(file.parent.relative_to(RUNS)) for file in files_there))
+    raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", mend)
+
+
+def closest(name: str, among: Iterable[str]) -> str:
+    """What to say to somebody who named none of these: the few that are most like it."""
+    names = sorted(among)
+    shown = difflib.get_close_matches(name, names, n=_SHOWN, cutoff=0.0) if len(names) > _SHOWN else names
+    more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"found there: {', '.join(shown) or 'none'}{more}"
 
 
 def read_history(root: Path) -> History:
@@ -138,6 +147,7 @@ def read_history(root: Path) -> History:
         paths=run,
         config=kept_config(run),
         identity=identity,
+        job=files.read_document(run.job, SubmittedJob),
         finished=files.read_document(run.finished, Finished),
         rows=read_rows(run.metrics),
         attempts=tuple(read_attempt(run.attempt(_id(identity), name)) for name in attempt_names(run)),

@@ -16,6 +16,7 @@ from pipeline.metrics import series
 from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
 from pipeline.report.history import Attempt, History
+from pipeline.report.state import State, current, reason_of, state_of
 from pipeline.report.style import STYLE
 from pipeline.report.timeline import timeline
 from pipeline.report.words import clock, count, number
@@ -34,7 +35,7 @@ def page(history: History) -> str:
     parts = (
         _head(history),
         _tiles(tiles(history)),
-        _failure(history.failure) if history.failure else "",
+        _failure(history),
         f'<h2>Numbers</h2><div class="charts">{"".join(_figure(chart) for chart in all_charts(history))}</div>',
         _timelines(history),
         _config(history),
@@ -49,18 +50,15 @@ def page(history: History) -> str:
     )
 
 
-def state_of(history: History) -> str:
-    """`finished`, `failed`, `interrupted`, `queued`, `running` or `not started`."""
-    if history.finished:
-        return "finished"
-    if not history.attempts:
-        return "not started"
-    last = history.attempts[-1]
-    if last.outcome and last.outcome.decision == "requeued":
-        return "queued"
-    if last.has_failed:
-        return "failed"
-    return "interrupted" if last.is_down else "running"
+def newest(history: History) -> Attempt | None:
+    """The last attempt of the job that was submitted last; None before its first."""
+    return current(history.attempts[-1] if history.attempts else None, history.job)
+
+
+def state(history: History) -> State:
+    """The run's state when its files were read, as they alone tell it."""
+    finished = history.finished is not None
+    return state_of(newest(history), history.job, history.rows, finished=finished, alive=None)
 
 
 def tiles(history: History) -> list[Tile]:
@@ -103,7 +101,7 @@ def _first_last(values: list[float], what: str) -> Tile:
 
 
 def _head(history: History) -> str:
-    state = state_of(history)
+    word = state(history)
     identity, config = history.identity, history.config
     facts = (
         [config.task.name, config.loss.name, config.model.path] if config else ["config.json is missing or unreadable"]
@@ -113,7 +111,7 @@ def _head(history: History) -> str:
         facts += [f"revision {identity.revision}"] if identity.revision else []
     return (
         f'<div class="head"><h1>{escape(history.name)}</h1>'
-        f'<span class="state {state.replace(" ", "-")}">{state}</span></div>'
+        f'<span class="state {word.replace(" ", "-")}">{word}</span></div>'
         f'<p class="quiet">{escape(" · ".join(facts))}</p>'
     )
 
@@ -125,7 +123,18 @@ def _tiles(values: Iterable[Tile]) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def _failure(failure: FirstFailure) -> str:
+def _failure(history: History) -> str:
+    """Why the run failed or is failing; of a job that is queued again the list of attempts tells."""
+    last = newest(history)
+    if last is None or state(history) in ("queued", "left"):
+        return ""
+    if last.failure:
+        return _first_failure(last.failure)
+    reason = reason_of(last)
+    return f'<section class="failure"><h2>The job stopped</h2><p>{escape(reason)}</p></section>' if reason else ""
+
+
+def _first_failure(failure: FirstFailure) -> str:
     code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(failure.time))
     lines = escape("\n".join(failure.last_lines)) or "its log is empty"

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import Card, World, make_plan
 from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.roles.context import RoleState, Status
+from slurm import locks
 from tests.fakes.configs import make_config
 
 BEGAN = 1_767_225_600.0
@@ -41,6 +43,13 @@ class FakeRun:
 
     def attempt(self, name: str) -> "FakeAttempt":
         return FakeAttempt(self, self.paths.attempt(self.identity.run_id, name))
+
+    @contextmanager
+    def launched(self) -> Iterator["FakeRun"]:
+        """A launcher on this machine has the run."""
+        with self.paths.lock.open("a+") as lock:
+            assert locks.take(lock.fileno(), self.paths.lock)
+            yield self
 
     def submit(self, job: str) -> None:
         """The run is a Slurm job from now on."""

@@ -16,10 +16,11 @@ from pipeline.report import history as histories
 from pipeline.report.attempts import attempt_lines
 from pipeline.report.charts import all_charts, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
-from pipeline.report.page import page, state_of, tiles, wall_seconds, write_report
+from pipeline.report.page import page, state, tiles, wall_seconds, write_report
 from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline
+from slurm.watcher import snapshot
 from tests.fakes.configs import make_config
-from tests.fakes.run_directory import FakeRun
+from tests.fakes.run_directory import Decision, FakeRun
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
 
@@ -65,7 +66,7 @@ class Links(HTMLParser):
 def test_the_headline_gives_state_steps_wall_time_accuracy_and_lag(finished: FakeRun) -> None:
     history = read_history(finished.root)
     words = {what: value for value, what in tiles(history)}
-    assert state_of(history) == "finished"
+    assert state(history) == "finished"
     assert words["optimizer steps"] == "60 / 60"
     assert words["held-out accuracy, +37.9 points"] == "20.0% → 57.9%"
     assert words["largest lag, at most 2 allowed"] == "2"
@@ -109,7 +110,7 @@ def test_a_run_directory_with_nothing_in_it_gives_a_page_that_says_so(tmp_path: 
     text = page(read_history(tmp_path))
     for missing in ("config.json is missing", "no attempt has started", "no reward/mean", "nothing was written"):
         assert missing in text
-    assert "not started" in text
+    assert "not submitted" in text
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_no_missing_or_torn_file_stops_the_report(finished: FakeRun, name: str, 
     # Drawing is not what is tested here: the same history feeds it.
     history = read_history(finished.root)
     assert tiles(history)
-    assert state_of(history) in ("finished", "interrupted")
+    assert state(history) in ("finished", "interrupted")
 
 
 def test_a_failure_stands_at_the_top_with_its_last_lines_and_what_to_do(run: FakeRun) -> None:
@@ -147,7 +148,7 @@ def test_a_failure_stands_at_the_top_with_its_last_lines_and_what_to_do(run: Fak
     assert text.index("actor.0 failed first") < text.index("Reward")
     for word in ("killed by SIGKILL", "exit code -9", "rank 0", "group 812 sent", "What to do:"):
         assert word in text
-    assert state_of(read_history(run.root)) == "failed"
+    assert state(read_history(run.root)) == "failed"
 
 
 def test_text_from_the_run_cannot_break_the_page(run: FakeRun) -> None:
@@ -164,9 +165,9 @@ def test_text_from_the_run_cannot_break_the_page(run: FakeRun) -> None:
 
 def test_bars_last_from_one_state_to_the_next_and_the_open_one_to_the_end(run: FakeRun) -> None:
     attempt = run.attempt("local1-0")
-    for second, state in ((0, "starting"), (5, "ready")):
+    for second, reached in ((0, "starting"), (5, "ready")):
         run.now += second
-        attempt.role("actor.0", 0, state)  # type: ignore[arg-type]
+        attempt.role("actor.0", 0, reached)  # type: ignore[arg-type]
     transitions = histories.read_attempt(attempt.paths).transitions
     began = transitions[0].time
     assert bars(transitions, began, began + 12) == [(0.0, 5.0, "starting"), (5.0, 7.0, "ready")]
@@ -214,12 +215,59 @@ def test_a_run_with_one_attempt_needs_no_list_of_them(run: FakeRun) -> None:
     assert "<h2>Attempts</h2>" not in page(read_history(run.root))
 
 
-def test_a_run_whose_failed_attempt_was_requeued_is_queued(run: FakeRun) -> None:
+def test_a_run_whose_failed_attempt_was_requeued_is_queued_and_the_list_tells_why(run: FakeRun) -> None:
+    run.submit("12")
     attempt = run.attempt("12-0")
     attempt.fail("actor.0", 0)
-    assert state_of(read_history(run.root)) == "failed"
+    assert state(read_history(run.root)) == "stopping"
     attempt.conclude("requeued", "try 1 without a new commit")
-    assert state_of(read_history(run.root)) == "queued"
+    assert state(read_history(run.root)) == "queued"
+    text = page(read_history(run.root))
+    assert "actor.0 failed first" not in text
+    assert "try 1 without a new commit" in text
+
+
+def test_a_run_that_was_submitted_again_after_a_failure_is_queued(run: FakeRun) -> None:
+    run.submit("12")
+    attempt = run.attempt("12-0")
+    attempt.fail("actor.0", 0)
+    attempt.conclude("stopped", "it failed before the first commit")
+    assert state(read_history(run.root)) == "failed"
+    run.submit("13")
+    assert state(read_history(run.root)) == "queued"
+    assert "actor.0 failed first" not in page(read_history(run.root))
+
+
+def test_a_job_that_stopped_after_a_lost_rank_failed_and_the_page_says_why(run: FakeRun) -> None:
+    run.submit("12")
+    attempt = run.attempt("12-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.tell("draining", "agent.0", "SIGTERM")
+    attempt.conclude("stopped", "rank 1 was lost <often>")
+    assert state(read_history(run.root)) == "failed"
+    assert "<h2>The job stopped</h2><p>rank 1 was lost &lt;often&gt;</p>" in page(read_history(run.root))
+
+
+@pytest.mark.parametrize("job", ["", "12", "13"])
+@pytest.mark.parametrize("decision", [None, "requeued", "left", "stopped", "finished"])
+@pytest.mark.parametrize("told", ["nothing", "draining", "failed", "finished"])
+def test_the_report_and_the_terminal_say_the_same(run: FakeRun, job: str, decision: Decision | None, told: str) -> None:
+    attempt = run.attempt("12-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    if job:
+        run.submit(job)
+    if told == "draining":
+        attempt.tell("draining", "agent.0", "SIGTERM")
+    if told == "failed":
+        attempt.fail("actor.0", 0)
+    if told == "finished":
+        run.finish(60)
+    if decision:
+        attempt.conclude(decision, "so it was decided")
+    with run.launched():
+        assert state(read_history(run.root)) == snapshot(run.root).state
 
 
 def test_smoothing_keeps_length_steps_and_a_constant() -> None:

@@ -1,26 +1,37 @@
 """`slurm.view`: the same run in a terminal and in a pipe, at every moment of its life."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
-from slurm.display import LINE_SECONDS, MOST_ROLES, Ticker, most_telling, render, sparkline
+from pipeline.report.state import Before, Ended, Running
+from slurm.display import COLOURS, LINE_SECONDS, MOST_ROLES, Ticker, most_telling, render, sparkline
 from slurm.snapshot import RoleLine, Snapshot
-from slurm.view import follow, main, watch
+from slurm.view import ANSWER_SECONDS, follow, main, watch
 from slurm.watcher import Watcher, snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeAttempt, FakeRun
+from tests.fakes.scheduler import FakeScheduler
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> FakeRun:
-    return FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING))
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    """A local run whose launcher lives."""
+    with FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING)).launched() as made:
+        yield made
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> FakeRun:
+    """A run that no process of this machine has."""
+    return FakeRun(tmp_path / "left", make_config(name="left", training=TRAINING))
 
 
 @pytest.fixture
@@ -99,7 +110,52 @@ def test_a_new_attempt_is_shown_from_its_name_on_and_never_the_old_ones_failure(
 
 
 def test_a_picture_can_be_drawn_of_nothing(tmp_path: Path) -> None:
-    assert "waiting for the job" in shown(snapshot(tmp_path))
+    assert "no job of this run was submitted" in shown(snapshot(tmp_path))
+
+
+def test_a_run_whose_submission_was_refused_is_not_waited_for(
+    left: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left.paths.lock.touch()
+    assert main([f"run={left.root}"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "left: not submitted: no job of this run was submitted; "
+        "the command that made it (launchers/submit.py …) submits it"
+    ]
+
+
+def test_a_local_run_that_starts_again_is_not_interrupted_before_its_job_has_its_lock(run: FakeRun) -> None:
+    run.paths.job_lock.touch()
+    assert snapshot(run.root).state == "waiting"
+    run.attempt("local1-0").meet()
+    assert snapshot(run.root).state == "starting"
+
+
+def test_a_local_run_whose_processes_are_gone_is_interrupted_whatever_it_did_last(left: FakeRun) -> None:
+    attempt = left.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    now = snapshot(left.root)
+    assert (now.state, now.ended) == ("interrupted", True)
+    assert "● ready" not in shown(now), "nothing of it works any more"
+
+
+def test_before_its_first_step_a_run_shows_how_many_there_will_be(run: FakeRun) -> None:
+    assert "0 / 20" in shown(snapshot(run.root))
+
+
+def test_the_columns_of_figures_stand_where_the_roles_end_and_do_not_drift(run: FakeRun, attempt: FakeAttempt) -> None:
+    def column(what: Snapshot) -> int:
+        return next(line for line in shown(what).splitlines() if "tokens/s" in line).index("idle:")
+
+    attempt.train("rl", range(1, 3))
+    before = column(snapshot(run.root))
+    attempt.train("rl", range(3, 60), eval_every=5)
+    assert column(snapshot(run.root)) == before
+
+
+def test_every_state_has_a_colour() -> None:
+    assert {*get_args(Before), *get_args(Running), *get_args(Ended)} <= set(COLOURS)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -185,6 +241,19 @@ def test_the_watch_commands_exit_code_says_how_the_run_ended(run: FakeRun, attem
     run.finish(60)
     assert main([f"run={run.root}"]) == 0
     assert main(["run=/nowhere"]) == 2
+
+
+def test_the_picture_waits_only_shortly_for_a_scheduler(left: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, deadlines = FakeScheduler(), list[float]()
+
+    def find(seconds: float) -> FakeScheduler:
+        deadlines.append(seconds)
+        return scheduler
+
+    monkeypatch.setattr("slurm.view.find_slurm", find)
+    left.submit("1")
+    assert main([f"run={left.root}"]) == 130, "the scheduler knows no such job"
+    assert deadlines == [ANSWER_SECONDS]
 
 
 def test_looking_writes_nothing(run: FakeRun, attempt: FakeAttempt) -> None:

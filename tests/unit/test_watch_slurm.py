@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import ConfigError
+from pipeline.report.state import SILENT_SECONDS
 from slurm.display import MOST_PAST, Ticker, render
-from slurm.runstate import SILENT_SECONDS
 from slurm.scheduler import Scheduler
 from slurm.snapshot import Past, Snapshot
 from slurm.view import watch
@@ -86,8 +86,8 @@ def test_a_run_that_is_submitted_again_is_queued_and_the_earlier_job_is_history(
         ("left", None, "left"),
         ("left", True, "queued"),
         ("left", False, "interrupted"),
-        ("stopped", None, "interrupted"),
-        ("stopped", True, "interrupted"),
+        ("stopped", None, "failed"),
+        ("stopped", True, "failed"),
         ("finished", None, "finished"),
     ],
 )
@@ -206,6 +206,76 @@ def test_a_job_that_is_gone_from_the_queue_is_interrupted(run: FakeRun, schedule
     else:
         scheduler.set("1", ending)
     assert Watcher(run.root, scheduler=lambda: scheduler).look().state == "interrupted"
+
+
+@pytest.mark.parametrize("word", ["CANCELLED", "NODE_FAIL", "TIMEOUT"])
+def test_the_schedulers_word_for_the_end_is_told(run: FakeRun, scheduler: FakeScheduler, word: str) -> None:
+    preempted(run, "1-0", range(1, 5), "left")
+    scheduler.set("1", word)
+    now = Watcher(run.root, scheduler=lambda: scheduler).look()
+    assert f"interrupted ({word})" in shown(now)
+    assert f"demo: interrupted ({word})" in Ticker().lines(now, 0.0)
+
+
+def test_a_job_that_ended_in_the_queue_is_not_waited_for_in_words(run: FakeRun, scheduler: FakeScheduler) -> None:
+    scheduler.set("1", "CANCELLED")
+    text = shown(Watcher(run.root, scheduler=lambda: scheduler).look())
+    assert "the job ended before its roles were started" in text
+    assert "waiting" not in text
+
+
+def test_a_scheduler_without_an_answer_is_told_of_once_in_lines_and_as_long_as_it_lasts_in_the_panel(
+    run: FakeRun, scheduler: FakeScheduler
+) -> None:
+    clock, ticker = FakeClock(), Ticker()
+    watcher = Watcher(run.root, scheduler=lambda: scheduler, clock=clock)
+    scheduler.fail("job", 2)
+    told: list[str] = []
+    for _ in range(3):
+        now = watcher.look()
+        told += [line for line in ticker.lines(now, clock.now()) if "no answer" in line]
+        assert ("no answer about job 1" in shown(now)) == (len(told) == 1 and bool(now.job and now.job.trouble))
+        clock.sleep(ASK_SECONDS)
+    assert told == [
+        "  no answer about job 1, files alone tell: job: Socket timed out on send/recv operation",
+    ]
+    assert "no answer" not in shown(watcher.look())
+
+
+def test_a_slow_scheduler_is_left_in_peace_after_it_answered(run: FakeRun, scheduler: FakeScheduler) -> None:
+    clock, asked = FakeClock(), []
+
+    def slow() -> Scheduler:
+        asked.append(clock.now())
+        clock.sleep(2 * ASK_SECONDS)
+        return scheduler
+
+    watcher = Watcher(run.root, scheduler=slow, clock=clock)
+    watcher.look()
+    watcher.look()
+    assert len(asked) == 1
+
+
+def test_a_job_that_stopped_without_a_failure_says_why(run: FakeRun) -> None:
+    attempt = an_attempt(run, "1-0", range(1, 5))
+    attempt.tell("draining", "agent.0", "SIGTERM")
+    attempt.conclude("stopped", "rank 1 was lost")
+    assert "demo: failed: rank 1 was lost" in Ticker().lines(snapshot(run.root), 0.0)
+
+
+def test_green_is_only_what_shows_that_it_lives(run: FakeRun) -> None:
+    attempt = an_attempt(run, "1-0", range(1, 5))
+    attempt.live(3, time.time())
+    assert green(snapshot(run.root)) > 0
+    attempt.live(3, time.time() - 95)
+    assert green(snapshot(run.root)) == 0
+
+
+def green(what: Snapshot) -> int:
+    """How many pieces of the picture are green."""
+    console = Console(file=io.StringIO(), width=110, force_terminal=True, color_system="standard")
+    console.print(render(what))
+    return console.file.getvalue().count("\x1b[32m")  # type: ignore[attr-defined, no-any-return]
 
 
 def test_files_are_enough_where_the_scheduler_gives_no_answer(run: FakeRun, scheduler: FakeScheduler) -> None:
