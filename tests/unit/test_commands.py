@@ -96,6 +96,7 @@ def test_a_job_that_was_ended_at_once_for_another_is_told_from_one_that_was_canc
     job = parse_job(record(state="COMPLETING", preempted=preempted_at, ended=ended_at))
     assert job is not None
     assert job.preempted is preempted
+    assert job.making_room is (preempted_at != "None")
 
 
 def test_a_name_cannot_pass_for_another_field() -> None:
