@@ -1,10 +1,10 @@
-"""How a snapshot looks: a panel for a terminal, lines for everything else.
+"""How a snapshot looks in a terminal: one panel.
 
-Owns layout, colours and rounding. Pure: a snapshot in, renderables or lines out; reads no file and knows no clock.
+Owns layout, colours, words and rounding. Pure: a snapshot in, a renderable out; reads no file and knows no clock.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from rich import box
@@ -21,7 +21,6 @@ from slurm.snapshot import Job, Progress, RoleLine, Snapshot
 JOB_NAMES = {"sft": "warm start", "rl": "training"}
 MOST_ROLES = 16
 MOST_PAST = 5
-LINE_SECONDS = 5.0
 _BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     "not submitted": "bright_black",
@@ -48,9 +47,9 @@ def render(snapshot: Snapshot) -> RenderableType:
     """The whole picture of a run in one panel."""
     parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
     if snapshot.silent:
-        parts += [Text(), Text(_silence(snapshot), UNSURE)]
+        parts += [Text(), Text(silence(snapshot), UNSURE)]
     if snapshot.job and snapshot.job.trouble:
-        parts += [Text(), Text(_no_answer(snapshot.job), UNSURE)]
+        parts += [Text(), Text(no_answer(snapshot.job), UNSURE)]
     if snapshot.past:
         parts += [Text(), _past_table(snapshot)]
     events = [event for event in snapshot.events if event.name != "failed" or snapshot.failure is None]
@@ -148,7 +147,7 @@ def _past_table(snapshot: Snapshot) -> RenderableType:
     return table
 
 
-def _silence(snapshot: Snapshot) -> str:
+def silence(snapshot: Snapshot) -> str:
     """Which ranks are silent, and for how long."""
     ranks = [f"{rank} ({clock(snapshot.time - since)})" for rank, since in sorted(snapshot.silent.items())]
     more = f" and {len(ranks) - MOST_ROLES} more" if len(ranks) > MOST_ROLES else ""
@@ -156,7 +155,8 @@ def _silence(snapshot: Snapshot) -> str:
     return f"no sign of life from {noun} {', '.join(ranks[:MOST_ROLES])}{more}: the node or its filesystem hangs"
 
 
-def _no_answer(job: Job) -> str:
+def no_answer(job: Job) -> str:
+    """That the scheduler was asked and is silent, and why."""
     return f"no answer about job {job.id}, files alone tell: {job.trouble}"
 
 
@@ -181,11 +181,12 @@ def _progress_line(snapshot: Snapshot) -> RenderableType:
     bar = ProgressBar(
         total=max(1, progress.steps), completed=progress.step, complete_style="blue", finished_style="green"
     )
-    row.add_row(JOB_NAMES.get(progress.job, progress.job), bar, _step_text(progress))
+    row.add_row(JOB_NAMES.get(progress.job, progress.job), bar, step_text(progress))
     return row
 
 
-def _step_text(progress: Progress) -> str:
+def step_text(progress: Progress) -> str:
+    """`40 / 60 · 0:08 left`."""
     text = f"{progress.step} / {progress.steps}" if progress.steps else f"{progress.step}"
     left = progress.seconds_left
     return f"{text} · {clock(left)} left" if left else text
@@ -232,82 +233,6 @@ def _events(events: Sequence[Event]) -> RenderableType:
 def _event_text(event: Event) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(event.time))
     return f"{at}  {event.name.replace('_', ' ')} ({event.by})" + (f": {event.detail}" if event.detail else "")
-
-
-class Ticker:
-    """Turns snapshots into lines: every change of state at once, progress every `LINE_SECONDS` and at evaluations."""
-
-    def __init__(self) -> None:
-        self._state, self._attempt, self._past = ("", ""), "", set[str]()
-        self._roles, self._silent = dict[str, str](), set[int]()
-        self._told, self._next = ("", 0, 0), 0.0
-        self._troubled = False
-
-    def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:
-        """What is new since the call before; `last` tells the progress whenever it was told."""
-        return [
-            *self._past_lines(snapshot),
-            *self._state_lines(snapshot),
-            *self._trouble_lines(snapshot),
-            *self._silence_lines(snapshot),
-            *self._role_lines(snapshot),
-            *self._progress_lines(snapshot, now, last),
-        ]
-
-    def _past_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        new = [past for past in snapshot.past if past.name not in self._past]
-        self._past |= {past.name for past in new}
-        return [f"  attempt {past.name}: {past.end}" + (f": {past.why}" if past.why else "") for past in new]
-
-    def _state_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        began = snapshot.attempt not in ("", self._attempt) and snapshot.job is not None and not snapshot.is_over
-        lines = [f"{snapshot.name}: {attempt_text(snapshot)}"] if began else []
-        told = snapshot.state in ("queued", "left", "not submitted")
-        why = nothing_runs(snapshot) if told else snapshot.reason
-        state = state_text(snapshot)
-        if (state, why) != self._state:
-            lines.append(f"{snapshot.name}: {state}" + (f": {why}" if why else ""))
-        self._state = state, why
-        if began:
-            self._attempt = snapshot.attempt
-            self._roles.clear()
-        return lines
-
-    def _trouble_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        """Once: that the scheduler is silent is no news a minute later."""
-        if self._troubled or snapshot.job is None or not snapshot.job.trouble:
-            return []
-        self._troubled = True
-        return [f"  {_no_answer(snapshot.job)}"]
-
-    def _silence_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        silent, before, self._silent = set(snapshot.silent), self._silent, set(snapshot.silent)
-        back = sorted(before - silent) if not snapshot.is_over else []
-        told = [f"  {_silence(snapshot)}"] if silent - before else []
-        return [*told, *(f"  rank {rank} shows signs of life again" for rank in back)]
-
-    def _role_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        changed = [role for role in snapshot.roles if self._roles.get(role.name) != role.state]
-        new = [role for role in changed if role.state != "waiting" and snapshot.state != "queued"]
-        self._roles |= {role.name: role.state for role in new}
-        return [f"  {role.name} on rank {role.rank}: {role.state}" for role in new if role.state in ("ready", "failed")]
-
-    def _progress_lines(self, snapshot: Snapshot, now: float, last: bool) -> Iterable[str]:
-        progress, evaluations = snapshot.progress, len(snapshot.accuracies)
-        if progress is None or (progress.job, progress.step, evaluations) == self._told:
-            return []
-        if not last and now < self._next and evaluations == self._told[2]:
-            return []
-        self._told, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
-        return [f"  {JOB_NAMES.get(progress.job, progress.job)} {_step_text(progress)}{_known(snapshot)}"]
-
-
-def _known(snapshot: Snapshot) -> str:
-    """The figures that have a value, for one line."""
-    if snapshot.progress is None or snapshot.progress.job != "rl":
-        loss = snapshot.numbers.get("loss")
-        return "" if loss is None else f"  loss {loss:.3f}"
-    return "".join(f"  {name} {value}" for name, value, _ in figures(snapshot) if value != "—")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

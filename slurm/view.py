@@ -6,7 +6,7 @@ prints plain lines without control codes where there is no terminal. Must not kn
     follow(run_dir, until=job.done)        the launcher, which knows its job
     watch(run_dir)                         anybody else; goes on over requeues and ends with the run
 
-`slurm.watcher` looks, `slurm.snapshot` says what is the case, `slurm.display` how it looks.
+`slurm.watcher` looks, `slurm.snapshot` says what is the case, `slurm.display` and `slurm.ticker` how it looks.
 """
 
 import sys
@@ -21,9 +21,10 @@ from pipeline.report.history import find_run
 from pipeline.waiting import CLOCK, Clock
 from slurm import table
 from slurm.commands import find_slurm
-from slurm.display import Ticker, render
+from slurm.display import render
 from slurm.scheduler import Scheduler
 from slurm.snapshot import Snapshot
+from slurm.ticker import Ticker
 from slurm.watcher import Watcher
 
 REFRESH_SECONDS = 0.5

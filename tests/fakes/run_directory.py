@@ -51,9 +51,9 @@ class FakeRun:
             assert locks.take(lock.fileno(), self.paths.lock)
             yield self
 
-    def submit(self, job: str) -> None:
-        """The run is a Slurm job from now on."""
-        record = SubmittedJob(kind="slurm", job=job, user="alice", host="login", time=self.now)
+    def submit(self, job: str, kind: Literal["local", "slurm"] = "slurm") -> None:
+        """The run is this job from now on."""
+        record = SubmittedJob(kind=kind, job=job, user="alice", host="login", time=self.now)
         files.write_document(self.paths.job, record)
 
     def finish(self, steps: int) -> None:

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.report.state import Before, Ended, Running
-from slurm.display import COLOURS, LINE_SECONDS, MOST_ROLES, Ticker, most_telling, render, sparkline
+from slurm.display import COLOURS, MOST_ROLES, most_telling, render, sparkline
 from slurm.snapshot import RoleLine, Snapshot
+from slurm.ticker import LINE_SECONDS, Ticker
 from slurm.view import ANSWER_SECONDS, follow, main, watch
 from slurm.watcher import Watcher, snapshot
 from tests.fakes.clock import FakeClock
@@ -127,8 +128,23 @@ def test_a_run_whose_submission_was_refused_is_not_waited_for(
 def test_a_local_run_that_starts_again_is_not_interrupted_before_its_job_has_its_lock(run: FakeRun) -> None:
     run.paths.job_lock.touch()
     assert snapshot(run.root).state == "waiting"
+    run.submit("local1", "local")
     run.attempt("local1-0").meet()
     assert snapshot(run.root).state == "starting"
+
+
+def test_a_local_run_that_starts_again_after_a_failure_waits_for_its_new_attempt(
+    run: FakeRun, attempt: FakeAttempt
+) -> None:
+    attempt.fail("actor.0", 0)
+    run.submit("local2", "local")
+    now = snapshot(run.root)
+    assert (now.state, now.attempt, [past.end for past in now.past]) == ("waiting", "", ["failed"])
+
+
+def test_a_local_job_that_was_gone_before_its_first_attempt_is_interrupted(left: FakeRun) -> None:
+    left.submit("local1", "local")
+    assert snapshot(left.root).state == "interrupted"
 
 
 def test_a_local_run_whose_processes_are_gone_is_interrupted_whatever_it_did_last(left: FakeRun) -> None:

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from pipeline.errors import ConfigError
 from pipeline.report.state import SILENT_SECONDS
-from slurm.display import MOST_PAST, Ticker, render
+from slurm.display import MOST_PAST, render
 from slurm.scheduler import Scheduler
 from slurm.snapshot import Past, Snapshot
+from slurm.ticker import Ticker
 from slurm.view import watch
 from slurm.watcher import ASK_SECONDS, Watcher, snapshot
 from tests.fakes.clock import FakeClock
