@@ -98,7 +98,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class History:
-    """A whole run; `config`, `identity`, `job` and `finished` are None while they are missing or unreadable."""
+    """A whole run; `config`, `identity`, `job` and `finished` are None while they are missing or unreadable.
+
+    `alive` is whether its job runs or may run again; None where that was not asked.
+    """
 
     paths: RunPaths
     config: RunConfig | None
@@ -107,6 +110,7 @@ class History:
     finished: Finished | None
     rows: list[Row]
     attempts: tuple[Attempt, ...]
+    alive: bool | None
 
     @property
     def name(self) -> str:
@@ -139,8 +143,8 @@ def closest(name: str, among: Iterable[str]) -> str:
     return f"found there: {', '.join(shown) or 'none'}{more}"
 
 
-def read_history(root: Path) -> History:
-    """Everything that can be read of the run in `root`."""
+def read_history(root: Path, alive: bool | None = None) -> History:
+    """Everything that can be read of the run in `root`; `alive` is what the caller knows of its job."""
     run = RunPaths(root)
     identity = files.read_document(run.run, RunIdentity)
     return History(
@@ -151,6 +155,7 @@ def read_history(root: Path) -> History:
         finished=files.read_document(run.finished, Finished),
         rows=read_rows(run.metrics),
         attempts=tuple(read_attempt(run.attempt(_id(identity), name)) for name in attempt_names(run)),
+        alive=alive,
     )
 
 

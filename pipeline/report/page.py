@@ -56,9 +56,9 @@ def newest(history: History) -> Attempt | None:
 
 
 def state(history: History) -> State:
-    """The run's state when its files were read, as they alone tell it."""
+    """The run's state when its files were read."""
     finished = history.finished is not None
-    return state_of(newest(history), history.job, history.rows, finished=finished, alive=None)
+    return state_of(newest(history), history.job, history.rows, finished=finished, alive=history.alive)
 
 
 def tiles(history: History) -> list[Tile]:

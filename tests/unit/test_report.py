@@ -5,6 +5,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 import msgspec
@@ -268,6 +269,18 @@ def test_the_report_and_the_terminal_say_the_same(run: FakeRun, job: str, decisi
         attempt.conclude(decision, "so it was decided")
     with run.launched():
         assert state(read_history(run.root)) == snapshot(run.root).state
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_the_launcher_that_saw_a_job_end_without_a_trace_reports_no_run_under_way(
+    run: FakeRun, kind: Literal["local", "slurm"]
+) -> None:
+    run.submit("12", kind)
+    attempt = run.attempt("12-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    assert state(read_history(run.root)) == "starting", "files alone cannot tell"
+    assert state(read_history(run.root, alive=False)) == "interrupted"
 
 
 def test_smoothing_keeps_length_steps_and_a_constant() -> None:
