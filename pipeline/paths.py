@@ -14,7 +14,7 @@ no directory and reads no file.
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       checkpoints/<job>-<step>/           a checkpoint; COMMIT is written last
-      model/                              the exported model at the end
+      model/                              the exported model at the end; model.<attempt>/ until it is whole
       metrics.jsonl  ledger.jsonl  report.html  finished.json
 
     <output>/<name>/                      a sweep's directory
@@ -141,6 +141,10 @@ class RunPaths:
     @property
     def model(self) -> Path:
         return self.root / "model"
+
+    def unfinished_model(self, attempt: str) -> Path:
+        """Where an attempt writes the model before it takes its name; a `model.` before any attempt's name."""
+        return self.model.with_name(f"{self.model.name}.{attempt}")
 
     @property
     def metrics(self) -> Path:

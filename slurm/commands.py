@@ -1,23 +1,25 @@
 """Slurm's own commands as a `Scheduler`.
 
-Owns how sbatch, scontrol, sinfo, sacctmgr and scancel are called, and how their answers are read. Promises that every
-call has a deadline and no shell, and that whatever goes wrong is a `SchedulerError` of one line with the command and
-what it said. Reads explicit formats and named fields only, since the rest differs among versions. Must not know runs.
+Owns how sbatch, scontrol, squeue, sinfo, sacctmgr and scancel are called, and how their answers are read. Promises that
+every call has a deadline, no shell and nothing of the user's defaults, and that whatever goes wrong is a
+`SchedulerError` of one line with the command and what it said. Reads explicit formats and named fields only, since the
+rest differs among versions. Must not know runs.
 """
 
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from pipeline.errors import ConfigError, SchedulerError
+from slurm.environment import submission_environment
 from slurm.scheduler import Nodes, Partition, QueuedJob
 
-COMMANDS = ("sbatch", "scontrol", "sinfo", "scancel")
+COMMANDS = ("sbatch", "scontrol", "squeue", "sinfo", "scancel")
 """What a machine must have to submit; `sacctmgr` is asked only about accounts."""
 
 CALL_SECONDS = 60.0
@@ -25,7 +27,10 @@ CALL_SECONDS = 60.0
 
 _UNKNOWN_JOB = "Invalid job id specified"
 _NO_ACCOUNTING = "not running a supported accounting_storage"
-_NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
+NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
+"""What a command says that does not know what the controller did, if anything."""
+
+_NOTHING = ("(null)", "None", "N/A")
 _OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block")
 """How the states of nodes begin that take no job until somebody mends them."""
 
@@ -54,6 +59,23 @@ class SlurmCommands:
             raise _failed(command, answer)
         return parse_job(answer.stdout)
 
+    def jobs_with(self, word: str) -> list[QueuedJob]:
+        said = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%A|%k")
+        lines = [line.partition("|") for line in said.splitlines()]
+        found = {job.id: job for id, _, comment in lines if word in comment.split() and (job := self.job(id.strip()))}
+        return [job for job in found.values() if job.live]
+
+    def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
+        if not ids:
+            return {}
+        command = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%u|%r|%j|%k", f"--jobs={','.join(ids)}")
+        answer = self._run(*command)
+        if answer.returncode:
+            if _UNKNOWN_JOB in answer.stderr:  # said only of a single one
+                return {}
+            raise _failed(command, answer)
+        return parse_queue(answer.stdout)
+
     def partitions(self) -> list[Partition]:
         return parse_partitions(self._ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G|%T"))
 
@@ -80,7 +102,7 @@ class SlurmCommands:
         answer = self._run(*command)
         if answer.returncode == 0:
             return ""
-        if _NO_ANSWER.search(answer.stderr):
+        if NO_ANSWER.search(answer.stderr):
             raise _failed(command, answer)
         return _one_line(answer) or f"sbatch ended with {answer.returncode}"
 
@@ -105,6 +127,7 @@ class SlurmCommands:
                 errors="replace",
                 stdin=subprocess.DEVNULL,
                 timeout=self._seconds,
+                env=submission_environment(),
             )
         except subprocess.TimeoutExpired:
             raise SchedulerError(f"{' '.join(command)}: no answer within {self._seconds:g} s") from None
@@ -136,11 +159,25 @@ def parse_job(said: str) -> QueuedJob | None:
     )
 
 
+def parse_queue(said: str) -> dict[str, QueuedJob]:
+    """The jobs by id in lines of `id|state|user|reason|name|comment`; of a heterogeneous job its leader (`12+0`)."""
+    found = {}
+    for line in said.splitlines():
+        if line.count("|") < 5:
+            raise SchedulerError(f"squeue: cannot read {line!r}")
+        job, state, user, *rest = line.split("|", 5)
+        leader, _, offset = job.partition("+")
+        reason, name, comment = ("" if text in _NOTHING else text for text in rest)
+        if offset in ("", "0"):
+            found[leader] = QueuedJob(leader, name, user, _word(state), reason, comment=comment)
+    return found
+
+
 def _field(line: str, name: str) -> str:
     """A field of a one-line record; empty for none. Values may hold spaces: one ends where the next name begins."""
     found = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+[A-Z][\w:/&-]*=|\s*$)", line)
     value = found[1] if found else ""
-    return "" if value in ("(null)", "None", "N/A") else value
+    return "" if value in _NOTHING else value
 
 
 def _number(text: str) -> int:

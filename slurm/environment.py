@@ -27,6 +27,10 @@ _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "SUBMITIT_"
 restart count and its shape, when it is submitted from within another; a library the number of tasks."""
 
 
+_DEFAULTS = ("SBATCH_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_")
+"""Beginnings of the variables that stand for options of Slurm's commands."""
+
+
 @dataclass(frozen=True)
 class Environment:
     """One rank of one attempt.
@@ -140,11 +144,12 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def submission_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of sbatch, which becomes the job's: as if no job were around this process.
+    """The environment of Slurm's commands, of which sbatch's becomes the job's: as if no job were around this process.
 
-    `SBATCH_…` variables go too. They outrank the options in a batch file, and the file is what was shown and checked.
+    A user's defaults for these commands go too: those of sbatch outrank the options in a batch file, and the file is
+    what was shown and checked; those of the others change what they answer, or what they do.
     """
-    return {key: value for key, value in _outside_a_job(variables).items() if not key.startswith("SBATCH_")}
+    return {key: value for key, value in _outside_a_job(variables).items() if not key.startswith(_DEFAULTS)}
 
 
 def _outside_a_job(variables: Mapping[str, str]) -> dict[str, str]:

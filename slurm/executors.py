@@ -15,21 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import JobPaths
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from pipeline.config import RunConfig
-from pipeline.errors import SchedulerError
+from pipeline.errors import DeadlineError, SchedulerError
 from pipeline.paths import RunPaths
 from pipeline.plan import Plan
-from pipeline.waiting import CLOCK, Clock
+from pipeline.waiting import CLOCK, Clock, wait_for
 from slurm import allocation
+from slurm.commands import NO_ANSWER
 from slurm.environment import local_job_environment, submission_environment
 from slurm.scheduler import Scheduler
 
-SUBMIT_SECONDS = 60.0
-"""sbatch's own patience with a busy controller is about as long."""
+SUBMIT_SECONDS = 300.0
+"""sbatch asks a busy controller again and again by itself."""
+LOST_SECONDS = 60.0
+"""For how long a job whose id sbatch did not tell is looked for."""
 
 _ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
 _SILENCE_SECONDS = 600.0
@@ -69,6 +73,10 @@ class VirtualNodes(LocalExecutor):
         if self._controller is not None:
             self._controller.kill()
             self._controller.wait()
+
+
+class NoAnswer(SchedulerError):
+    """Nobody said whether the job is queued."""
 
 
 class RunJob(SlurmJob[Any]):
@@ -139,10 +147,19 @@ class SlurmNodes(SlurmExecutor):
     and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map arrays.
     """
 
-    def __init__(self, run: RunPaths, config: RunConfig, plan: Plan, *, run_id: str, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        run: RunPaths,
+        config: RunConfig,
+        plan: Plan,
+        *,
+        run_id: str,
+        scheduler: Scheduler,
+        clock: Clock = CLOCK,
+    ) -> None:
         super().__init__(run.submitit / "slurm", max_num_timeout=-1)
         self._run, self._config, self._plan, self._run_id = run, config, plan, run_id
-        self._scheduler = scheduler
+        self._scheduler, self._clock = scheduler, clock
 
     @classmethod
     def affinity(cls) -> int:
@@ -164,14 +181,27 @@ class SlurmNodes(SlurmExecutor):
             command=command,
         )
 
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        """As the base's, but the function of a job that was not queued does not stay on disk."""
+        before = set(self.folder.glob("*.pkl"))
+        try:
+            return super()._internal_process_submissions(delayed_submissions)
+        except BaseException:
+            for file in set(self.folder.glob("*.pkl")) - before:
+                file.unlink()
+            raise
+
     def _submit_command(self, command: str) -> RunJob:
-        """Hand the file to sbatch; `SchedulerError` with what it said."""
+        """Hand the file to sbatch; `SchedulerError` with what it said.
+
+        Where it got no answer, the job that the scheduler has with our run_id is taken for the submitted one, and if
+        there is none, this raises `NoAnswer`.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f".{uuid.uuid4().hex}_submission.sh"
         file.write_text(self._make_submission_file_text(command, ""))
         try:
-            said = _sbatch(file)
-            job_id = self._get_job_id_from_submission_command(said)
+            job_id = self._queued(file)
         except BaseException:
             file.unlink()
             raise
@@ -179,17 +209,39 @@ class SlurmNodes(SlurmExecutor):
         ranks = list(range(self._plan.ranks))
         return RunJob(self.folder, job_id, ranks, run=self._run, scheduler=self._scheduler)
 
+    def _queued(self, file: Path) -> str:
+        try:
+            return self._get_job_id_from_submission_command(_sbatch(file))
+        except NoAnswer as error:
+            lost, trouble = str(error), ""
+
+        def look() -> str | None:
+            nonlocal trouble
+            try:
+                found = self._scheduler.jobs_with(self._run_id)
+            except SchedulerError as error:
+                trouble = f" ({error})"
+                return None
+            trouble = ""
+            return found[0].id if found else None
+
+        try:
+            return wait_for("the job", look, LOST_SECONDS, pause=1.0, longest_pause=10.0, clock=self._clock)
+        except DeadlineError:
+            mend = f"the same command submits it, unless squeue shows a job with the comment 'rollcall {self._run_id}'"
+            raise NoAnswer(f"{lost}, and the queue shows no such job{trouble}; {mend}") from None
+
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         said = string.decode() if isinstance(string, bytes) else string
         found = re.search(r"Submitted batch job (\d+)", said)
         if found is None:
-            raise SchedulerError(f"sbatch named no job: {_one_line(said)}")
+            raise NoAnswer(f"sbatch named no job: {_one_line(said)}")
         return found.group(1)
 
 
 def _sbatch(file: Path) -> str:
-    """What sbatch printed."""
+    """What sbatch printed; `SchedulerError` if it refused the file, `NoAnswer` if it heard nothing."""
     try:
         done = subprocess.run(
             ["sbatch", str(file)],
@@ -203,8 +255,9 @@ def _sbatch(file: Path) -> str:
     except FileNotFoundError as error:
         raise SchedulerError("sbatch is not on PATH") from error
     except subprocess.TimeoutExpired as error:
-        mend = "look for the job in squeue before you submit again"
-        raise SchedulerError(f"sbatch gave no answer in {SUBMIT_SECONDS:.0f} s; {mend}") from error
+        raise NoAnswer(f"sbatch gave no answer in {SUBMIT_SECONDS:g} s") from error
+    if done.returncode and NO_ANSWER.search(done.stderr):
+        raise NoAnswer(f"sbatch got no answer: {_one_line(done.stderr)}")
     if done.returncode:
         raise SchedulerError(f"sbatch refused the job: {_one_line(done.stderr)}")
     return done.stdout

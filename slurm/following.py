@@ -97,7 +97,7 @@ def conclude(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signa
     """
     code = _tell_end(paths, attempt, interrupted, job_state)
     try:
-        print(f"  report      {write_report(read_history(paths.root))}", flush=True)
+        print(f"  report      {write_report(read_history(paths.root, alive=False))}", flush=True)
     except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"warning: the report could not be written: {reason}", file=sys.stderr)
@@ -110,12 +110,7 @@ def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sign
         print(f"finished {finished.steps} steps\n  metrics     {paths.metrics}")
         print(f"  checkpoint  {newest_committed(str(paths.checkpoints))}\n  model       {paths.model}", flush=True)
         return 0
-    failure = files.read_document(attempt.first_failure, FirstFailure)
-    if failure is not None:
-        print(f"failed: {failure.one_line()}\n  {attempt.first_failure}", file=sys.stderr)
-        outcome = files.read_document(attempt.outcome, Outcome)
-        if outcome is not None:
-            print(f"  {outcome.decision}: {outcome.reason}", file=sys.stderr)
+    if _tell_failure(attempt):
         return 1
     if interrupted:
         print(f"interrupted; the same command {_what_resuming_does(paths)}", file=sys.stderr)
@@ -128,6 +123,25 @@ def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sign
     how = f" ({job_state})" if job_state else ""
     print(f"failed: the job ended without a reason{how}; see its output in {paths.submitit}", file=sys.stderr)
     return 1
+
+
+def _tell_failure(attempt: AttemptPaths) -> bool:
+    """Say what failed, if anything did.
+
+    A job that was stopped has failed, also where no role did and the agents were only told to end: as srun tells them
+    when a rank is lost.
+    """
+    outcome = files.read_document(attempt.outcome, Outcome)
+    failure = files.read_document(attempt.first_failure, FirstFailure)
+    if failure is not None:
+        print(f"failed: {failure.one_line()}\n  {attempt.first_failure}", file=sys.stderr)
+        if outcome is not None:
+            print(f"  {outcome.decision}: {outcome.reason}", file=sys.stderr)
+    elif outcome is not None and outcome.decision == "stopped":
+        print(f"failed: {outcome.reason}\n  {attempt.outcome}", file=sys.stderr)
+    else:
+        return False
+    return True
 
 
 def _what_resuming_does(paths: RunPaths) -> str:

@@ -5,7 +5,7 @@ snapshot of the code, and what says that a run is live: a lock for a local job, 
 for one of Slurm. Promises that a run directory only ever belongs to one config, that two live jobs never share one, and
 that `examine` writes nothing. A job that cannot be asked about counts as live.
 
-    with claimed(config) as run:
+    with claimed(config) as run, job_replaced(run):
         record_job(run, "slurm", sbatch(...))   # from here on the job keeps others out, the claim need not
 """
 
@@ -53,10 +53,7 @@ def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
 
 @contextmanager
 def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> Iterator[RunPaths]:
-    """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises.
-
-    The record of an earlier job, which is over, is gone: a new job may start before it is recorded itself.
-    """
+    """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises."""
     run = RunPaths(config.directory.resolve())
     with _disk(config):
         run.root.mkdir(parents=True, exist_ok=True)
@@ -67,7 +64,6 @@ def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
             _refuse_queued(run, config, scheduler)
             _refuse_live(run, config, run.job_lock)
             _refuse_contents(run, config)
-            run.job.unlink(missing_ok=True)
             _freeze(run, _settled(config))
         yield run
 
@@ -91,6 +87,22 @@ def record_job(run: RunPaths, kind: Literal["local", "slurm"], job: str) -> None
     files.write_document(run.job, document)
 
 
+@contextmanager
+def job_replaced(run: RunPaths) -> Iterator[None]:
+    """Put the record of the earlier job, which is over, aside while another is submitted; back if the block raises.
+
+    The new job may start before it is recorded, and must not take itself for an earlier one.
+    """
+    earlier = submitted_job(run)
+    run.job.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        if earlier is not None:
+            files.write_document(run.job, earlier)
+        raise
+
+
 def submitted_job(run: RunPaths) -> SubmittedJob | None:
     """The job that was submitted for the run last; `RunStateError` if it is recorded and cannot be read."""
     for _ in range(2):  # a file that is replaced while it is read is there at the second look
@@ -110,21 +122,26 @@ def owns(run: RunPaths, job: str) -> bool:
 def live_job(run: RunPaths, scheduler: Scheduler) -> QueuedJob | None:
     """The scheduler's job of this run if it is live; raises `SchedulerError` when the scheduler does not answer.
 
-    Schedulers give ids again after a while: a job of another name that does not carry the run_id is another's.
+    It is found by its record, else by the run_id in its comment: the answer to its submission may have been lost, or
+    an earlier job queued again by hand.
     """
     last = submitted_job(run)
-    if last is None or last.kind != "slurm":
-        return None
-    queued = scheduler.job(last.job)
-    if queued is None or not queued.live:
-        return None
-    return queued if is_job_of(run, queued) else None
+    queued = scheduler.job(last.job) if last is not None and last.kind == "slurm" else None
+    if queued is not None and queued.live and is_job_of(run, queued):
+        return queued
+    known = files.read_document(run.run, RunIdentity)
+    return next(iter(scheduler.jobs_with(known.run_id)), None) if known else None
 
 
 def is_job_of(run: RunPaths, queued: QueuedJob) -> bool:
-    """Whether a job with the recorded id is this run's, and not another's that was given the same id since."""
+    """Whether a job with the recorded id is this run's, and not another's that was given the same id since.
+
+    Its comment tells; its name only at a site that keeps no comments.
+    """
     known = files.read_document(run.run, RunIdentity)
-    return queued.name == run.root.name or known is None or known.run_id in queued.comment.split()
+    if known is None:
+        return True
+    return known.run_id in queued.comment.split() if queued.comment else queued.name == run.root.name
 
 
 @contextmanager
@@ -179,16 +196,21 @@ def _refuse_live(run: RunPaths, config: RunConfig, *paths: Path) -> None:
 
 
 def _refuse_queued(run: RunPaths, config: RunConfig, scheduler: Callable[[], Scheduler]) -> None:
-    """Raise `RunStateError` if the scheduler has a live job of this run, or cannot say."""
+    """Raise `RunStateError` if the scheduler has a live job of this run, or cannot say.
+
+    It is asked for the job on record, and before a further one is submitted also for one that is not.
+    """
     last = submitted_job(run)
-    if last is None or last.kind != "slurm":
+    recorded = last if last is not None and last.kind == "slurm" else None
+    if recorded is None and (config.cluster.kind != "slurm" or not run.run.exists()):
         return
     try:
         queued = live_job(run, scheduler())
     except RollcallError as error:
-        expected = f"a run that is not live, but nobody here can say so of Slurm job {last.job} of {last.user}"
-        mend = f"try again where Slurm answers, or, if that job is over, remove {run.job}"
-        raise RunStateError("name", config.name, f"{expected} ({error})", mend) from None
+        whose = f"Slurm job {recorded.job} of {recorded.user}" if recorded else "its Slurm jobs"
+        otherwise = f", or, if that job is over, remove {run.job}" if recorded else ""
+        expected = f"a run that is not live, but nobody here can say so of {whose} ({error})"
+        raise RunStateError("name", config.name, expected, f"try again where Slurm answers{otherwise}") from None
     if queued is not None:
         raise _live(run, config, _describe(queued))
 

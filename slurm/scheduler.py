@@ -5,7 +5,7 @@ by Slurm's own commands in `slurm.commands`, and in the tests by a scheduler in 
 goes wrong is a `SchedulerError` of one line.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -103,6 +103,14 @@ class Scheduler(Protocol):
 
     def job(self, job: str) -> QueuedJob | None:
         """The job, or None when the scheduler does not know it (any more)."""
+        ...
+
+    def jobs_with(self, word: str) -> list[QueuedJob]:
+        """The live jobs of this user whose comment has this word; for a job whose id was never told."""
+        ...
+
+    def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
+        """Those of these jobs that the scheduler knows, in one question; `restarts` and `preempted` are left out."""
         ...
 
     def partitions(self) -> list[Partition]:

@@ -7,6 +7,7 @@ then the exit code is 2, else that of `slurm.following`.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, overrides = _read(argv)
         if options.multirun:
-            return sweep(overrides, ONE_RUN, dry_run=options.dry_run, detach=options.detach)
+            return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = compose_config(overrides)
         if options.cfg:
             print(config.model_dump_json(indent=2))
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan, script=options.dry_run)
+        print_plan(config, plan, _warnings(config), script=options.dry_run)
         return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -91,8 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(config: RunConfig) -> Plan:
-    """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way."""
+def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
+    """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way.
+
+    `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
+    """
     check_config(config, longest_sequence(config.model))
     plan = make_plan(config)
     check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
@@ -102,7 +106,11 @@ def check(config: RunConfig) -> Plan:
     runs.examine(config)
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
-        check_site(config, plan, scheduler, batch_text(config, plan, scheduler))
+        accepted = [] if accepted is None else accepted
+        text, shape = batch_text(config, plan, scheduler), (config.cluster, config.resources, plan)
+        if shape not in accepted:
+            check_site(config, plan, scheduler, text)
+            accepted.append(shape)
     return plan
 
 
@@ -113,19 +121,21 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
 
 
-def print_plan(config: RunConfig, plan: Plan, *, script: bool = False) -> None:
-    """Which role goes where, before anything is started; with `script` also what Slurm would get."""
+def _warnings(config: RunConfig) -> list[str]:
+    return warnings(config, find_slurm()) if config.cluster.kind == "slurm" else []
+
+
+def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
+    """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
     services = len(split(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe(plan, without_gpus=services):
         console.print(f"  {line}")
-    if config.cluster.kind == "slurm":
-        scheduler = find_slurm()
-        for warning in warnings(config, scheduler):
-            print(f"warning: {warning}", file=sys.stderr)
-        if script:
-            print(f"\n{batch_text(config, plan, scheduler)}", end="", flush=True)
+    for warning in warned:
+        print(f"warning: {warning}", file=sys.stderr)
+    if script and config.cluster.kind == "slurm":
+        print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
 
 
 def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
@@ -139,9 +149,13 @@ def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
 
 
 def submit_one(config: RunConfig, plan: Plan) -> RunJob:
-    """Queue the Slurm job of a run; it is on record when this returns, and not queued if this raises."""
+    """Queue the Slurm job of a run; it is on record when this returns.
+
+    If this raises, none is queued, but for `NoAnswer`: should the job show up later, it finds nothing to run, and a
+    further submission is refused for as long as it lives.
+    """
     scheduler = find_slurm()
-    with runs.claimed(config) as paths:
+    with runs.claimed(config) as paths, runs.job_replaced(paths):
         executor = SlurmNodes(paths, config, plan, run_id=runs.identity(paths).run_id, scheduler=scheduler)
         job = executor.submit(Agent(paths.root))
         assert isinstance(job, RunJob)
@@ -158,6 +172,7 @@ def run_here(config: RunConfig, plan: Plan) -> int:
     with runs.claimed(config) as paths, interrupts() as interrupted:
         print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
         executor = VirtualNodes(paths, plan.ranks)
+        runs.record_job(paths, "local", executor.job_name)
         job = executor.submit(Agent(paths.root))
         follow(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
         if interrupted:
@@ -172,11 +187,12 @@ def run_here(config: RunConfig, plan: Plan) -> int:
         return conclude(paths, attempt, interrupted)
 
 
-ONE_RUN = Launch(
-    check=check,
-    show=lambda config, plan, whole: print_plan(config, plan, script=whole),
-    run=run_here,
-    submit=lambda config, plan: submit_one(config, plan).job_id,
-    scheduler=find_slurm,
-)
-"""What a sweep does for each of its points."""
+def one_run() -> Launch:
+    """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
+    return Launch(
+        check=partial(check, accepted=[]),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config), script=whole),
+        run=run_here,
+        submit=lambda config, plan: submit_one(config, plan).job_id,
+        scheduler=find_slurm,
+    )

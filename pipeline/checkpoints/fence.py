@@ -10,7 +10,7 @@ Between a check and its write are milliseconds that this cannot close. What slip
 is whole, and is replaced when the owner reaches its step.
 
     fence = Fence(str(run.checkpoints), paths.attempt)
-    fence.claim()                                        # the trainer, once
+    fence.claim(job)                                     # the trainer, once; the job in `job.json`
     fence.check()                                        # whoever writes
 """
 
@@ -29,11 +29,14 @@ class Fence:
     def __init__(self, root: str, attempt: str) -> None:
         self._storage, self._attempt = Storage(root), attempt
 
-    def claim(self) -> None:
+    def claim(self, submitted: str = "") -> None:
         """Make this attempt the only one that may write from now on.
 
-        `CheckpointError` if a later attempt of the same job did so before: then this one is the zombie.
+        `submitted` is the job that was submitted for the run last; empty where that is not recorded. `CheckpointError`
+        if it is another than this attempt's, or if a later attempt of this job did so before: then this is the zombie.
         """
+        if submitted and submitted != self._attempt.rpartition("-")[0]:
+            raise self._error(f"of job {submitted}")
         owner = self._owner()
         if owner is not None and _is_later(owner, self._attempt):
             raise self._error(owner)

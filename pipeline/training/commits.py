@@ -6,15 +6,18 @@ restored is one commit whole, and that `ledger.jsonl` holds exactly what the new
 
 import logging
 import os
+import shutil
 from dataclasses import dataclass
 
 import msgspec
 
+from pipeline import files
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError
 from pipeline.ledger import Ledger
 from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.records import SubmittedJob
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.worker import Worker
@@ -47,7 +50,8 @@ class Commits:
 
     def restore(self) -> Position:
         """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts."""
-        self.fence.claim()
+        submitted = files.read_document(self._run.job, SubmittedJob)
+        self.fence.claim(submitted.job if submitted else "")
         checkpoint = newest_committed(self._root, hashes=True)
         jobs = jobs_of(self._config)
         first = next((index for index, job in enumerate(jobs) if checkpoint and job.name == checkpoint.manifest.job), 0)
@@ -83,9 +87,19 @@ class Commits:
             log.warning("old checkpoints stay until the next commit: %s", error)
 
     def export(self) -> None:
-        """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises."""
+        """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises.
+
+        It takes the model's name when it is whole, and only if no later attempt took over while it was written.
+        """
         self.fence.check()
-        self._dispatch.export_hf("policy", self._run.model)
+        whole = self._run.unfinished_model(self._attempt)
+        self._dispatch.export_hf("policy", whole)
+        self.fence.check()
+        if self._run.model.exists():
+            self._run.model.rename(self._run.unfinished_model(f"{self._attempt}.replaced"))
+        whole.rename(self._run.model)
+        for leftover in self._run.root.glob(self._run.unfinished_model("*").name):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""

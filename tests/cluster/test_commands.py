@@ -202,7 +202,7 @@ def test_with_nodes_drained_a_job_that_will_fit_again_is_not_refused(
 def test_limits_and_accounts_are_what_the_cluster_says(slurm: SlurmCommands) -> None:
     assert slurm.kill_wait() == 30
     assert slurm.accounts() is None
-    config = compose_config(["experiment=demo", "cluster=slurm"])
+    config = compose_config(["experiment=demo", "cluster=slurm", "cluster.grace_seconds=25"])
     assert "kills a job 30 s after" in warnings(config, slurm)[0]
 
 

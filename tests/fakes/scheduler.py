@@ -1,6 +1,7 @@
 """A scheduler in memory: its jobs change state only when told, and it remembers what it was asked to do."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class FakeScheduler:
     Attributes:
         jobs: by id; `submit`, `set` and `forget` change them.
         requeued, cancelled: ids, in the order of the successful calls.
+        asked: the ids of each call of `known`.
         tried: texts of the batch files that were tried out.
         refusal: what `try_out` answers.
     """
@@ -36,6 +38,7 @@ class FakeScheduler:
         self.requeued: list[str] = []
         self.cancelled: list[str] = []
         self.tried: list[str] = []
+        self.asked: list[tuple[str, ...]] = []
         self.refusal = ""
         self.known_accounts: list[str] | None = None
         self.seconds_to_kill = 30
@@ -64,6 +67,15 @@ class FakeScheduler:
         self._answer("job")
         found = self.jobs.get(job)
         return found if found is not None and found.state else None
+
+    def jobs_with(self, word: str) -> list[QueuedJob]:
+        self._answer("jobs_with")
+        return [job for job in self.jobs.values() if job.state and job.live and word in job.comment.split()]
+
+    def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
+        self._answer("known")
+        self.asked.append(tuple(ids))
+        return {job: self.jobs[job] for job in ids if job in self.jobs and self.jobs[job].state}
 
     def partitions(self) -> list[Partition]:
         self._answer("partitions")

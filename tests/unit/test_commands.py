@@ -172,7 +172,9 @@ def test_without_slurm_the_missing_commands_are_named(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError) as caught:
         find_slurm()
     assert caught.value.key == "cluster.kind"
-    assert "Slurm's commands on PATH; sbatch, scontrol, scancel not found: log in to a node" in str(caught.value)
+    assert "Slurm's commands on PATH; sbatch, scontrol, squeue, scancel not found: log in to a node" in str(
+        caught.value
+    )
 
 
 def test_with_its_commands_slurm_is_found(bin: Path) -> None:
@@ -205,6 +207,35 @@ def test_an_error_is_one_line_with_the_command_and_what_it_said_and_travels(bin:
     put(bin, "scontrol", "exit 3")
     with pytest.raises(SchedulerError, match=r"scontrol requeue 12: ended with 3 and said nothing"):
         SlurmCommands().requeue("12")
+
+
+def test_no_command_hears_of_a_job_around_it_or_of_a_user_s_defaults(
+    bin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = ("SBATCH_PARTITION", "SINFO_FORMAT", "SQUEUE_USERS", "SCANCEL_STATE", "SCONTROL_ALL", "SLURM_JOB_ID")
+    for name in theirs:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    for name in ("sbatch", "sinfo", "squeue", "scancel", "scontrol"):
+        put(bin, name, f"env > {tmp_path}/{name}.env")
+    slurm = SlurmCommands()
+    slurm.try_out(tmp_path / "job.sh")
+    slurm.cancel("12")
+    slurm.requeue("12")
+    assert slurm.partitions() == slurm.jobs_with("demo-1f3a") == []
+    for name in ("sbatch", "sinfo", "squeue", "scancel", "scontrol"):
+        heard = (tmp_path / f"{name}.env").read_text()
+        assert "SLURM_CONF=/etc/slurm.conf\n" in heard
+        assert not [variable for variable in theirs if f"{variable}=" in heard]
+
+
+def test_jobs_are_found_by_a_word_of_their_comment_each_once_and_only_live_ones(bin: Path) -> None:
+    lines = "12|rollcall demo-1f3a", "13|rollcall demo-1f3a", "14|rollcall demo-1f3a2", "15|(null)", "16|a|demo-1f3a b"
+    put(bin, "squeue", f'case "$*" in *--user={my_name()}*) printf "%s\\n" {" ".join(map(repr, lines))};; esac')
+    leader = record(id="12", het="HetJobId=12 HetJobOffset=0 ")
+    said = f"case $4 in 16) echo '{record(id='16', state='CANCELLED')}';; *) echo '{leader}';; esac"
+    put(bin, "scontrol", said)
+    assert [job.id for job in SlurmCommands().jobs_with("demo-1f3a")] == ["12"]
 
 
 def test_words_are_never_read_by_a_shell(bin: Path, tmp_path: Path) -> None:

@@ -78,9 +78,17 @@ def test_a_role_does_not_take_the_job_s_tasks_for_its_own(monkeypatch: pytest.Mo
 
 
 def test_a_job_submitted_from_within_a_job_begins_at_its_own_first_attempt() -> None:
-    outer = {**SLURM, "SLURM_RESTART_COUNT": "3", "SBATCH_PARTITION": "debug", "SUBMITIT_EXECUTOR": "slurm"}
+    outer = {**SLURM, "SLURM_RESTART_COUNT": "3", "SUBMITIT_EXECUTOR": "slurm"}
     kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "PYTHONPATH": "/mine"}
     assert environment.submission_environment(outer | kept) == kept
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SBATCH_PARTITION", "SQUEUE_STATES", "SINFO_PARTITION", "SCANCEL_STATE", "SCONTROL_ALL", "SLURM_TIME_FORMAT"],
+)
+def test_a_user_s_defaults_do_not_reach_slurm_s_commands(name: str) -> None:
+    assert environment.submission_environment({name: "x", "SLURM_CLUSTERS": "big"}) == {"SLURM_CLUSTERS": "big"}
 
 
 def test_a_job_imports_from_its_snapshot_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pipeline.plan import World
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.jobs import jobs_of
+from slurm import runs
 from slurm.agent import _finish
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -25,6 +26,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.after_export: Callable[[], object] = lambda: None
+
+    def export_hf(self, name: str, path: Path) -> None:
+        """Writes a file; `after_export` is what happens before the export is over."""
+        self.asked.append("export_hf")
+        path.mkdir()
+        (path / "model.safetensors").write_text(name)
+        self.after_export()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_, **__: self.asked.append(name)
@@ -55,6 +64,10 @@ class Trainer:
 
     def open_metrics(self) -> None:
         MetricSinks(self.run.paths.metrics, "12-0", check=self.commits.fence.check).close()
+
+
+def commits_of(run: FakeRun, attempt: str) -> Commits:
+    return Commits(run.attempt(attempt).paths, run.config, cast(Dispatch, Ranks()))
 
 
 WRITES = [Trainer.log, Trainer.commit, Trainer.export, Trainer.finish, Trainer.open_metrics]
@@ -114,6 +127,53 @@ def test_an_earlier_attempt_of_the_same_job_that_starts_late_takes_nothing_over(
     with pytest.raises(CheckpointError, match="attempt 12-10 has taken over"):
         late.claim()
     owner.check()
+
+
+def test_a_late_attempt_of_an_older_job_takes_nothing_from_a_newer_job(run: FakeRun, root: str) -> None:
+    runs.record_job(run.paths, "slurm", "13")
+    commits_of(run, "13-0").restore()
+    with pytest.raises(CheckpointError, match=r"attempt of job 13 has taken over .*; attempt 12-3 must write nothing"):
+        commits_of(run, "12-3").restore()
+    Fence(root, "13-0").check()
+
+
+def test_an_older_job_does_not_even_begin_once_a_newer_one_is_submitted(run: FakeRun, root: str) -> None:
+    runs.record_job(run.paths, "local", "local20250101")
+    with pytest.raises(CheckpointError, match="attempt of job local20250101"):
+        commits_of(run, "12-1").restore()
+    assert not run.paths.checkpoints.exists()
+    commits_of(run, "local20250101-0").restore()
+    Fence(root, "local20250101-0").check()
+
+
+def test_an_exported_model_replaces_an_earlier_one_and_nothing_else_stays(run: FakeRun, owner: Trainer) -> None:
+    torn = run.paths.unfinished_model("11-0")
+    for folder in (run.paths.model, torn):
+        folder.mkdir()
+        (folder / "old").touch()
+    owner.export()
+    assert [file.name for file in run.paths.model.iterdir()] == ["model.safetensors"]
+    assert list(run.root.glob("model*")) == [run.paths.model]
+
+
+def test_a_trainer_that_is_replaced_while_it_exports_leaves_the_model_alone(
+    run: FakeRun, root: str, owner: Trainer
+) -> None:
+    run.paths.model.mkdir()
+    owner.ranks.after_export = Fence(root, "12-1").claim
+    with pytest.raises(CheckpointError, match=REFUSED):
+        owner.export()
+    assert list(run.paths.model.iterdir()) == []
+
+
+def test_an_export_that_breaks_off_is_not_taken_for_a_model(run: FakeRun, owner: Trainer) -> None:
+    def break_off() -> None:
+        raise OSError("disk full")
+
+    owner.ranks.after_export = break_off
+    with pytest.raises(OSError, match="disk full"):
+        owner.export()
+    assert not run.paths.model.exists()
 
 
 def test_an_attempt_may_claim_again_what_it_has(root: str) -> None:

@@ -3,11 +3,13 @@
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from pipeline import files
 from pipeline.errors import SchedulerError
+from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import Finished, Outcome, RunIdentity
@@ -138,6 +140,33 @@ def test_a_job_that_stopped_says_what_failed_and_why_it_is_not_requeued(
     said = capsys.readouterr().err
     assert "failed: trainer.0 on rank 1: killed by SIGKILL" in said
     assert "stopped: 3 barren attempts" in said
+
+
+def test_a_job_that_stopped_after_a_lost_rank_has_failed_though_its_agents_were_told_to_end(
+    run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(run, slurm)
+    attempt = begin(run, f"{job.job_id}-0")
+    Events(attempt).publish("draining", "agent.1", "SIGTERM")
+    files.write_document(attempt.outcome, Outcome(decision="stopped", reason="rank 0 ended without a word", time=0.0))
+    slurm.set(job.job_id, "FAILED")
+    assert conclude_job(job) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("failed: rank 0 ended without a word\n")
+    assert "interrupted" not in said
+
+
+@pytest.mark.parametrize("decision", ["left", "requeued"])
+def test_a_job_that_was_cancelled_while_it_drained_is_an_interruption(
+    decision: Literal["left", "requeued"], run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(run, slurm)
+    attempt = begin(run, f"{job.job_id}-0")
+    Events(attempt).publish("draining", "agent.1", "SIGTERM")
+    files.write_document(attempt.outcome, Outcome(decision=decision, reason="the scheduler ends the job", time=0.0))
+    slurm.set(job.job_id, "CANCELLED")
+    assert conclude_job(job) == 143
+    assert "interrupted: agent.1 was told to end (SIGTERM)" in capsys.readouterr().err
 
 
 def test_who_leaves_a_job_leaves_it_alone(

@@ -8,14 +8,14 @@ import pytest
 
 from pipeline import files
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigError, RunStateError
+from pipeline.errors import ConfigError, RunStateError, SchedulerError
 from pipeline.models import BUILT_IN
 from pipeline.paths import RunPaths
 from pipeline.records import Finished
 from pipeline.roles.context import read_config
 from slurm import runs
 from slurm.compose import compose_config
-from slurm.scheduler import ENDED, PENDING, RUNNING, Scheduler
+from slurm.scheduler import ENDED, PENDING, RUNNING, QueuedJob, Scheduler
 from tests.fakes.scheduler import FakeScheduler
 
 
@@ -213,11 +213,65 @@ def test_a_run_whose_job_is_over_can_be_resumed_by_either_kind(state: str, tmp_p
         scheduler.set("1", state)
     assert runs.examine(demo(tmp_path), lambda: scheduler) == run
     assert not runs.owns(run, "2"), "looking changes nothing"
-    with runs.claimed(demo(tmp_path, "cluster=slurm"), lambda: scheduler):
+    with runs.claimed(demo(tmp_path, "cluster=slurm"), lambda: scheduler), runs.job_replaced(run):
         assert runs.owns(run, "2"), "the next job may start before it is recorded"
         runs.record_job(run, "slurm", "2")
     assert runs.owns(run, "2")
     assert not runs.owns(run, "1"), "the earlier job, should it come back, is refused"
+
+
+def test_a_submission_that_fails_leaves_the_record_of_who_ran_last(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    run = submitted(tmp_path, scheduler, "FAILED")
+    before = runs.submitted_job(run)
+
+    def refused() -> None:
+        with runs.claimed(demo(tmp_path), lambda: scheduler), runs.job_replaced(run):
+            assert runs.submitted_job(run) is None
+            raise SchedulerError("sbatch refused the job")
+
+    with pytest.raises(SchedulerError):
+        refused()
+    assert runs.submitted_job(run) == before
+
+
+def test_a_job_that_is_not_on_record_is_found_by_its_run_id_before_another_is_submitted(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    with runs.claimed(demo(tmp_path), lambda: scheduler) as run:
+        job = scheduler.submit("demo", comment=f"rollcall {runs.identity(run).run_id}")
+        scheduler.submit("demo", comment="rollcall demo-12345678")
+    with pytest.raises(RunStateError, match=rf"not live \(Slurm job {job} of alice is PENDING\)"):
+        runs.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
+    scheduler.fail("jobs_with")
+    with pytest.raises(RunStateError, match=r"say so of its Slurm jobs .*; try again where Slurm answers$"):
+        runs.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
+    scheduler.cancel(job)
+    assert runs.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler) == run
+
+
+def test_an_earlier_job_that_was_queued_again_by_hand_keeps_others_out(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    run = submitted(tmp_path, scheduler, "FAILED")
+    runs.record_job(run, "local", "local20250101")
+    scheduler.set("1", PENDING)
+    assert not runs.owns(run, "1")
+    with pytest.raises(RunStateError, match="Slurm job 1 of alice is PENDING"):
+        runs.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
+
+
+def test_a_comment_decides_whose_a_job_is_and_a_name_only_where_there_is_none(tmp_path: Path) -> None:
+    run = submitted(tmp_path, FakeScheduler())
+    run_id = runs.identity(run).run_id
+
+    def is_ours(name: str, comment: str) -> bool:
+        return runs.is_job_of(run, QueuedJob("1", name, "alice", RUNNING, comment=comment))
+
+    assert is_ours("renamed", f"rollcall {run_id}")
+    assert is_ours("demo", f"site: rollcall {run_id} checked")
+    assert is_ours("demo", "")
+    assert not is_ours("other", "")
+    assert not is_ours("demo", f"rollcall {run_id}2")
+    assert not is_ours("demo", "my own demo")
 
 
 def test_a_scheduler_that_cannot_be_asked_never_means_that_the_job_is_over(tmp_path: Path) -> None:
