@@ -231,6 +231,7 @@ def test_a_job_that_ran_into_its_time_limit_is_requeued(cluster: SlurmCluster, t
     assert life.end("COMPLETED", 240)["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     assert "SIGTERM" in life.outcome(0).reason
+    assert life.outcome(0).barren == 1
 
 
 def preempt(slurm: SlurmCluster) -> str:
