@@ -39,6 +39,7 @@ def networked(requires_networks: None, tmp_path_factory: pytest.TempPathFactory)
         yield started
 
 
+@pytest.mark.trial  # two minutes each; the suite has the worse case below
 @pytest.mark.parametrize("role", ["trainer", "redis"])
 def test_a_run_goes_on_elsewhere_when_a_node_is_cut_off_and_the_zombie_ends_by_itself(
     networked: NetworkedCluster, tmp_path: Path, role: RoleName
