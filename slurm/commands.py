@@ -60,10 +60,10 @@ class SlurmCommands:
         return parse_job(answer.stdout)
 
     def jobs_with(self, word: str) -> list[QueuedJob]:
-        said = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%A|%k")
+        said = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%i|%k")
         lines = [line.partition("|") for line in said.splitlines()]
-        found = {job.id: job for id, _, comment in lines if word in comment.split() and (job := self.job(id.strip()))}
-        return [job for job in found.values() if job.live]
+        leaders = dict.fromkeys(job.partition("+")[0] for job, _, comment in lines if word in comment.split())
+        return [job for leader in leaders if (job := self.job(leader)) is not None and job.live]
 
     def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
         if not ids:

@@ -122,8 +122,9 @@ def test_an_unknown_job_cannot_be_requeued(slurm: SlurmCommands) -> None:
 
 
 def test_a_heterogeneous_job_is_its_leader(cluster: SlurmCluster, slurm: SlurmCommands) -> None:
-    job = cluster.submit(HET, "--job-name=het")
+    job = cluster.submit(HET, "--job-name=het", "--comment=rollcall het-1f3a")
     assert wait_until(slurm, job, "RUNNING").id == job
+    assert [found.id for found in slurm.jobs_with("het-1f3a")] == [job]
     slurm.cancel(job)
     wait_until(slurm, job, "CANCELLED")
     cluster.wait_until_idle()
@@ -215,6 +216,10 @@ def test_a_run_is_kept_by_its_job_until_that_is_over(
         job = cluster.submit("exec sleep 60", "--job-name=demo", f"--comment={comment}")
         runs.record_job(run, "slurm", job)
     assert runs.live_job(run, slurm) == asked(slurm, job)
+    record = run.job.read_bytes()
+    run.job.unlink()
+    assert runs.live_job(run, slurm) == asked(slurm, job), "its comment names the run"
+    run.job.write_bytes(record)
     with pytest.raises(ConfigError, match=rf"Slurm job {job} of \w+ is (PENDING|RUNNING)"):
         runs.examine(config)
     slurm.cancel(job)

@@ -230,7 +230,13 @@ def test_no_command_hears_of_a_job_around_it_or_of_a_user_s_defaults(
 
 
 def test_jobs_are_found_by_a_word_of_their_comment_each_once_and_only_live_ones(bin: Path) -> None:
-    lines = "12|rollcall demo-1f3a", "13|rollcall demo-1f3a", "14|rollcall demo-1f3a2", "15|(null)", "16|a|demo-1f3a b"
+    lines = (
+        "12+0|rollcall demo-1f3a",
+        "12+1|rollcall demo-1f3a",
+        "14|rollcall demo-1f3a2",
+        "15|(null)",
+        "16|a|demo-1f3a b",
+    )
     put(bin, "squeue", f'case "$*" in *--user={my_name()}*) printf "%s\\n" {" ".join(map(repr, lines))};; esac')
     leader = record(id="12", het="HetJobId=12 HetJobOffset=0 ")
     said = f"case $4 in 16) echo '{record(id='16', state='CANCELLED')}';; *) echo '{leader}';; esac"
