@@ -85,6 +85,7 @@ def wait_for_a_signal() -> Callable[[], None]:
         heard: list[str] = []
         for expected in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(expected, lambda number, _: heard.append(signal.Signals(number).name))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
         print("> ready", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
         end = time.monotonic() + 100
         while not heard and time.monotonic() < end:
