@@ -16,8 +16,8 @@ from pipeline.errors import ConfigError, SchedulerError
 from pipeline.paths import RunPaths, SweepPaths
 from pipeline.records import RunIdentity, SubmittedJob
 from pipeline.report.history import attempt_names
+from pipeline.report.state import ENDED
 from slurm import manifest, runs
-from slurm.runstate import ENDED
 from slurm.scheduler import QueuedJob, Scheduler
 from slurm.watcher import snapshot
 
