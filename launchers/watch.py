@@ -1,4 +1,7 @@
-"""Watch a run: `python launchers/watch.py run=<name or directory>`; Ctrl-C leaves the run alone."""
+"""Watch a run: `python launchers/watch.py run=<name or directory>`, or a sweep: `sweep=<name or directory>`.
+
+Ctrl-C leaves the runs alone.
+"""
 
 import sys
 from pathlib import Path

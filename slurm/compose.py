@@ -55,8 +55,8 @@ def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
 def expand(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
     """The points of a sweep: every combination of the values of `a=1,2`, `range(…)`, `choice(…)` and `glob(…)`.
 
-    Values come out in Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. `ConfigError` for
-    what cannot be enumerated.
+    Keys come out without `+`, values in Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. Of
+    a key that is given twice the last counts. `ConfigError` for what cannot be enumerated.
 
         expand(["loss=grpo,gspo", "seed=1"])     base: seed=1     points: (loss=grpo,), (loss=gspo,)
     """
@@ -64,11 +64,12 @@ def expand(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
     axes: dict[str, list[str]] = {}
     for text in overrides:
         override = _parse(text)
-        key = override.get_key_element()
+        key = f"{override.key_or_group}@{override.package}" if override.package else override.key_or_group
         base.pop(key, None)
         axes.pop(key, None)
         if override.is_sweep_override():
-            axes[key] = [f"{key}={value}" for value in _values(override, text, folder)]
+            written = _written(override, folder)
+            axes[key] = [f"{written}={value}" for value in _values(override, text, folder)]
         else:
             base[key] = text
     points = tuple(islice(product(*axes.values()), MOST_POINTS + 1))
@@ -130,6 +131,13 @@ def _values(override: Override, text: str, folder: Path) -> list[str]:
         choices = ", ".join(groups(folder).get(key, ()))
         raise ConfigError(key, given, "at least one value", f"choose from: {choices}" if choices else "")
     return values
+
+
+def _written(override: Override, folder: Path) -> str:
+    """The key of a point's override: `seed` also of `+seed` and `++seed`, which mean the same here."""
+    if override.is_delete() or override.key_or_group in groups(folder):
+        return str(override.get_key_element())
+    return str(override.get_key_element()).lstrip("+")
 
 
 def _listed(override: Override, folder: Path) -> Iterator[str]:

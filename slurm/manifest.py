@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from pipeline import files
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunStateError
 from pipeline.paths import SweepPaths
-from pipeline.report.history import RUNS
+from pipeline.report.history import RUNS, closest
 
 LONGEST_NAME = 63
 """Of a run; see `pipeline.config.RunConfig.name`."""
@@ -60,19 +60,37 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, points=points)
 
 
-def read(paths: SweepPaths) -> Manifest | None:
-    """The manifest, or None where there is no sweep."""
-    return files.read_document(paths.manifest, Manifest)
+def load(paths: SweepPaths) -> Manifest | None:
+    """The manifest, or None where there is no sweep; `RunStateError` if it is there and cannot be read."""
+    why = "it is torn, or of another version"
+    for _ in range(2):  # a file that is replaced while it is read is there at the second look
+        try:
+            found = files.read_document(paths.manifest, Manifest)
+            if found is None and not paths.manifest.exists():
+                return None
+        except OSError as error:
+            found, why = None, error.strerror or str(error)
+        if found is not None and found.points:
+            return found
+        why = "it has no points" if found is not None else why
+    expected = f"a sweep with a readable {paths.manifest} ({why})"
+    mend = f"start a new sweep with name={paths.root.name}-2, or remove {paths.root}"
+    raise RunStateError("name", paths.root.name, expected, mend)
 
 
-def find(value: str) -> SweepPaths:
-    """The sweep with this name below `runs/`, or in this directory; `ConfigError` if there is none."""
-    for folder in (Path(value), RUNS / value):
-        paths = SweepPaths(folder)
-        if value and paths.manifest.exists():
+def find(value: str, output: Path | None = None) -> SweepPaths:
+    """The sweep with this name below `output`, if that is given; else in this directory, or below `runs/`.
+
+    `ConfigError` if there is none.
+    """
+    below = output or RUNS
+    for folder in (below / value,) if output else (Path(value), below / value):
+        if value and SweepPaths(folder).manifest.exists():
             return SweepPaths(folder.resolve())
-    found = ", ".join(sorted(file.parent.name for file in RUNS.glob("*/sweep.json"))) or "none"
-    raise ConfigError("sweep", value, f"a sweep's directory, or a name below {RUNS}/", f"found there: {found}")
+    expected = f"a sweep below {below}/" if output else f"a sweep's directory, or a name below {below}/"
+    raise ConfigError(
+        "sweep", value, expected, closest(value, (file.parent.name for file in below.glob("*/sweep.json")))
+    )
 
 
 def extended(old: Manifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> Manifest:

@@ -77,9 +77,11 @@ def prepare(expansion: Expansion, check: Check, scheduler: FindScheduler) -> Pre
     for overrides in track(expansion.points, "composing", transient=True, disable=quiet):
         with _named(overrides):
             configs.append(compose_config([*expansion.base, *overrides]))
+    _refuse_unlike(configs)
+    _refuse_equal(expansion.points, configs)
     paths = SweepPaths(directory_of(configs))
-    found = manifest.read(paths)
-    _refuse(paths, found)
+    _refuse_run(paths)
+    found = manifest.load(paths)
     kept = manifest.extended(found, expansion.base, expansion.points)
     entries = []
     pairs = list(zip(kept.of(expansion.points), configs, strict=True))
@@ -101,9 +103,10 @@ def claimed(prepared: Prepared) -> Iterator[None]:
         expected = "a directory this user can write"
         raise ConfigError("output", str(paths.root.parent), expected, error.strerror or str(error)) from None
     with lock:
-        if not locks.take(lock.fileno(), paths.lock) or manifest.read(paths) != prepared.found:
-            mend = "wait for it, then submit again"
-            raise RunStateError("name", paths.root.name, "a sweep that nobody else is submitting", mend)
+        if not locks.take(lock.fileno(), paths.lock):
+            raise _submitted_elsewhere(paths, locks.signed(paths.lock))
+        if manifest.load(paths) != prepared.found:
+            raise _submitted_elsewhere(paths, "somebody was since this command looked at it")
         files.write_document(paths.manifest, prepared.manifest)
         yield
 
@@ -129,14 +132,33 @@ def directory_of(configs: Sequence[RunConfig]) -> Path:
     return next(iter(folders))
 
 
-def _refuse(paths: SweepPaths, found: Manifest | None) -> None:
-    """Raise `RunStateError` when the directory is a run's, or its manifest cannot be read."""
+def _submitted_elsewhere(paths: SweepPaths, who: str) -> RunStateError:
+    expected = f"a sweep that nobody else is submitting ({who})"
+    return RunStateError("name", paths.root.name, expected, "wait for it, then submit again")
+
+
+def _refuse_run(paths: SweepPaths) -> None:
+    """Raise `RunStateError` when the directory is a run's."""
     name = paths.root.name
     if RunPaths(paths.root).run.exists():
         raise RunStateError("name", name, "a name that is no run's", f"name the sweep otherwise (name={name}-sweep)")
-    if found is None and paths.manifest.exists():
-        mend = f"start a new sweep with name={name}-2, or remove {paths.root}"
-        raise RunStateError("name", name, f"a sweep with a readable {paths.manifest}", mend)
+
+
+def _refuse_unlike(configs: Sequence[RunConfig]) -> None:
+    """Raise `ConfigError` unless all points run at the same kind of place: a sweep is submitted in one way."""
+    kinds = {config.cluster.kind: None for config in configs}
+    if len(kinds) > 1:
+        raise ConfigError("cluster.kind", ", ".join(kinds), "one kind for the sweep", "submit a sweep for each")
+
+
+def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig]) -> None:
+    """Raise `ConfigError` when two points are one run, however their overrides are written."""
+    seen: dict[str, tuple[str, ...]] = {}
+    for overrides, config in zip(points, configs, strict=True):
+        earlier = seen.setdefault(config.model_dump_json(), overrides)
+        if earlier is not overrides:
+            told = f"{' '.join(earlier)} and {' '.join(overrides)}"
+            raise ConfigError("sweep", told, "points that differ", "these two are the same run: leave out one")
 
 
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> Entry:
@@ -148,13 +170,16 @@ def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindSchedul
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)
     if run.finished.exists():
         return Entry(point, config, "finished")
-    if _is_live(run, scheduler):
+    if _is_live(run, config, scheduler):
         return Entry(point, config, "live")
     return Entry(point, config, "open", check(config))
 
 
-def _is_live(run: RunPaths, scheduler: FindScheduler) -> bool:
+def _is_live(run: RunPaths, config: RunConfig, scheduler: FindScheduler) -> bool:
+    if runs.is_live_here(run):
+        return True
     job = runs.submitted_job(run)
-    if job and job.kind == "slurm":
-        return runs.live_job(run, scheduler()) is not None
-    return runs.is_live_here(run)
+    scheduled = job is not None and job.kind == "slurm"
+    if not scheduled and (config.cluster.kind != "slurm" or not run.run.exists()):
+        return False
+    return runs.live_job(run, scheduler()) is not None

@@ -135,8 +135,9 @@ def watched(prepared: Prepared, launch: Launch) -> int:
 
 def _noted(paths: SweepPaths, kept: Manifest, point: Point, *, job: str = "", refused: str = "") -> Manifest:
     """Write down what became of a point's submission."""
-    newer = msgspec.structs.replace(point, job=job or point.job, submitted=time.time(), refused=refused)
-    kept = kept.noted(newer)
+    if job:
+        point = msgspec.structs.replace(point, job=job, submitted=time.time())
+    kept = kept.noted(msgspec.structs.replace(point, refused=refused))
     files.write_document(paths.manifest, kept)
     return kept
 

@@ -9,7 +9,7 @@ ending it leaves all jobs alone.
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -24,14 +24,57 @@ from pipeline.report.words import number
 from pipeline.waiting import CLOCK, Clock
 from slurm import manifest
 from slurm.commands import find_slurm
-from slurm.overview import NEVER, Line, Overview
+from slurm.display import COLOURS, UNSURE
+from slurm.overview import Line, Overview
 
 REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "job", "scheduler", "state", "step", "reward", "held-out", "attempts", "age")
 _NUMBERS = COLUMNS[4:]
-_AROUND = 8
-"""Lines of a terminal that are kept for what stands around the table."""
-_COLOURS = {"finished": "bold green", "failed": "bold red", "interrupted": "yellow", NEVER: "bright_black"}
+_AROUND = 4
+"""Lines around the rows of a table: its header, an empty one, how many more there are, and the summary."""
+_MOST_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How wide a table is: its columns after the name, spaces between them, whether a waiting job says why, and how
+    much of the longest name there must be room for."""
+
+    columns: tuple[str, ...]
+    gap: int = 2
+    reasons: bool = True
+    least_name: int = 63
+
+
+_FORMS = (
+    _Form(COLUMNS[1:]),
+    _Form(COLUMNS[1:], reasons=False),
+    _Form(COLUMNS[1:], gap=1, reasons=False, least_name=24),
+    _Form(tuple(column for column in COLUMNS[1:] if column not in ("scheduler", "attempts")), gap=1, least_name=0),
+)
+"""The widest first."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the table as texts."""
+
+    line: Line
+
+    @property
+    def name(self) -> str:
+        return f"  {self.line.name}" if self.line.sweep else self.line.name
+
+    def cell(self, column: str, form: _Form) -> str:
+        text = dict(zip(COLUMNS, cells(self.line), strict=True))[column]
+        if column == "state":
+            return f"● {text}"
+        return text if form.reasons or column != "scheduler" else text.partition(" ")[0]
+
+    def style(self, column: str) -> str:
+        if column == "state":
+            return COLOURS.get(self.line.state, UNSURE)
+        return "bright_black" if column == "scheduler" else ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,25 +97,42 @@ def main(arguments: Sequence[str]) -> int:
 def show(lines: Sequence[Line], source: str, console: Console) -> None:
     """The table once."""
     if console.is_terminal:
-        console.print(render(lines, source))
+        console.print(render(lines, source, console.width))
         return
     for text in [*columns(lines), *failures(lines), _summary(lines, source)]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def watch(arguments: Sequence[str]) -> int:
+    """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1."""
+    try:
+        output, sweep, _ = _read(arguments)
+        lines = follow(Overview(output, sweep, find_slurm))
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("left; the jobs go on")
+        return 0
+    return 0 if all(line.state == "finished" for line in lines) else 1
+
+
 def follow(overview: Overview, console: Console | None = None, clock: Clock = CLOCK) -> list[Line]:
     """Show the table until no job of it is live any more, the last lines.
 
-    Jobs end when they end: this waits as long, and whoever follows may leave at any time.
+    Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
+    to its size until the end, when all of it is shown.
     """
     console = console or Console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            return _until_over(
-                overview,
-                lambda lines: live.update(render(lines, overview.source, console.height - _AROUND), refresh=True),
-                clock,
-            )
+
+            def fit(lines: Sequence[Line]) -> None:
+                live.update(render(lines, overview.source, console.width, console.height - 1), refresh=True)
+
+            lines = _until_over(overview, fit, clock)
+            live.update(render(lines, overview.source, console.width))
+            return lines
     told: dict[str, str] = {}
 
     def tell(lines: Sequence[Line]) -> None:
@@ -87,33 +147,58 @@ def follow(overview: Overview, console: Console | None = None, clock: Clock = CL
     return lines
 
 
-def render(lines: Sequence[Line], source: str, most: int = 0) -> RenderableType:
-    """The table for a terminal, of at most so many runs if `most` is given: those that are not over are preferred."""
-    shown = fitting(lines, most) if most else lines
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bright_black")
-    for column in COLUMNS:
-        # a narrow terminal wraps the others first
-        whole = column not in ("run", "scheduler")
-        right = column in _NUMBERS
-        table.add_column(column, justify="right" if right else "left", no_wrap=whole, overflow="fold")
-    for sweep, members in groupby(shown, key=lambda line: line.sweep):
+def render(lines: Sequence[Line], source: str, width: int, height: int = 0) -> RenderableType:
+    """The table for a terminal of so many columns; with `height` of at most so many lines, of which none wraps.
+
+    What does not fit is left out: runs that finished first, then those that failed; failures beyond a few.
+    """
+    told = failures(lines)
+    more = len(told) - _MOST_FAILURES if height else 0
+    if more > 0:
+        told = [*told[:_MOST_FAILURES], f"and {more} more"]
+    shown = fitting(lines, height - len(told) - _AROUND) if height else lines
+    notes = [Text(text, "red", no_wrap=height > 0, overflow="ellipsis") for text in told]
+    if len(shown) < len(lines):
+        notes.append(Text(f"and {len(lines) - len(shown)} more runs", "bright_black"))
+    notes.append(Text(_summary(lines, source), "bright_black", no_wrap=height > 0, overflow="ellipsis"))
+    return Group(_table(shown, width), Text(), *notes)
+
+
+def _table(lines: Sequence[Line], width: int) -> Table:
+    """As many columns as fit; where even the fewest leave too little for the names, these are shortened."""
+    rows = [_Row(line) for line in lines]
+    names = max((len(row.name) for row in rows), default=0)
+    for form in _FORMS:
+        left = width - sum(
+            form.gap + max(len(column), *(len(row.cell(column, form)) for row in rows), 0) for column in form.columns
+        )
+        if left >= min(names, form.least_name):
+            break
+    table = Table(box=None, padding=(0, form.gap, 0, 0), pad_edge=False, header_style="bright_black")
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=max(left, 4))
+    for column in form.columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=True)
+    for sweep, members in groupby(rows, key=lambda row: row.line.sweep):
         if sweep:
             table.add_row(Text(sweep, "bold"))
-        for line in members:
-            name, job, scheduler, state, *numbers = cells(line)
-            dot = Text(f"● {state}", _COLOURS.get(state, "green"))
-            table.add_row(f"  {line.name}" if sweep else name, job, Text(scheduler, "bright_black"), dot, *numbers)
-    parts: list[RenderableType] = [table, Text()]
-    parts += [Text(text, "red") for text in failures(shown)]
-    if len(shown) < len(lines):
-        parts.append(Text(f"and {len(lines) - len(shown)} more, over", "bright_black"))
-    return Group(*parts, Text(_summary(lines, source), "bright_black"))
+        for row in members:
+            table.add_row(row.name, *(Text(row.cell(column, form), row.style(column)) for column in form.columns))
+    return table
 
 
 def fitting(lines: Sequence[Line], most: int) -> list[Line]:
-    """At most `most` lines, in their order; those of runs that are not over are preferred."""
-    chosen = sorted(range(len(lines)), key=lambda place: (lines[place].live is False, place))[: max(1, most)]
-    return [lines[place] for place in sorted(chosen)]
+    """At most `most` rows, headings counted. If these are fewer: what is not over comes first, then what failed."""
+    if len(lines) + len({line.sweep for line in lines} - {""}) <= most:
+        return list(lines)
+    urgent = sorted(lines, key=lambda line: (line.live is False, line.state == "finished"))
+    shown = list(urgent[: max(1, most)])
+    while len(shown) > 1 and len(shown) + len(_headings(shown)) > most:
+        shown.pop()
+    return shown
+
+
+def _headings(lines: Sequence[Line]) -> list[str]:
+    return [sweep for sweep, _ in groupby(lines, key=lambda line: line.sweep) if sweep]
 
 
 def columns(lines: Sequence[Line]) -> list[str]:
@@ -179,17 +264,17 @@ def _until_over(overview: Overview, show: Callable[[Sequence[Line]], None], cloc
 
 def _read(arguments: Sequence[str]) -> tuple[Path, str, bool]:
     """Output directory, sweep, and whether JSON is wanted."""
-    given = {"output": str(RUNS), "sweep": ""}
+    given = {"output": "", "sweep": ""}
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key in given and value:
             given[key] = value
         elif argument != "--json":
             raise ConfigError("arguments", argument, "output=<directory>, sweep=<name or directory>, or --json")
-    output, sweep = Path(given["output"]), given["sweep"]
-    if sweep:
-        root = manifest.find(str(output / sweep) if (output / sweep).exists() else sweep).root
-        output, sweep = root.parent, root.name
-    if not output.is_dir():
+    output, sweep = Path(given["output"] or RUNS), given["sweep"]
+    if not output.is_dir() and (given["output"] or not sweep):
         raise ConfigError("output", str(output), "a directory with runs", "submit one first, or name its output=…")
+    if sweep:
+        root = manifest.find(sweep, output if given["output"] else None).root
+        output, sweep = root.parent, root.name
     return output, sweep, "--json" in arguments

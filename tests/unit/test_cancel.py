@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from pipeline import files
-from pipeline.errors import ConfigError, DeadlineError, SchedulerError
 from pipeline.paths import SweepPaths
 from slurm import manifest, runs
-from slurm.cancel import cancel, main
+from slurm.cancel import cancel, cancel_sweep, main
 from slurm.locks import holder
 from slurm.scheduler import RUNNING, Scheduler
 from tests.fakes.clock import FakeClock
+from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
 
@@ -30,6 +30,17 @@ with runs.held_by_job(RunPaths(Path(sys.argv[1]))):
     signal.sigtimedwait({signal.SIGTERM}, 60)
 """
 """A local job that ends when it is told to."""
+SUBMITS = """
+import sys, time
+from pathlib import Path
+from slurm import locks
+path = Path(sys.argv[1])
+with path.open("a+") as lock:
+    assert locks.take(lock.fileno(), path)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+"""A launcher that submits a sweep."""
 
 
 @pytest.fixture
@@ -93,15 +104,15 @@ def test_it_waits_until_the_job_is_over(run: FakeRun) -> None:
     assert 10 < clock.time < 12
 
 
-def test_a_job_that_does_not_end_is_an_error_in_bounded_time(run: FakeRun, scheduler: FakeScheduler) -> None:
+def test_a_job_that_does_not_end_is_an_error_in_bounded_time(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     class Deaf(FakeScheduler):
         def cancel(self, job: str) -> None:
             self.cancelled.append(job)
 
     deaf, clock = Deaf(), FakeClock()
     queued(run, deaf)
-    with pytest.raises(DeadlineError, match="demo to end"):
-        cancel([run.paths], lambda: deaf, clock)
+    assert cancel([run.paths], lambda: deaf, clock) == 1
+    assert "demo to end" in capsys.readouterr().err
     assert clock.time < 120
 
 
@@ -121,11 +132,15 @@ def test_another_job_that_got_the_same_id_is_left_alone(run: FakeRun, scheduler:
     assert scheduler.cancelled == []
 
 
-def test_a_silent_scheduler_is_an_error_and_not_nothing_to_cancel(run: FakeRun, scheduler: FakeScheduler) -> None:
+def test_a_silent_scheduler_is_an_error_and_not_nothing_to_cancel(
+    run: FakeRun, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
     queued(run, scheduler)
     scheduler.fail("job")
-    with pytest.raises(SchedulerError):
-        cancel([run.paths], lambda: scheduler)
+    assert cancel([run.paths], lambda: scheduler) == 1
+    told = capsys.readouterr()
+    assert "error: demo: job: Socket timed out" in told.err
+    assert "nothing to cancel" not in told.out
 
 
 def test_a_local_job_is_told_by_a_signal_and_waited_for(
@@ -142,6 +157,15 @@ def test_a_run_that_nobody_runs_has_nothing_to_cancel(run: FakeRun, capsys: pyte
     assert "nothing to cancel" in capsys.readouterr().out
 
 
+def test_a_job_that_is_not_on_record_is_found_and_cancelled(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = FakeRun(tmp_path / "demo", make_config(cluster={"kind": "slurm"}))
+    assert cancel([run.paths], lambda: scheduler) == 0
+    assert scheduler.cancelled == []
+    job = scheduler.submit("demo", comment=f"rollcall {run.identity.run_id}")
+    assert cancel([run.paths], lambda: scheduler) == 0
+    assert scheduler.cancelled == [job]
+
+
 def test_a_process_that_got_the_number_of_a_launcher_is_left_alone(run: FakeRun) -> None:
     lock = run.paths.lock
     lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
@@ -149,18 +173,20 @@ def test_a_process_that_got_the_number_of_a_launcher_is_left_alone(run: FakeRun)
 
 
 def test_a_held_lock_whose_text_names_another_process_is_an_error(
-    run: FakeRun, local_job: subprocess.Popen[str]
+    run: FakeRun, local_job: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.paths.job_lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
-    with pytest.raises(ConfigError, match="held, but not by pid"):
-        cancel([run.paths], no_scheduler)
+    assert cancel([run.paths], no_scheduler) == 1
+    assert "held, but not by pid" in capsys.readouterr().err
     assert local_job.poll() is None
 
 
-def test_a_local_run_of_another_machine_is_cancelled_there(run: FakeRun, local_job: subprocess.Popen[str]) -> None:
+def test_a_local_run_of_another_machine_is_cancelled_there(
+    run: FakeRun, local_job: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     run.paths.job_lock.write_text(f"pid {local_job.pid} on elsewhere\n")
-    with pytest.raises(ConfigError, match="it runs on elsewhere: cancel it there"):
-        cancel([run.paths], no_scheduler)
+    assert cancel([run.paths], no_scheduler) == 1
+    assert "it runs on elsewhere: cancel it there" in capsys.readouterr().err
     assert local_job.poll() is None
 
 
@@ -177,6 +203,46 @@ def test_a_sweep_is_cancelled_point_by_point(
     assert "1-seed_2: over" in capsys.readouterr().out
 
 
+def test_a_point_that_cannot_be_cancelled_keeps_no_other_from_it(
+    tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = manifest.extended(None, [], [["seed=1"], ["seed=2"]])
+    paths = SweepPaths(tmp_path / "seeds")
+    jobs = [queued(FakeRun(paths.point(point.name).root), scheduler) for point in sweep.points]
+    files.write_document(paths.manifest, sweep)
+    paths.point(sweep.points[0].name).job.write_text("{")
+    assert cancel_sweep(paths, lambda: scheduler) == 1
+    assert scheduler.cancelled == jobs[1:]
+    assert "error: 0-seed_1: " in capsys.readouterr().err
+
+
+def test_a_local_run_that_comes_down_already_is_only_waited_for(
+    run: FakeRun, local_job: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.record_job(run.paths, "local", "local1")
+    run.attempt("local1-0").tell("draining", "agent.0", "SIGTERM")
+    assert cancel([run.paths], no_scheduler, FakeClock()) == 1
+    assert "is ending already" in capsys.readouterr().out
+    assert local_job.poll() is None
+
+
+def test_whoever_submits_a_sweep_is_told_before_its_points(
+    tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = manifest.extended(None, [], [["seed=1"]])
+    paths = SweepPaths(tmp_path / "seeds")
+    job = queued(FakeRun(paths.point(sweep.points[0].name).root), scheduler)
+    files.write_document(paths.manifest, sweep)
+    command = [sys.executable, "-c", SUBMITS, str(paths.lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        assert cancel_sweep(paths, lambda: scheduler) == 0
+        assert process.wait(10) == -15
+    assert scheduler.cancelled == [job]
+    assert f"process {process.pid}, which submits it, was told to end" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [[], ["run=none"], ["sweep=none"], ["sweep="], ["run=a", "run=b"]])
 def test_what_cannot_be_found_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
@@ -191,5 +257,8 @@ def test_a_point_is_found_below_its_sweep(
     monkeypatch.chdir(tmp_path)
     FakeRun(tmp_path / "runs" / "seeds" / "0-seed_1")
     assert main(["run=seeds/0-seed_1"]) == 0
-    assert main(["run=seeds"]) == 2
+    assert main(["run=seeds/0-sed"]) == 2
     assert "found there: seeds/0-seed_1" in capsys.readouterr().err
+    files.write_document(tmp_path / "runs" / "seeds" / "sweep.json", manifest.extended(None, [], [["seed=1"]]))
+    assert main(["run=seeds"]) == 2
+    assert "seeds is a sweep: sweep=seeds" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from pipeline.waiting import CLOCK
 from slurm import manifest, runs, submit
 from slurm.compose import compose_config
 from slurm.manifest import LONGEST_NAME, Point, extended, run_name
+from slurm.overview import Overview
 from slurm.points import directory_of
 from slurm.scheduler import Scheduler
 from slurm.sweep import Launch, sweep
@@ -60,9 +61,9 @@ class FakeLaunch:
         return code
 
     def submit(self, config: RunConfig, plan: Plan) -> str:
-        if config.name in self.refused:
-            raise SchedulerError("sbatch: job submit limit reached")
         with runs.claimed(config, self.find) as run:
+            if config.name in self.refused:
+                raise SchedulerError("sbatch: job submit limit reached")
             job = self.scheduler.submit(config.name, comment=f"rollcall {runs.identity(run).run_id}")
             runs.record_job(run, "slurm", job)
         self.submitted.append(config.name)
@@ -91,7 +92,7 @@ def command(output: Path, *overrides: str, cluster: str = "slurm") -> list[str]:
 
 
 def kept(output: Path) -> list[Point]:
-    found = manifest.read(SweepPaths(output / "lr"))
+    found = manifest.load(SweepPaths(output / "lr"))
     assert found
     return list(found.points)
 
@@ -103,7 +104,7 @@ def test_every_point_becomes_a_run_below_the_sweep(tmp_path: Path, fake: FakeLau
         (number, name, str(number + 1)) for number, name in enumerate(NAMES)
     ]
     assert all(RunPaths(tmp_path / "lr" / name).run.exists() for name in NAMES)
-    found = manifest.read(SweepPaths(tmp_path / "lr"))
+    found = manifest.load(SweepPaths(tmp_path / "lr"))
     assert found
     assert found.base == tuple(command(tmp_path)[:4])
 
@@ -157,11 +158,16 @@ def test_a_submission_that_is_refused_half_way_is_taken_up_again(
     fake.refused = {NAMES[2]}
     assert sweep(command(tmp_path), fake.launch) == 1
     assert "submitted 2 of 4" in capsys.readouterr().err
-    assert [(point.job, point.refused) for point in kept(tmp_path)] == [
-        ("1", ""),
-        ("2", ""),
-        ("", "sbatch: job submit limit reached"),
-        ("", ""),
+    assert [(point.job, point.submitted > 0, point.refused) for point in kept(tmp_path)] == [
+        ("1", True, ""),
+        ("2", True, ""),
+        ("", False, "sbatch: job submit limit reached"),
+        ("", False, ""),
+    ]
+    lines = Overview(tmp_path, "lr", fake.find).look()
+    assert [(line.state, line.live, line.failure) for line in lines[2:]] == [
+        ("not submitted", False, "sbatch: job submit limit reached"),
+        ("not submitted", False, ""),
     ]
     fake.refused.clear()
     assert sweep(command(tmp_path), fake.launch, detach=True) == 0
@@ -220,11 +226,36 @@ def test_a_run_and_a_sweep_cannot_share_a_name(tmp_path: Path, fake: FakeLaunch)
         sweep(command(tmp_path), fake.launch)
 
 
-def test_a_torn_manifest_is_refused_and_not_replaced(tmp_path: Path, fake: FakeLaunch) -> None:
+@pytest.mark.parametrize("torn", [b"", b"{", files.seal(b'{"base": [], "points": []}')])
+def test_a_manifest_that_says_nothing_is_refused_and_not_replaced(
+    tmp_path: Path, fake: FakeLaunch, torn: bytes
+) -> None:
     (tmp_path / "lr").mkdir()
-    SweepPaths(tmp_path / "lr").manifest.write_text("{")
+    there = SweepPaths(tmp_path / "lr").manifest
+    there.write_bytes(torn)
     with pytest.raises(RunStateError, match="readable"):
         sweep(command(tmp_path), fake.launch)
+    assert there.read_bytes() == torn
+
+
+def test_a_sweep_runs_at_one_kind_of_place(tmp_path: Path, fake: FakeLaunch) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.kind='local, slurm': expected one kind for the sweep"):
+        sweep([*command(tmp_path, "seed=1")[:3], "cluster=local,slurm"], fake.launch, detach=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_points_that_are_one_run_are_refused(tmp_path: Path, fake: FakeLaunch) -> None:
+    with pytest.raises(ConfigError, match=r"expected points that differ; these two are the same run"):
+        sweep(command(tmp_path, "optim.lr=1,1.0"), fake.launch, detach=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_starting_is_live(tmp_path: Path, fake: FakeLaunch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose_config([*command(tmp_path / "lr", "optim.lr=0.0001", cluster="local"), "name=0-lr_0.0001"])
+    with runs.claimed(config, fake.find):
+        assert sweep(command(tmp_path, "optim.lr=1e-4,3e-4", cluster="local"), fake.launch) == 0
+    assert "2 points, 1 live, 1 to run" in capsys.readouterr().out
+    assert fake.submitted == ["1-lr_0.0003"]
 
 
 def test_two_submissions_at_once_are_one_and_an_error(tmp_path: Path, fake: FakeLaunch) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 from pipeline import files
 from pipeline.errors import ConfigError, SchedulerError
 from pipeline.paths import SweepPaths
-from slurm import manifest, runs
+from slurm import locks, manifest, runs, view
 from slurm.manifest import Manifest
 from slurm.overview import Line, Overview
 from slurm.scheduler import QueuedJob, Scheduler
@@ -114,11 +115,11 @@ def test_without_an_answer_files_stand_alone_and_nothing_is_called_dead(
 ) -> None:
     for name in ("one", "two"):
         queued(make_run(tmp_path / name, steps=3), scheduler)
-    scheduler.fail("job", times=1)
+    scheduler.fail("known", times=1)
     overview = Overview(tmp_path, scheduler=lambda: scheduler)
     lines = overview.look()
     assert [(line.scheduler, line.live) for line in lines] == [("", None), ("", None)]
-    assert overview.source.startswith("files alone; the scheduler gave no answer: job: Socket timed out")
+    assert overview.source.startswith("files alone; the scheduler gave no answer: known: Socket timed out")
     assert [(line.scheduler, line.live) for line in overview.look()] == [("RUNNING", True)] * 2
     assert overview.source == "the scheduler and files"
 
@@ -145,12 +146,69 @@ def test_a_local_run_asks_no_scheduler(tmp_path: Path) -> None:
         raise AssertionError("nobody asks")
 
     run = make_run(tmp_path / "demo", steps=3)
-    runs.record_job(run.paths, "local", "local1")
+    runs.record_job(run.paths, "local", "1")
     with runs.held_by_job(run.paths):
         overview = Overview(tmp_path, scheduler=none)
         assert [(line.live, line.state) for line in overview.look()] == [(True, "training")]
     assert [(line.live, line.state) for line in overview.look()] == [(False, "interrupted")]
     assert overview.source == "files"
+
+
+def test_the_scheduler_is_asked_once_a_look_and_not_again_about_what_ended(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    one, two, three = [queued(make_run(tmp_path / name, steps=3), scheduler) for name in ("a", "b", "c")]
+    scheduler.set(one, "FAILED")
+    scheduler.forget(two)
+    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    first, second = overview.look(), overview.look()
+    assert scheduler.asked == [(one, two, three), (three,)]
+    assert [line.scheduler for line in first] == [line.scheduler for line in second] == ["FAILED", "", "RUNNING"]
+    again = queued(FakeRun(tmp_path / "a"), scheduler)
+    assert [line.scheduler for line in overview.look()] == ["RUNNING", "", "RUNNING"]
+    assert scheduler.asked[-1] == (again, three)
+
+
+def test_metrics_are_read_on_from_where_the_last_look_ended(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo", steps=3)
+    queued(run, scheduler)
+    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    assert [line.step for line in overview.look()] == [3]
+    size = run.paths.metrics.stat().st_size
+    later = FakeRun.attempt(run, "1-1")
+    later.train("rl", [4])
+    kept = run.paths.metrics.read_bytes()
+    run.paths.metrics.write_bytes(b" " * size + kept[size:])
+    assert [(line.step, line.attempts) for line in overview.look()] == [(4, 2)]
+
+
+def test_what_cannot_be_read_is_a_line_among_the_others(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    make_run(tmp_path / "good")
+    make_run(tmp_path / "torn").paths.run.write_text("{")
+    make_run(tmp_path / "no_job").paths.job.write_text("{")
+    make_run(tmp_path / "mixed_up").paths.metrics.mkdir()
+    sweep = SweepPaths(tmp_path / "sweep").manifest
+    sweep.parent.mkdir()
+    sweep.write_text("{")
+    lines = look(tmp_path, scheduler)
+    assert {name: line.state for name, line in lines.items()} == {
+        "good": "not submitted",
+        "mixed_up": "unreadable",
+        "no_job": "unreadable",
+        "sweep": "unreadable",
+        "torn": "unreadable",
+    }
+    assert str(sweep) in lines["sweep"].failure
+    assert "torn: name='torn': expected a run with a readable" in shown(list(lines.values()))
+
+
+def test_a_local_run_that_is_starting_is_live(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo")
+    with run.paths.lock.open("a+") as lock:
+        assert locks.take(lock.fileno(), run.paths.lock)
+        assert look(tmp_path, scheduler)["demo"].live is True
+    line = look(tmp_path, scheduler)["demo"]
+    assert (line.live, line.state) == (False, "not submitted")
 
 
 def test_a_finished_run_is_read_once(tmp_path: Path, scheduler: FakeScheduler) -> None:
@@ -185,19 +243,48 @@ def test_plain_columns_are_aligned_and_carry_no_control_codes() -> None:
 def test_a_narrow_terminal_keeps_the_numbers(width: int) -> None:
     line = Line("seeds", "0-a_rather_long_name_of_a_point", "12", "PENDING (Resources)", "training", True, "rl", 3, 60)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(render([line], "files"))
+    console.print(render([line], "files", width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "3/60" in text
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_a_low_terminal_shows_what_is_not_over() -> None:
-    lines = [Line("", f"run{number}", live=number in (3, 8)) for number in range(10)]
-    assert [line.name for line in fitting(lines, 4)] == ["run0", "run1", "run3", "run8"]
-    assert fitting(lines, 20) == lines
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(render(lines, "files", 4))
-    assert "and 6 more, over" in console.file.getvalue()  # type: ignore[attr-defined]
+def test_a_low_terminal_shows_first_what_is_not_over_and_then_what_failed() -> None:
+    states = {3: "training", 5: "failed", 8: "queued"}
+    lines = [
+        Line("seeds", f"{number}-seed", state=states.get(number, "finished"), live=number in (3, 8))
+        for number in range(10)
+    ]
+    assert [line.name for line in fitting(lines, 5)] == ["3-seed", "8-seed", "5-seed", "0-seed"]
+    assert fitting(lines, 11) == lines
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 12)])
+def test_a_followed_table_fits_its_terminal(width: int, height: int) -> None:
+    lines = [
+        Line(
+            sweep="a_sweep_with_a_long_name",
+            name=f"{number}-optim.lr_0.0001-loss_grpo-temperature_0.7-model_an_instruct",
+            job=str(123456 + number),
+            scheduler="PENDING (QOSMaxJobsPerUserLimit)" if number > 30 else "RUNNING",
+            state="failed" if number % 3 == 0 else "training",
+            live=number % 3 != 0,
+            step=number,
+            steps=400,
+            failure="actor.0 on rank 0: killed by SIGKILL " * 5 if number % 3 == 0 else "",
+        )
+        for number in range(50)
+    ]
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(render(lines, "files alone; the scheduler gave no answer: " + "squeue " * 30, width, height - 1))
+    shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(shown) <= height - 1
+    assert max(map(len, shown)) <= width
+    text = "\n".join(shown)
+    assert "1-optim.lr" in text
+    assert "1/400" in text
+    assert "and 14 more\n" in text
+    assert "more runs" in text
 
 
 def test_following_tells_every_change_once_and_ends_with_the_last_job(tmp_path: Path, scheduler: FakeScheduler) -> None:
@@ -226,21 +313,21 @@ def test_following_waits_while_the_scheduler_is_silent(tmp_path: Path) -> None:
     class Silent(FakeScheduler):
         """Answers once, is silent three times, and then knows that the job ended."""
 
-        asked = 0
+        questions = 0
 
-        def job(self, job: str) -> QueuedJob | None:
-            self.asked += 1
-            if 2 <= self.asked <= 4:
-                raise SchedulerError("scontrol: no answer")
-            if self.asked == 5:
-                self.set(job, "CANCELLED")
-            return super().job(job)
+        def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
+            self.questions += 1
+            if 2 <= self.questions <= 4:
+                raise SchedulerError("squeue: no answer")
+            if self.questions == 5:
+                self.set(ids[0], "CANCELLED")
+            return super().known(ids)
 
     silent, clock = Silent(), FakeClock()
     queued(make_run(tmp_path / "demo", steps=3), silent)
     lines = follow(Overview(tmp_path, scheduler=lambda: silent), Console(file=io.StringIO()), clock)
     assert [line.live for line in lines] == [False]
-    assert (silent.asked, len(clock.slept)) == (5, 4)
+    assert (silent.questions, len(clock.slept)) == (5, 4)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +351,30 @@ def test_a_sweep_is_named_or_given_as_a_directory(tmp_path: Path, capsys: pytest
     for arguments in ([f"output={tmp_path}", "sweep=seeds"], [f"sweep={tmp_path / 'seeds'}"]):
         assert main(arguments) == 0
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "seeds/0-seed_1", "1"]
+
+
+def test_a_sweep_is_looked_for_only_in_the_output_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_sweep(tmp_path / "runs" / "lr", "seed=1")
+    (tmp_path / "other").mkdir()
+    assert main(["sweep=lr"]) == 0
+    assert main(["output=other", "sweep=lr"]) == 2
+    assert "expected a sweep below other/" in capsys.readouterr().err
+
+
+def test_a_sweep_is_watched_by_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = make_sweep(tmp_path / "runs" / "lr", "seed=1", "seed=2")
+    points = [make_run(tmp_path / "runs" / "lr" / point.name, steps=3) for point in sweep.points]
+    points[0].finish(3)
+    assert view.main(["sweep=lr"]) == 1
+    points[1].finish(3)
+    assert view.main(["sweep=lr"]) == 0
+    assert "2 finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["sweep=none"], ["output=/no/such/folder"], ["demo"], ["--jsn"], ["sweep="]])
