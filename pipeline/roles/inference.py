@@ -71,8 +71,10 @@ def server_environment(config: RunConfig, place: Placement, secret: str) -> dict
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if place.gpus:
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
     if config.resources.device == "cuda":
-        return common | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, place.gpus))}
+        return common
     return common | {
         # Compiling a few lines of the sampler would cost the first request seconds.
         "TORCH_COMPILE_DISABLE": "1",

@@ -46,10 +46,14 @@ def test_a_server_starts_without_weights_of_its_own() -> None:
     assert option(inference.server_command(config(), place()), "--load-format") == "dummy"
 
 
-def test_a_server_on_gpus_sees_those_and_no_others() -> None:
-    given = place(gpus=(2, 3))
-    assert inference.server_environment(config(), given, SECRET)["CUDA_VISIBLE_DEVICES"] == "2,3"
-    command = inference.server_command(config(), given)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
+    environment = inference.server_environment(config(resources={"device": device}), place(gpus=(2, 3)), SECRET)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_server_that_computes_on_gpus_spreads_the_model_over_them() -> None:
+    command = inference.server_command(config(resources={"device": "cuda"}), place(gpus=(2, 3)))
     assert option(command, "--tensor-parallel-size") == "2"
     assert "--kv-cache-memory-bytes" not in command
 
