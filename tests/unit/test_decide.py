@@ -1,0 +1,186 @@
+"""What becomes of a job after an attempt: the decision itself, over every end and every sequence of ends."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import ClusterConfig
+from pipeline.records import Outcome
+from slurm.facts import Facts
+from slurm.requeue import decide
+from slurm.scheduler import RUNNING, QueuedJob
+
+CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_barren=3)
+TOLD = Facts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
+FAILED = Facts(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
+LOST = Facts(restart=2, lost=(1, 2), code=137)
+LATE = replace(TOLD, notice=True)
+
+
+def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJob:
+    return QueuedJob(id="7", name="test", user="alice", state=state, reason=reason, restarts=restarts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "queued", "decision", "says"),
+    [
+        (replace(TOLD, finished=True), job(), "finished", "finished"),
+        (replace(FAILED, finished=True), job("COMPLETING"), "finished", "finished"),
+        (TOLD, None, "left", "does not know"),
+        (TOLD, job(restarts=3), "left", "restart 3"),
+        (TOLD, job("COMPLETING"), "left", "COMPLETING"),
+        (TOLD, job("PENDING"), "left", "PENDING"),
+        (TOLD, job("CANCELLED"), "left", "CANCELLED"),
+        (FAILED, job("COMPLETING"), "left", "COMPLETING"),
+        (TOLD, job("COMPLETING", reason="TimeLimit"), "requeued", "SIGUSR2"),
+        (TOLD, job("COMPLETING", reason="TimeLimit", restarts=3), "left", "restart 3"),
+        (TOLD, replace(job("COMPLETING"), preempted=True), "requeued", "SIGUSR2"),
+        (TOLD, replace(job("COMPLETING", restarts=3), preempted=True), "left", "restart 3"),
+        (replace(TOLD, finished=True), replace(job("COMPLETING"), preempted=True), "finished", "finished"),
+        (TOLD, job("SIGNALING"), "requeued", "newest commit"),
+        (TOLD, job(), "requeued", "agent.1"),
+        (replace(TOLD, trained=False), job(), "requeued", "told to end"),
+        (replace(TOLD, barren=3), job(), "requeued", "told to end"),
+        (LATE, job(), "requeued", "try 1 without"),
+        (replace(LATE, barren=2), job(), "stopped", "3 attempts in a row"),
+        (replace(LATE, barren=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(TOLD, barren=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(LATE, barren=2, advanced=True), job(), "requeued", "newest commit"),
+        (replace(LATE, barren=9), replace(job(), making_room=True), "requeued", "newest commit"),
+        (replace(LATE, barren=9), replace(job("COMPLETING"), preempted=True, making_room=True), "requeued", "newest"),
+        (replace(TOLD, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
+        (replace(TOLD, restart=8), job(restarts=8), "requeued", "told to end"),
+        (FAILED, job(), "requeued", "try 1 without"),
+        (replace(FAILED, barren=1), job(), "requeued", "try 2 without"),
+        (replace(FAILED, barren=2), job(), "stopped", "3 attempts in a row"),
+        (replace(FAILED, barren=2, advanced=True), job(), "requeued", "had committed"),
+        (replace(FAILED, trained=False), job(), "stopped", "before the first commit"),
+        (replace(FAILED, trained=False, lost=(0,)), job(), "requeued", "exited with code 1"),
+        (replace(FAILED, trained=False, told="told to end"), job(), "requeued", "exited with code 1"),
+        (LOST, job(), "requeued", "ranks 1-2 ended without a word"),
+        (replace(LOST, told="told to end", barren=2), job(), "stopped", "ranks 1-2"),
+        (Facts(restart=2, code=3), job(), "stopped", "exit code 3"),
+    ],
+)
+def test_each_end_of_an_attempt_has_its_decision(
+    facts: Facts, queued: QueuedJob | None, decision: str, says: str
+) -> None:
+    outcome = decide(facts, queued, CLUSTER, 5.0)
+    assert (outcome.decision, outcome.time) == (decision, 5.0)
+    assert says in outcome.reason
+    assert "\n" not in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "queued", "count"),
+    [
+        (FAILED, job(), 1),
+        (replace(FAILED, barren=1), job(), 2),
+        (replace(FAILED, barren=2, advanced=True), job(), 0),
+        (replace(TOLD, barren=2), job(), 2),
+        (replace(LATE, barren=2), job(), 3),
+        (replace(LATE, barren=2, advanced=True), job(), 0),
+        (replace(LATE, barren=2), replace(job(), making_room=True), 2),
+        (replace(TOLD, barren=2), job("COMPLETING", reason="TimeLimit"), 3),
+        (replace(TOLD, barren=2, advanced=True), job(), 0),
+        (replace(FAILED, barren=2), job("COMPLETING"), 2),
+        (replace(LOST, barren=2), job("COMPLETING"), 2),
+    ],
+)
+def test_only_failures_and_time_limits_without_a_commit_are_counted(
+    facts: Facts, queued: QueuedJob, count: int
+) -> None:
+    assert decide(facts, queued, CLUSTER, 0.0).barren == count
+
+
+ENDS = st.fixed_dictionaries(
+    {
+        "finished": st.sampled_from([False] * 9 + [True]),
+        "told": st.sampled_from(["", "told to end"]),
+        "notice": st.booleans(),
+        "failure": st.sampled_from(["", "a role died"]),
+        "lost": st.sampled_from([(), (), (0,), (0, 1)]),
+        "advanced": st.booleans(),
+        "slurm_has_it": st.sampled_from([False, False, False, True]),
+        "making_room": st.booleans(),
+        "reason": st.sampled_from(["", "", "TimeLimit"]),
+    }
+)
+
+
+def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]:
+    """The outcomes of one job's attempts that end in these ways, until it is not queued again."""
+    outcomes: list[Outcome] = []
+    trained, barren = False, 0
+    for restart, end in enumerate(ends):
+        left = dict(end)
+        restarts = restart + bool(left.pop("slurm_has_it"))
+        queued = replace(job(restarts=restarts, reason=str(left.pop("reason"))), making_room=left.pop("making_room"))  # type: ignore[arg-type]
+        left["notice"] = bool(left["notice"] and left["told"])
+        trained = trained or bool(left["advanced"])
+        facts = Facts(restart=restart, trained=trained, barren=barren, **left)  # type: ignore[arg-type]
+        outcome = decide(facts, queued, cluster, 0.0)
+        outcomes.append(outcome)
+        barren = outcome.barren
+        if outcome.decision in ("finished", "stopped"):
+            break
+    return outcomes
+
+
+LIMITS = st.builds(ClusterConfig, kind=st.just("slurm"), max_restarts=st.integers(0, 6), max_barren=st.integers(1, 4))
+
+
+@given(st.lists(ENDS, max_size=20), LIMITS)
+def test_a_job_is_never_requeued_beyond_its_budget_nor_after_it_finished(
+    ends: list[dict[str, object]], cluster: ClusterConfig
+) -> None:
+    outcomes = live(ends, cluster)
+    for restart, (end, outcome) in enumerate(zip(ends, outcomes, strict=False)):
+        if outcome.decision == "requeued":
+            assert restart < cluster.max_restarts
+            assert not end["finished"]
+            assert not end["slurm_has_it"]
+
+
+@given(st.lists(ENDS, max_size=20), LIMITS)
+def test_a_loop_of_failures_and_time_limits_stops_within_max_barren_attempts(
+    ends: list[dict[str, object]], cluster: ClusterConfig
+) -> None:
+    failures = 0
+    for end, outcome in zip(ends, live(ends, cluster), strict=False):
+        if end["advanced"]:
+            failures = 0
+        elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["told"] or _is_late(end)):
+            failures += 1
+        if outcome.decision == "requeued":
+            assert failures < cluster.max_barren
+
+
+def _is_late(end: dict[str, object]) -> bool:
+    return end["reason"] == "TimeLimit" or bool(end["notice"] and not end["making_room"])
+
+
+PREEMPTED = st.fixed_dictionaries(
+    {
+        "finished": st.just(False),
+        "told": st.just("told"),
+        "notice": st.booleans(),
+        "failure": st.just(""),
+        "lost": st.just(()),
+        "advanced": st.booleans(),
+        "slurm_has_it": st.just(False),
+        "making_room": st.just(True),
+        "reason": st.just(""),
+    }
+)
+
+
+@given(st.lists(PREEMPTED, min_size=1, max_size=20), LIMITS)
+def test_preemptions_alone_stop_a_job_only_at_max_restarts(
+    ends: list[dict[str, object]], cluster: ClusterConfig
+) -> None:
+    decisions = [outcome.decision for outcome in live(ends, cluster)]
+    assert decisions[: cluster.max_restarts] == ["requeued"] * min(len(ends), cluster.max_restarts)
+    assert decisions[cluster.max_restarts :] in ([], ["stopped"])
