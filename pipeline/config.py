@@ -114,8 +114,7 @@ class ClusterConfig(Section):
     )
     max_restarts: NotNegative = Field(100, description="How often one job may be requeued, by Slurm or by itself.")
     max_barren: Positive = Field(
-        3,
-        description="The job ends after this many attempts in a row that failed, or ran out of time, and committed nothing.",
+        3, description="The job ends after so many attempts in a row that failed, or ran out of time, without a commit."
     )
 
 
