@@ -67,7 +67,8 @@ INTRODUCTION = (
     "*every step once* means: `metrics.jsonl` has each step of the warm start and of RL exactly once, the ledger "
     "has each position that was to be trained exactly once, the last checkpoint is of the last step, the model is"
     " exported, the held-out accuracy is in the band of the undisturbed runs (0.1 wider on both sides), there "
-    "were exactly two attempts, and the job ended as COMPLETED.",
+    "were exactly two attempts (or one, where the run finished while it was being ended), and the job ended as "
+    "COMPLETED.",
     "",
 )
 

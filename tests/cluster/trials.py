@@ -110,8 +110,8 @@ def _disturb(trial: Trial, run: SlurmRun, clock: "AttemptClock", chance: random.
     WAYS[trial.way](run.slurm, run, chance)
     if trial.phase == "checkpoint" and _open_commits(run):
         trial.place += ", commit open"
-    run.wait_for("the next attempt", lambda: len(run.attempts) > 1 or run.fields()["JobState"] == "PENDING")
-    _times(trial, run, clock, disturbed)
+    if trial.phase != "shutdown":  # which is over, as a rule, before anybody could be requeued
+        _times(trial, run, clock, disturbed)
 
 
 def _open_commits(run: SlurmRun) -> list[str]:
@@ -128,7 +128,7 @@ def _examine(trial: Trial, run: SlurmRun) -> None:
     trial.resumed = _resumed(run) if trial.way else ""
     wrong = {
         f"ended as {trial.state}": trial.state != "COMPLETED",
-        f"{trial.attempts} attempts": trial.attempts != (2 if trial.way else 1),
+        f"{trial.attempts} attempts": trial.attempts not in _attempts(trial),
         "steps of the warm start": _steps(run, "sft") != list(range(1, WARM + 1)),
         "steps of RL": _steps(run, "rl") != list(range(1, STEPS + 1)),
         "positions of the ledger": not _every_position_once(run),
@@ -137,6 +137,13 @@ def _examine(trial: Trial, run: SlurmRun) -> None:
         "not finished": run.finished is None,
     }
     trial.problem = ", ".join(what for what, is_so in wrong.items() if is_so)
+
+
+def _attempts(trial: Trial) -> tuple[int, ...]:
+    """How many attempts it may have made. What finished while it was being ended is not run again."""
+    if trial.phase == "shutdown":
+        return 1, 2
+    return (2,) if trial.way else (1,)
 
 
 class AttemptClock:
@@ -182,7 +189,10 @@ def place(run: SlurmRun) -> str:
 
 def _resumed(run: SlurmRun) -> str:
     """Where the last attempt's trainer went on, by its own log."""
-    found = re.findall(r"(sft|rl): steps (\d+) to", run.attempts[-1].log("trainer", 0).read_text())
+    log = run.attempts[-1].log("trainer", 0)
+    if len(run.attempts) == 1 or not log.exists():
+        return "—"  # there was nothing left to do
+    found = re.findall(r"(sft|rl): steps (\d+) to", log.read_text())
     return f"{JOBS[found[0][0]]} {found[0][1]}" if found and found[0] != ("sft", "0") else "start"
 
 
