@@ -24,12 +24,14 @@ from pipeline.report.history import attempt_names, find_run
 from pipeline.waiting import CLOCK, Clock, wait_for
 from slurm import locks, manifest, runs
 from slurm.commands import find_slurm
-from slurm.executors import SUBMIT_SECONDS
+from slurm.executors import LOST_SECONDS, SUBMIT_SECONDS
 from slurm.points import FindScheduler
 from slurm.supervisor import longest_descent
 
 _SLACK_SECONDS = 30.0
 """How much longer than its agents a job may take to be over."""
+_SUBMISSION_SECONDS = SUBMIT_SECONDS + LOST_SECONDS + _SLACK_SECONDS
+"""The longest that a submission takes to end, with a job or without."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +168,17 @@ def tell_to_end(run: RunPaths, scheduler: FindScheduler) -> Ending | None:
 
     Raises `SchedulerError` when the scheduler gives no answer, and `ConfigError` for a local run of another machine.
     """
-    job, config = runs.submitted_job(run), kept_config(run)
+    job, config, ending = runs.submitted_job(run), kept_config(run), None
     if job is None or job.kind == "local":
         ending = _end_local(run)
-        if ending is not None or config is None or config.cluster.kind == "local":
+        if config is None or config.cluster.kind == "local":
             return ending
+        if ending is not None:  # a launcher that is submitting: it ends when its job is queued, or is not
+            wait_for(f"the submission of {run.root.name} to end", ending.over, _SUBMISSION_SECONDS)
     asked = scheduler()
     queued = runs.live_job(run, asked)
     if queued is None:
-        return None
+        return ending
     asked.cancel(queued.id)
     told = f"job {queued.id} ({queued.state}) was told to end and will not be queued again"
     return Ending(run, told, lambda: runs.live_job(run, asked) is None)

@@ -21,6 +21,7 @@ from pipeline.paths import RunPaths
 from pipeline.process import adopt_orphans, describe_exit, end_descendants
 from pipeline.roles.context import read_config
 from slurm import runs
+from slurm.agent import END_SIGNALS
 from slurm.environment import launcher_process
 from slurm.supervisor import longest_descent
 
@@ -32,13 +33,23 @@ class VirtualController(Controller):
 
     def __init__(self, folder: Path, run: RunPaths, attempt: str, launcher: psutil.Process | None) -> None:
         super().__init__(folder)
+        self._asked_at: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
+            signal.signal(number, lambda *_: self._ask())
         self._paths = run.attempt(runs.identity(run).run_id, attempt)
         self._patience = longest_descent(read_config(run).cluster) + 5.0
         self._launcher = launcher
-        self._asked_at: float | None = None
         self._failed: set[int] = set()
-        for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
-            signal.signal(number, lambda *_: self._ask())
+
+    def start_tasks(self) -> None:
+        """Start the agents, deaf to the signals that mean "end soon" until they can hear them."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            super().start_tasks()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self._asked_at is not None:  # before there was anybody to tell
+            self._forward_signal(signal.SIGTERM)
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
         """Exit codes of all agents, None for those that had to be killed."""

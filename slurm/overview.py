@@ -163,7 +163,7 @@ class Overview:
             job=run.job.job if run.job and run.job.kind == "slurm" else "",
             scheduler=queued.word if queued else "",
             state=now.state if now.ended or live is not False else "interrupted",
-            live=live and now.state != "finished",
+            live=False if now.state == "finished" else live,
             stage=now.progress.job if now.progress else "",
             step=now.progress.step if now.progress else None,
             steps=now.progress.steps if now.progress else None,

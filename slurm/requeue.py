@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from pipeline import files
 from pipeline.config import ClusterConfig
-from pipeline.errors import DeadlineError, RollcallError, SchedulerError
+from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError
 from pipeline.frozen import kept_config
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import make_plan
@@ -36,6 +36,8 @@ T = TypeVar("T")
 ANSWER_SECONDS = 1800.0
 """For how long a scheduler that is silent or refuses, or a disk that fails, is asked again: its controller or server
 may be under maintenance. The job's own time limit bounds it anyway."""
+KEEP_SECONDS = 15.0
+"""For how long a disk is asked to take the outcome: the requeue, which waits for it, must come before any KILL."""
 PAUSE, LONGEST_PAUSE = 1.0, 10.0
 
 OURS = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
@@ -149,7 +151,7 @@ def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
         return True
 
     try:
-        _insist("the outcome to be written", written, clock)
+        _insist("the outcome to be written", written, clock, KEEP_SECONDS)
     except DeadlineError as error:
         print(f"rollcall: {paths.outcome} is not there: {error}", flush=True)
 
@@ -171,7 +173,7 @@ def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
     return REQUEUED if queued_again else who_has(seen, restart) or None
 
 
-def _insist(awaited: str, ask: Callable[[], T | None], clock: Clock) -> T:
+def _insist(awaited: str, ask: Callable[[], T | None], clock: Clock, seconds: float = ANSWER_SECONDS) -> T:
     """What the scheduler or the disk answers; asks again while it fails; `DeadlineError` with what it said last."""
     said = ""
 
@@ -179,12 +181,12 @@ def _insist(awaited: str, ask: Callable[[], T | None], clock: Clock) -> T:
         nonlocal said
         try:
             return ask()
-        except (SchedulerError, OSError) as error:
+        except (SchedulerError, CheckpointError, OSError) as error:
             said = str(error)
             return None
 
     return wait_for(
-        awaited, probe, ANSWER_SECONDS, missing=lambda: said, pause=PAUSE, longest_pause=LONGEST_PAUSE, clock=clock
+        awaited, probe, seconds, missing=lambda: said, pause=PAUSE, longest_pause=LONGEST_PAUSE, clock=clock
     )
 
 

@@ -166,6 +166,23 @@ def test_a_job_that_is_not_on_record_is_found_and_cancelled(tmp_path: Path, sche
     assert scheduler.cancelled == [job]
 
 
+def test_a_launcher_that_is_submitting_ends_first_and_then_its_job_is_cancelled(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    run = FakeRun(tmp_path / "demo", make_config(cluster={"kind": "slurm"}))
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(run.root)], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout
+        assert launcher.stdout.readline() == "held\n"
+
+        def queue_after_it() -> Scheduler:
+            launcher.wait(10)  # it sleeps until it is told
+            queued(run, scheduler)
+            return scheduler
+
+        assert cancel([run.paths], queue_after_it) == 0
+    assert scheduler.cancelled == ["1"]
+
+
 def test_a_process_that_got_the_number_of_a_launcher_is_left_alone(run: FakeRun) -> None:
     lock = run.paths.lock
     lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
@@ -238,7 +255,7 @@ def test_whoever_submits_a_sweep_is_told_before_its_points(
         assert process.stdout
         assert process.stdout.readline() == "held\n"
         assert cancel_sweep(paths, lambda: scheduler) == 0
-        assert process.wait(10) == -15
+        process.wait(10)  # it would sleep for a minute
     assert scheduler.cancelled == [job]
     assert f"process {process.pid}, which submits it, was told to end" in capsys.readouterr().out
 

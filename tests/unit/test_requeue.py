@@ -12,7 +12,7 @@ from pipeline import files
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.errors import DeadlineError, SchedulerError
+from pipeline.errors import CheckpointError, DeadlineError, SchedulerError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
@@ -189,13 +189,16 @@ def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeyp
     assert outcome.decision == "finished"
 
 
-def failing(times: int, really: Callable[..., T]) -> Callable[..., T]:
+EIO = OSError(errno.EIO, "Input/output error")
+
+
+def failing(times: int, really: Callable[..., T], error: Exception = EIO) -> Callable[..., T]:
     """The function, after a disk that failed so many times."""
     left = iter(range(times))
 
     def call(*arguments: Any) -> T:
         if next(left, None) is not None:
-            raise OSError(errno.EIO, "Input/output error")
+            raise error
         return really(*arguments)
 
     return call
@@ -223,10 +226,21 @@ def test_a_job_whose_outcome_cannot_be_written_is_requeued_all_the_same(
     outcome = conclude(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
     assert outcome.decision == "requeued"
     assert cluster.scheduler.requeued == [cluster.job]
+    assert sum(cluster.clock.slept) < 30, "KillWait is over before the requeue is asked for"
     assert not paths.outcome.exists()
     said = capsys.readouterr().out
     assert str(paths.outcome) in said
     assert "Input/output error" in said
+
+
+def test_checkpoints_that_cannot_be_listed_for_a_while_are_looked_at_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = cluster.attempt()
+    Events(paths).publish("draining", "agent.0", "SIGTERM")
+    cluster.leave(paths)
+    monkeypatch.setattr(Storage, "folders", failing(5, Storage.folders, CheckpointError("Input/output error")))
+    assert cluster.end().decision == "requeued"
 
 
 def test_a_run_directory_that_stays_unreadable_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,16 @@ def test_a_finished_run_is_read_once(tmp_path: Path, scheduler: FakeScheduler) -
     assert (first[0].state, first[0].live, first[0].step) == ("finished", False, 3)
 
 
+def test_a_finished_run_is_over_whether_the_scheduler_answers_or_not(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "demo", steps=3)
+    queued(run, scheduler, "COMPLETED")
+    run.finish(3)
+    scheduler.fail("known", times=1)
+    assert [(line.state, line.live) for line in Overview(tmp_path, scheduler=lambda: scheduler).look()] == [
+        ("finished", False)
+    ]
+
+
 def shown(lines: list[Line], width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width)
     show(lines, "files", console)
