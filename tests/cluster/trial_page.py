@@ -102,6 +102,11 @@ def _summary(
         last = [trial.accuracy[-1] for trial in some if trial.accuracy]
         if last:
             lines.append(f"- Held-out accuracy at the end of the {name} runs: {min(last):.2f} to {max(last):.2f}.")
+    untried = {
+        WAY_WORDS[way]: [phase for phase in PHASES if (way, phase) not in {(t.way, t.phase) for t in disturbed}]
+        for way in WAYS
+    }
+    lines += [f"- Not tried yet: {way}: {', '.join(phases)}." for way, phases in untried.items() if phases]
     starts = [trial.cold for trial in [*calm, *disturbed] if trial.cold is not None]
     lines += _compared(
         "the warm start", median(starts) if starts else None, [trial for trial in whole if not _in_rl(trial)]
