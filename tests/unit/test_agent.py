@@ -33,6 +33,12 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent ends all that runs below its process; here that is pytest's, which has processes of other tests."""
+    monkeypatch.setattr(process, "end_descendants", list)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     config = make_config(
