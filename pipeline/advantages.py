@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Baseline = Literal["group", "group_std", "leave_one_out"]
+Baseline = Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"]
 Rewards = NDArray[np.float64]
 
 EPSILON = 1e-6
@@ -25,7 +25,7 @@ EPSILON = 1e-6
 def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
     """float64[S]: the advantage of each of the S ≥ 1 finite rewards of a group, in order."""
     values = np.asarray(rewards, dtype=np.float64)
-    if all_alike(rewards):
+    if all_alike(rewards) and baseline not in ("batch", "gae"):
         return np.zeros_like(values)
     return _ESTIMATORS[baseline](values)
 
@@ -55,4 +55,7 @@ _ESTIMATORS: dict[Baseline, Callable[[Rewards], Rewards]] = {
     "group": _over_mean,
     "group_std": _over_deviation,
     "leave_one_out": _over_others,
+    "batch": np.array,
+    "group_batch": _over_mean,
+    "gae": np.array,
 }

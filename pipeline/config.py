@@ -158,6 +158,19 @@ class ResourcesConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): with `rank` > 0 only they are trained, saved and sent to the servers."""
+
+    rank: NotNegative = Field(0, description="Rank of the adapters; 0: all weights are trained.")
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="Their output is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="Names of the linear layers that get one.",
+    )
+    adapter: str = Field("", description="Directory of an adapter to go on from; empty: a fresh one.")
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -167,6 +180,7 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
     max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")
+    lora: LoraConfig = LoraConfig()
 
 
 class TaskConfig(Section):
@@ -179,12 +193,26 @@ class TaskConfig(Section):
 class LossConfig(Section):
     """The policy loss and the advantages it weighs."""
 
-    name: Literal["grpo", "gspo", "reinforce", "ppo"] = Field(description="The policy loss.")
-    advantage: Literal["group", "group_std", "leave_one_out"] = Field(
-        "group_std",
-        description="Baseline of the advantages: group mean, group mean over its deviation, leave-one-out mean.",
+    name: Literal["reinforce", "ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "rloo", "reinforce_pp", "dro"] = (
+        Field(description="The policy loss.")
     )
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
+    advantage: Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"] = Field(
+        "group_std",
+        description="Baseline of the advantages: group mean, group mean over its deviation, leave-one-out mean, "
+        "mean of the whole batch over its deviation, group mean over the batch's deviation, or a critic's values.",
+    )
+    proximal: Literal["behaviour", "recompute"] = Field(
+        "behaviour",
+        description="Policy that the ratio is taken over: the one that sampled, or the trainer's own at the start of "
+        "the step, whose log-probabilities are then computed anew.",
+    )
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="With `proximal=recompute`, what the ratio of that policy to the one that sampled does to each "
+        "token: weigh it, truncated at correction_cap, or drop it outside of 1 / correction_cap … correction_cap.",
+    )
+    correction_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of that ratio.")
+    clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2, description="The ratio is clipped from below at 1 − clip_low."
     )
     clip_high: Annotated[float, Field(ge=0)] = Field(
@@ -194,12 +222,32 @@ class LossConfig(Section):
         "token", description="What each step's loss is the mean over; `fixed` divides by samples × model.max_length."
     )
     kl: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Weight of the KL term; 0 until there is a reference role."
+        0.0, description="Weight of the KL divergence from a frozen copy of the policy, the reference model; 0: none."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="Whether that KL is a term of the loss, or taken off the reward of each token."
+    )
+    reference_every: NotNegative = Field(
+        0, description="Steps after which the reference model becomes the policy of that time; 0: never."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL (Schulman 2020).")
     entropy: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
     ratio_cap: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="REINFORCE only: truncation of the importance weight (truncated importance sampling)."
+        5.0, description="`reinforce` and `rloo`: truncation of the importance weight (truncated importance sampling)."
+    )
+    beta: Annotated[float, Field(ge=0)] = Field(
+        0.05, description="`dro`: weight of the squared distance from the policy that sampled."
+    )
+    discount: Fraction = Field(1.0, description="`advantage=gae`: what a reward is worth one token earlier (γ).")
+    trace: Fraction = Field(0.95, description="`advantage=gae`: decay of the temporal differences (λ).")
+
+
+class CriticConfig(Section):
+    """The value model of `loss.advantage=gae`; it starts as the policy with a fresh head for one number."""
+
+    lr: Rate = Field(1e-4, description="Its learning rate; the rest of its optimizer is the policy's.")
+    clip: Annotated[float, Field(ge=0)] = Field(
+        0.2, description="Most that a value may move in one step before its loss stops pulling; 0: no bound."
     )
 
 
@@ -232,15 +280,37 @@ class TrainingConfig(Section):
     max_lag: NotNegative = Field(
         1, description="Most optimizer steps between the weights that sampled and those that train."
     )
+    update_epochs: Positive = Field(1, description="How often each batch is trained.")
+    mini_batches: Positive = Field(
+        1, description="Optimizer steps of one such epoch; each trains as many of the batch's prompts."
+    )
     micro_batch_tokens: Positive = Field(
         16384, description="Token budget of a micro-batch in one process, padding included."
     )
+    micro_batch_rows: NotNegative = Field(0, description="Most samples of a micro-batch; 0: what the budget holds.")
     packing: bool = Field(True, description="Pack samples without padding, attention kept inside each.")
     zero_advantage: Literal["keep", "drop"] = Field(
         "keep", description="What becomes of groups whose samples all score alike."
     )
+    overlong: Literal["keep", "mask"] = Field(
+        "keep", description="Whether tokens of samples that were cut off count in the loss; their rewards always do."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
+    )
+    compile: bool = Field(False, description="Compile the model's layers (torch.compile).")
+    offload: bool = Field(
+        False, description="Keep on the device only the model that computes; the others wait in host memory or on disk."
+    )
+    metrics: Literal["none", "basic", "with_entropy"] = Field(
+        "basic", description="What is measured of each batch; see docs/metrics.md."
+    )
     eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
     checkpoint_every: Positive = Field(50, description="Optimizer steps between checkpoints.")
+    checkpoints: str = Field(
+        "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
+    )
+    async_checkpoints: bool = Field(True, description="Train on while a checkpoint is written.")
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
     data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -311,6 +381,7 @@ class RunConfig(Section):
     model: ModelConfig
     task: TaskConfig
     loss: LossConfig
+    critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig
     rollout: RolloutConfig = RolloutConfig()

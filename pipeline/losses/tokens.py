@@ -21,6 +21,7 @@ class LossTokens:
         weights_N: factor of each token in the global loss; carries the normalisation, so a loss only sums.
         advantages_N: advantage of each token.
         behaviour_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` where unknown.
+        proximal_N: log-probability under the policy that the ratio is taken over; `behaviour_N` where unknown.
         rows_N: int64, row of each token, 0 … rows − 1.
         rows: R.
         reference_N: log-probability under the reference model, or None.
@@ -35,11 +36,12 @@ class LossTokens:
     rows: int
     reference_N: Tensor | None = None
     entropy_N: Tensor | None = None
+    proximal_N: Tensor | None = None
 
     @property
     def log_ratio_N(self) -> Tensor:
-        """log(policy / behaviour) of each token."""
-        return self.logprobs_N - self.behaviour_N
+        """log(policy / proximal policy) of each token."""
+        return self.logprobs_N - (self.behaviour_N if self.proximal_N is None else self.proximal_N)
 
     def row_mean(self, values_N: Tensor) -> Tensor:
         """Mean of the values over each token's row, for every token: [N] → [N]. Rows are never cut, so it is exact."""
@@ -47,3 +49,20 @@ class LossTokens:
         sums_R = sums_R.index_add(0, self.rows_N, values_N)
         counts_R = torch.bincount(self.rows_N, minlength=self.rows).clamp(min=1)
         return (sums_R / counts_R)[self.rows_N]
+
+
+@dataclass(frozen=True)
+class ValueTokens:
+    """What the loss of a critic reads of one micro-batch.
+
+    Attributes:
+        values_N: the critic's value of the tokens before each counted one; has a gradient.
+        old_values_N: the same when the step began.
+        returns_N: what the values should be.
+        weights_N: as in `LossTokens`.
+    """
+
+    values_N: Tensor
+    old_values_N: Tensor
+    returns_N: Tensor
+    weights_N: Tensor

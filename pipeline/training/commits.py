@@ -20,6 +20,7 @@ from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import SubmittedJob
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.jobs import Job, jobs_of
+from pipeline.training.spec import models_of
 from pipeline.training.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class Commits:
         jobs = jobs_of(self._config)
         first = next((index for index, job in enumerate(jobs) if checkpoint and job.name == checkpoint.manifest.job), 0)
         job = jobs[first]
-        self._dispatch.init_model("policy", self._config.model, job.optim, seed=self._config.seed, steps=job.steps)
+        for name, spec in models_of(self._config, job.name, job.optim, job.steps).items():
+            self._dispatch.init_model(name, spec)
         if checkpoint is None:
             self._cut_ledger_file(0)
             return Position(job, 0, jobs[1:])

@@ -5,7 +5,7 @@ back in the order of the rows, sums become metrics. Promises that the caller nev
 how rows were cut, and that no result depends on it. Must not know tasks, rewards, or when to step.
 
     def algorithm(dispatch: Dispatch) -> None:
-        dispatch.init_model("policy", config.model, config.optim, seed=0, steps=100)
+        dispatch.init_model("policy", ModelSpec("policy", config.model, config.optim, steps=100))
         batch = Batch.of(rows, normalise="token", temperature=1.0)
         metrics = dispatch.forward_backward("policy", batch, config.loss)
         metrics |= dispatch.optim_step("policy")
@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline import packing
-from pipeline.config import ModelConfig, OptimConfig
+from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Objective, measures
 from pipeline.packing import Bins, Budget
 from pipeline.training.ranks import STOP, Failure, Operation, Patience, Site, joined, write_orders
 from pipeline.training.rows import Batch
+from pipeline.training.spec import ModelSpec
 from pipeline.training.worker import ModelInfo, Worker
 from pipeline.waiting import CLOCK, Clock
 
@@ -56,9 +57,9 @@ class Dispatch:
         self._heard = clock.now()
         self.broken = False
 
-    def init_model(self, name: str, model: ModelConfig, optim: OptimConfig, *, seed: int, steps: int) -> ModelInfo:
-        """Build and shard a model and its optimizer; `steps` is the number of optimizer steps of the job."""
-        self._models[name] = self._everywhere("init_model", _init_model, name, model, optim, seed, steps)[0]
+    def init_model(self, name: str, spec: ModelSpec) -> ModelInfo:
+        """Build and shard a model and its optimizer; one of that name is replaced."""
+        self._models[name] = self._everywhere("init_model", _init_model, name, spec)[0]
         return self._models[name]
 
     def reset_optimizer(self, name: str, optim: OptimConfig, *, steps: int) -> None:
@@ -200,8 +201,8 @@ def lead_or_serve(
             dispatch.close()
 
 
-def _init_model(site: Site, name: str, model: ModelConfig, optim: OptimConfig, seed: int, steps: int) -> ModelInfo:
-    site.workers[name] = Worker(model, optim, seed=seed, steps=steps, mesh=site.mesh)
+def _init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
+    site.workers[name] = Worker(spec, site.mesh)
     return site.workers[name].info
 
 

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from pipeline.errors import TrainingError
 
 Normalise = Literal["token", "sequence", "prompt", "fixed"]
+Column = Literal["advantages", "behaviour", "proximal", "reference", "values", "returns"]
+"""A field of `Row` with a number for each token."""
+COLUMNS: tuple[Column, ...] = ("advantages", "behaviour", "proximal", "reference", "values", "returns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +38,11 @@ class Row:
         advantages: one number for the whole row, or float32[T].
         behaviour: float32[T], log-probability (nats, at the sampling temperature) of each counted token under the
             policy that sampled it; None for supervised rows.
+        proximal: float32[T], the same under the policy that the ratio is taken over; None: `behaviour`.
         reference: float32[T], the same under the reference model; None when no KL is asked for.
+        values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
+            a critic.
+        returns: float32[T], what those values should be; None without a critic.
         prompt: key of the prompt (group) that the row belongs to; used by `normalise="prompt"` only.
     """
 
@@ -45,6 +52,9 @@ class Row:
     behaviour: NDArray[np.float32] | None = None
     reference: NDArray[np.float32] | None = None
     prompt: int = 0
+    proximal: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,7 +70,7 @@ class Row:
             raise TrainingError(f"{name} has no tokens")
         if len(self.mask) != len(self) or self.mask[0]:
             raise TrainingError(f"{name}: the mask needs {len(self)} entries, the first of them 0")
-        for field in ("advantages", "behaviour", "reference"):
+        for field in COLUMNS:
             self._check_values(name, field)
 
     def _check_values(self, name: str, field: str) -> None:
@@ -102,10 +112,10 @@ class Batch:
         """
         for index, row in enumerate(rows):
             row.check(f"row {index}")
-        for field in ("behaviour", "reference"):
+        for field in COLUMNS[1:]:
             missing = [index for index, row in enumerate(rows) if getattr(row, field) is None]
             if 0 < len(missing) < len(rows):
-                raise TrainingError(f"row {missing[0]} has no {field} log-probabilities, others of its batch do")
+                raise TrainingError(f"row {missing[0]} has no {field}, others of its batch do")
         counts = [row.counted for row in rows]
         weights = _weights(rows, counts, normalise, max_length)
         return cls(tuple(rows), tuple(weights), temperature)

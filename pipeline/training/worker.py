@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import ModelConfig, OptimConfig
+from pipeline.config import OptimConfig
 from pipeline.losses import Objective, measures, total
 from pipeline.training.collate import MicroBatch, collate
 from pipeline.training.model import Policy, build
 from pipeline.training.optimizer import Optimizer, Step
 from pipeline.training.rows import Batch
+from pipeline.training.spec import ModelSpec
 
 LAYER_UNIT = 1 << 20
 _PREFIX = "network."
@@ -48,15 +49,15 @@ class Worker:
     whenever no method runs.
     """
 
-    def __init__(self, model: ModelConfig, optim: OptimConfig, *, seed: int, steps: int, mesh: DeviceMesh) -> None:
-        """Build, shard and place the model; `steps` is the job's length, for the schedule."""
+    def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
+        """Build, shard and place the model."""
         self.device = torch.device(mesh.device_type)
-        self.source = Path(model.path)
-        self.compute = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        self.policy = build(model, seed)
+        self.source = Path(spec.model.path)
+        self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
+        self.policy = build(spec.model, spec.seed)
         _shard(self.policy, mesh, self.compute)
         self.policy.to(self.device)
-        self.optimizer = Optimizer(self.policy, optim, steps)
+        self.optimizer = Optimizer(self.policy, spec.optim or OptimConfig(), spec.steps)
 
     @property
     def info(self) -> ModelInfo:

@@ -24,6 +24,7 @@ from pipeline.training.collate import collate
 from pipeline.training.model import build
 from pipeline.training.ranks import Patience, joined
 from pipeline.training.rows import Batch, Row
+from pipeline.training.spec import ModelSpec
 from pipeline.training.worker import Worker
 from tests.bench.tables import markdown
 
@@ -78,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = ModelConfig(path=chosen.model, init="random")
     with joined("cpu", Patience()) as site:
-        worker = Worker(model, OptimConfig(), seed=0, steps=1, mesh=site.mesh)
+        worker = Worker(ModelSpec("policy", model, OptimConfig()), site.mesh)
         batch = make_batch(chosen.rows, worker.info.vocabulary)
         shares = {
             packed: [batch.take(bins) for bins in packing.split(batch.lengths, site.ranks, budget)[site.rank]]

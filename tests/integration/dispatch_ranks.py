@@ -32,9 +32,10 @@ from pipeline.training.dispatch import Dispatch, lead_or_serve
 from pipeline.training.model import build
 from pipeline.training.ranks import Patience
 from pipeline.training.rows import Batch, Row
+from pipeline.training.spec import ModelSpec
 from pipeline.training.worker import Worker
 from pipeline.waiting import wait_for
-from tests.integration.training_cases import VOCABULARY, make_batch, make_rows, model_config
+from tests.integration.training_cases import VOCABULARY, make_batch, make_rows, model_config, policy_spec
 from tests.integration.training_ranks import gradients
 
 Scenario = Callable[[Dispatch, Path], None]
@@ -45,7 +46,7 @@ _saved: dict[str, Any] = {}
 
 
 def fresh(dispatch: Dispatch, path: Path, seed: int = 0) -> Batch:
-    dispatch.init_model("policy", model_config(path), OPTIM, seed=seed, steps=10)
+    dispatch.init_model("policy", policy_spec(path, optim=OPTIM, seed=seed, steps=10))
     return make_batch("grpo")
 
 
@@ -108,7 +109,7 @@ def a_step_without_gradients_is_refused(dispatch: Dispatch, path: Path) -> None:
 
 def random_weights_depend_on_the_seed_alone(dispatch: Dispatch, path: Path) -> None:
     random = model_config(path).model_copy(update={"init": "random"})
-    dispatch.init_model("policy", random, OPTIM, seed=7, steps=10)
+    dispatch.init_model("policy", ModelSpec("policy", random, OPTIM, steps=10, seed=7))
     found = parameters(dispatch)
     alone = dict(build(random, seed=7).network.named_parameters())
     assert found.keys() == alone.keys()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import SFT, Objective
 from pipeline.packing import Budget
 from pipeline.training.rows import Batch, Normalise, Row
+from pipeline.training.spec import ModelSpec
 
 VOCABULARY, STEPS = 17, 3
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
@@ -104,6 +105,10 @@ def write_model(path: Path, tied: bool) -> None:
 
 def model_config(path: Path) -> ModelConfig:
     return ModelConfig(path=str(path), init="pretrained")
+
+
+def policy_spec(path: Path, **changed: Any) -> ModelSpec:
+    return ModelSpec("policy", model_config(path), **{"optim": OPTIM, "steps": STEPS, **changed})
 
 
 def make_rows() -> list[Row]:

@@ -26,14 +26,13 @@ from tests.integration.training_cases import (
     CASES,
     LOSSES,
     MUTATIONS,
-    OPTIM,
     STEPS,
     Arrays,
     Case,
     Mutation,
     Result,
     make_batch,
-    model_config,
+    policy_spec,
 )
 
 
@@ -52,7 +51,7 @@ def run_case(dispatch: Dispatch, path: Path, case: Case, mutation: Mutation | No
     batch, result = make_batch(case.loss), Result()
     dispatch._budget = case.budget
     dispatch.pass_through("policy", set_layer_unit, 1 if case.layer_units else 1 << 20)
-    dispatch.init_model("policy", model_config(path), OPTIM, seed=0, steps=STEPS)
+    dispatch.init_model("policy", policy_spec(path))
     result.logprobs = dispatch.forward("policy", batch)
     if mutation is not None:
         dispatch.pass_through("policy", MUTATE[mutation])
@@ -158,7 +157,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def algorithm(dispatch: Dispatch) -> None:
-        dispatch.init_model("policy", model_config(path), OPTIM, seed=0, steps=STEPS)
+        dispatch.init_model("policy", policy_spec(path))
         outcome: dict[object, Result] = {}
         if dispatch._site.ranks > 1:
             outcome |= {name: run_case(dispatch, path, case, name) for name, case in MUTATIONS.items()}

@@ -1,0 +1,61 @@
+"""What a worker is built from.
+
+Owns which models a job has and how each is made: the policy always, a reference model when the loss has a KL term, a
+critic when the advantages need values. Pure; cheap to pickle.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import ModelConfig, OptimConfig, RunConfig
+
+Kind = Literal["policy", "critic"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model of the trainer.
+
+    Attributes:
+        kind: what it answers: log-probabilities, or values.
+        model: directory, types, adapters.
+        optim: its optimizer; None for a model that is never trained.
+        steps: optimizer steps of the job, for the schedule of the learning rate.
+        seed: of random weights.
+        activation_checkpointing, compile: as in `training.*`.
+        replicas: neighbouring ranks that hold the same shard and get the same rows.
+    """
+
+    kind: Kind
+    model: ModelConfig
+    optim: OptimConfig | None = None
+    steps: int = 1
+    seed: int = 0
+    activation_checkpointing: bool = False
+    compile: bool = False
+    replicas: int = 1
+
+
+def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
+    """The models of a job by name; `policy` comes first. `steps` counts batches, `optim` is the policy's."""
+    training, loss = config.training, config.loss
+    per_batch = training.update_epochs * training.mini_batches if job == "rl" else 1
+
+    def spec(kind: Kind, model: ModelConfig, optim: OptimConfig | None) -> ModelSpec:
+        return ModelSpec(
+            kind=kind,
+            model=model,
+            optim=optim,
+            steps=steps * per_batch,
+            seed=config.seed,
+            activation_checkpointing=training.activation_checkpointing,
+            compile=training.compile,
+        )
+
+    models = {"policy": spec("policy", config.model, optim)}
+    if job == "rl" and loss.kl:
+        models["reference"] = spec("policy", config.model, None)
+    if job == "rl" and loss.advantage == "gae":
+        plain = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
+        models["critic"] = spec("critic", plain, optim.model_copy(update={"lr": config.critic.lr}))
+    return models
