@@ -1,8 +1,11 @@
-"""The demo for several seeds: `python -m tests.bench.bench_demo [--seeds 0 1 2] [--output DIR] [key=value …]`.
+"""The demo for several seeds and several ways to train it.
+
+    python -m tests.bench.bench_demo [--seeds 0 1 2] [--ways grpo gspo dapo ppo lora] [--output DIR] [key=value …]
 
 Starts the launcher as a user would, one run after the other, and prints what each run's own `metrics.jsonl` says:
-held-out accuracy before and after RL, time, lag, and where the time of a step goes. Exits with 1 when a run gains less
-than 25 points or takes more than 6 minutes.
+held-out accuracy before and after RL, time, lag, and where the time of a step goes. `lora` trains adapters on what a
+warm start of all weights left, a run of its own. Exits with 1 when a run gains less than 25 points or takes more than 6
+minutes.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,26 +26,54 @@ from pipeline.metrics import read_rows, series
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_GAIN, MOST_SECONDS = 0.25, 360
+WAYS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "gspo": ("loss=gspo",),
+    "dapo": ("loss=dapo", "training.zero_advantage=drop", "training.overlong=mask"),
+    "ppo": ("loss=ppo",),
+    "lora": ("model.init=pretrained", "model.lora.rank=16", "optim.lr=1e-3", "training.warm_start.steps=0"),
+}
 COLUMNS = (
-    *("seed", "warm start", "after RL", "gain", "minutes", "lag max", "s a step", "of it: data", "train", "sync"),
+    *(
+        "way",
+        "seed",
+        "warm start",
+        "after RL",
+        "gain",
+        "minutes",
+        "lag max",
+        "s a step",
+        "of it: data",
+        "train",
+        "sync",
+    ),
     *("samples/s", "log ratio at lag 0"),
 )
 
 
-def run(seed: int, output: Path, overrides: Sequence[str]) -> float:
-    """One demo; the seconds it took from the command to its end."""
-    command = [sys.executable, "launchers/submit.py", "experiment=demo", f"name=seed{seed}", f"seed={seed}"]
+def demo(way: str, seed: int, output: Path, overrides: Sequence[str]) -> tuple[Path, float]:
+    """One demo: its run directory, and the seconds it took from the command to its end."""
+    chosen = WAYS[way]
+    if way == "lora":
+        base, _ = run(f"{way}-base-{seed}", seed, output, [*overrides, "training.steps=1", "training.eval_every=0"])
+        chosen = (*chosen, f"model.path={base / 'model'}")
+    return run(f"{way}-{seed}", seed, output, [*chosen, *overrides])
+
+
+def run(name: str, seed: int, output: Path, overrides: Sequence[str]) -> tuple[Path, float]:
+    command = [sys.executable, "launchers/submit.py", "experiment=demo", f"name={name}", f"seed={seed}"]
     started = time.monotonic()
     subprocess.run([*command, f"output={output}", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - started
+    return output / name, time.monotonic() - started
 
 
-def measure(rows: list[dict[str, Any]], seconds: float, seed: int) -> dict[str, Any]:
+def measure(rows: list[dict[str, Any]], seconds: float, way: str, seed: int) -> dict[str, Any]:
     """What a run's rows say, as a row of the table."""
     accuracy = [value for _, value in series(rows, "eval/accuracy")]
     train = [row for row in rows if row["job"] == "rl" and row["kind"] == "train"]
     middle = {name: median(row[name] for row in train) for name in ("seconds/step", "seconds/data", "seconds/train")}
     return {
+        "way": way,
         "seed": seed,
         "warm start": f"{accuracy[0]:.3f}",
         "after RL": f"{accuracy[-1]:.3f}",
@@ -67,15 +99,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["grpo"])
     parser.add_argument("--output", type=Path, default=None, help="keep the runs there")
     options, overrides = parser.parse_known_args()
     output = options.output or Path(tempfile.mkdtemp(prefix="rollcall-demo-"))
     results = []
-    for seed in track(options.seeds, "demos", console=Console(stderr=True)):
-        seconds = run(seed, output, overrides)
-        results.append(measure(read_rows(output / f"seed{seed}" / "metrics.jsonl"), seconds, seed))
+    for way, seed in track(list(product(options.ways, options.seeds)), "demos", console=Console(stderr=True)):
+        directory, seconds = demo(way, seed, output, overrides)
+        results.append(measure(read_rows(directory / "metrics.jsonl"), seconds, way, seed))
     print(table(results))
     met = all(row["gain"] >= LEAST_GAIN and row["minutes"] * 60 <= MOST_SECONDS for row in results)
     print(f"\nat least {LEAST_GAIN:.0%} more in at most {MOST_SECONDS / 60:g} minutes: {'met' if met else 'NOT met'}")
