@@ -1,0 +1,147 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) on a network, by peft.
+
+Owns which layers get an adapter, the adapters' names, and their form on disk. Promises that a fresh adapter changes
+nothing (its B is zero) and is equal on every rank, that one which does not fit raises instead of starting afresh, and
+that what is saved is a directory that peft and vLLM load. Must not know ranks, optimizers or servers.
+
+    network = add_adapters(network, config.model.lora, config.seed)     # layers are replaced in place
+    tensors = {checkpoint_name(name): p for name, p in network.named_parameters() if is_trained(name)}
+    save_adapter(path, tensors, config.model)
+
+A layer W of the base becomes W + alpha / rank · B A, with A [rank, in] and B [out, rank]; only A and B are trained.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pipeline.config import LoraConfig, ModelConfig, nearest
+from pipeline.errors import CheckpointError, ConfigError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = "default"
+_PREFIX = "base_model.model."
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+}
+_EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+
+
+def add_adapters(network: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:
+    """The same network with an adapter on every targeted layer, and all else frozen.
+
+    Fresh ones depend on the seed alone; with `lora.adapter` they are those of that directory. Raises `ConfigError` for
+    a target that names no linear layer, and for an adapter that is not there or was made with other settings;
+    `CheckpointError` for one that is torn or of another model.
+    """
+    _check_targets(network, lora.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted: nn.Module = inject_adapter_in_model(_peft_config(lora), network, adapter_name=_NAME)
+    if lora.adapter:
+        _load(adapted, Path(lora.adapter), lora)
+    return adapted
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of a network with adapters belongs to one."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def checkpoint_name(name: str) -> str:
+    """The name that an adapter's parameter has in a peft checkpoint, from its name in the network."""
+    return _PREFIX + name.replace(f".{_NAME}.", ".")
+
+
+def description(lora: LoraConfig) -> dict[str, Any]:
+    """What a server must know to use the adapter, in the words of peft's `adapter_config.json`."""
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
+
+
+def save_adapter(path: Path, tensors: Mapping[str, Tensor], model: ModelConfig) -> None:
+    """Write the directory of an adapter for `model.path`; `tensors` are whole, by `checkpoint_name`."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
+    _peft_config(model.lora, base=model.path, inference_mode=True).save_pretrained(str(path))
+
+
+def _peft_config(lora: LoraConfig, base: str | None = None, inference_mode: bool = False) -> PeftConfig:
+    return PeftConfig(
+        **description(lora),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=inference_mode,
+    )
+
+
+def _check_targets(network: Any, targets: tuple[str, ...]) -> None:
+    """The head is no target: log-probabilities are computed from its weight alone (`pipeline.training.model`)."""
+    head = network.get_output_embeddings()
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    known = sorted({name.rpartition(".")[-1] for name in linear})
+    for target in targets:
+        if target not in known:
+            raise ConfigError("model.lora.targets", target, "a linear layer of the model", nearest(target, known))
+
+
+def _load(network: nn.Module, directory: Path, lora: LoraConfig) -> None:
+    _check_settings(_read_settings(directory), directory, lora)
+    try:
+        found = load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{directory / WEIGHTS} cannot be read: {error}") from error
+    expected = {checkpoint_name(name): tensor for name, tensor in network.named_parameters() if is_trained(name)}
+    wrong = sorted(found.keys() ^ expected.keys()) or [n for n in expected if found[n].shape != expected[n].shape]
+    if wrong:
+        both = [list(tensors[wrong[0]].shape) if wrong[0] in tensors else None for tensors in (found, expected)]
+        raise CheckpointError(
+            f"{directory} is no adapter of this model: {wrong[0]} is {both[0]} there, {both[1]} here "
+            f"({len(wrong)} differ); set model.path to the model it was trained on"
+        )
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(found[name])
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise ConfigError("model.lora.adapter", str(directory), f"a directory with {CONFIG} and {WEIGHTS}")
+    try:
+        settings: dict[str, Any] = json.loads((directory / CONFIG).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{directory / CONFIG} is no JSON: {error}") from error
+    return settings
+
+
+def _check_settings(found: dict[str, Any], directory: Path, lora: LoraConfig) -> None:
+    """An adapter of other settings would be another function, or of other shapes."""
+    wanted = description(lora) | _PLAIN
+    for key, value in wanted.items():
+        have = found.get(key, value if key in _PLAIN else None)
+        same = set(have) == set(value) if isinstance(have, list) and isinstance(value, list) else have == value
+        if not same:
+            raise _unlike(directory, f"{key}={have!r}", f"{key}={value!r}")
+    for key in _EMPTY:
+        if found.get(key):
+            raise _unlike(directory, f"{key}={found[key]!r}", f"no {key}")
+
+
+def _unlike(directory: Path, found: str, expected: str) -> ConfigError:
+    mend = "make model.lora.rank, alpha and targets those that it was trained with, or choose another adapter"
+    return ConfigError("model.lora.adapter", f"{directory} with {found}", f"an adapter with {expected}", mend)
