@@ -1,70 +1,89 @@
 """Losses: pure functions of flat token tensors.
 
-Owns the registry of losses by the names of `LossConfig.name` (and `sft`) and the one place where terms become a number.
-Promises that `total` returns a plain weighted SUM over the counted tokens of a micro-batch: the normalisation lies in
-the weights, which the controller decided over the global batch, so the sum over micro-batches and ranks is the loss
-itself, however the batch was cut. Must not know models, ranks, or how rows were packed.
+Owns the one place where the terms of an objective become a number. Promises that `total` and `total_value` return a
+plain weighted SUM over the counted tokens of a micro-batch: the normalisation lies in the weights, which the controller
+decided over the global batch, so the sum over micro-batches and ranks is the loss itself, however the batch was cut.
+Must not know models, ranks, or how rows were packed.
 
     loss, sums = total(tokens, config)      # backward() on `loss`; add up `sums` over micro-batches and ranks
     metrics = measures.means(sums, counted)
 """
 
-from collections.abc import Callable
-from typing import Final
-
-import torch
 from torch import Tensor
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.losses import policy
+from pipeline.losses.correction import corrected
+from pipeline.losses.objectives import SFT, Level, Objective, PolicyObjective, Supervised, ValueObjective
 from pipeline.losses.penalties import ESTIMATORS, k3
-from pipeline.losses.tokens import LossTokens
+from pipeline.losses.policy import LARGEST, POLICY_LOSSES, PolicyLoss, Terms
+from pipeline.losses.tokens import LossTokens, ValueTokens
+from pipeline.losses.values import clipped_value
+from pipeline.losses.watched import sums_of
+
+__all__ = [
+    "POLICY_LOSSES",
+    "SFT",
+    "Level",
+    "LossTokens",
+    "Objective",
+    "PolicyObjective",
+    "Supervised",
+    "ValueObjective",
+    "ValueTokens",
+    "total",
+    "total_value",
+]
 
 
-class Supervised:
-    """Asks for the cross-entropy of the counted tokens (SFT); it has no settings."""
-
-    name: Final = "sft"
-    kl: Final = 0.0
-    entropy: Final = 0.0
-
-
-Objective = LossConfig | Supervised
-SFT = Supervised()
-
-POLICY_LOSSES: dict[str, Callable[[LossTokens, LossConfig], policy.Terms]] = {
-    "reinforce": policy.reinforce,
-    "ppo": policy.clipped,
-    "grpo": policy.clipped,
-    "gspo": policy.sequence_clipped,
-}
-
-
-def total(tokens: LossTokens, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
+def total(tokens: LossTokens, objective: PolicyObjective, level: Level = "basic") -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch and what to watch.
 
-    loss = Σ_N weight · (policy loss + kl · KL(policy ‖ reference) − entropy · H)
+    loss = Σ_N weight · (correction · policy loss + kl · KL(policy ‖ reference) − entropy · H)
 
-    Returns the scalar loss, to be differentiated, and detached scalars. A name that ends in `_max` is a maximum over
-    the tokens; `loss` is the weighted sum; every other one is a plain sum over the counted tokens.
+    with the KL term only for `kl_in="loss"`; supervised, Σ_N weight · −logprob. Returns the scalar loss, to be
+    differentiated, and detached scalars for `measures`: `loss` is the weighted sum, names in `_max` and `_min` are
+    extremes over the tokens, every other one is a plain sum over the counted tokens. At level `none` there is only
+    `loss`; `with_entropy` needs `entropy_N`, which is watched wherever it is there.
     """
-    if isinstance(objective, Supervised):
-        loss_N, watched = policy.supervised(tokens)
-        return _sum(tokens, loss_N), _sums(tokens, loss_N, watched)
-    loss_N, watched = _policy_loss(objective.name)(tokens, objective)
-    watched |= _mismatch(tokens)
-    if objective.kl:
-        kl_N = _reference_kl(tokens, objective)
-        loss_N, watched = loss_N + objective.kl * kl_N, watched | {"reference_kl": kl_N}
-    if objective.entropy:
-        loss_N = loss_N - objective.entropy * _entropy(tokens)
+    loss_N, watched = _supervised(tokens) if isinstance(objective, Supervised) else _reinforced(tokens, objective)
+    if level == "with_entropy":
+        _entropy(tokens)
     if tokens.entropy_N is not None:
-        watched |= {"entropy": tokens.entropy_N}
-    return _sum(tokens, loss_N), _sums(tokens, loss_N, watched)
+        watched["entropy"] = tokens.entropy_N
+    loss = (tokens.weights_N * loss_N).sum()
+    return loss, sums_of(loss, {} if level == "none" else watched)
 
 
-def _policy_loss(name: str) -> Callable[[LossTokens, LossConfig], policy.Terms]:
+def total_value(
+    tokens: ValueTokens, objective: ValueObjective, level: Level = "basic"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a critic on one micro-batch, Σ_N weight · `clipped_value`, and sums as those of `total`."""
+    loss_N, watched = clipped_value(tokens, objective)
+    loss = (tokens.weights_N * loss_N).sum()
+    return loss, sums_of(loss, {} if level == "none" else watched)
+
+
+def _supervised(tokens: LossTokens) -> Terms:
+    """Cross-entropy −logprob of each token (nats): [N]. Advantages and behaviour are not read."""
+    return -tokens.logprobs_N, {"logprob": tokens.logprobs_N}
+
+
+def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
+    """All terms of an RL loss, of each token: [N]."""
+    loss_N, watched = _policy_loss(config.name)(tokens, config)
+    loss_N, mismatch = corrected(loss_N, tokens, config)
+    watched |= mismatch | _basics(tokens)
+    if tokens.reference_N is not None:
+        watched["reference_kl"] = _reference_kl(tokens, config)
+    if config.kl and config.kl_in == "loss":
+        loss_N = loss_N + config.kl * _reference_kl(tokens, config)
+    if config.entropy:
+        loss_N = loss_N - config.entropy * _entropy(tokens)
+    return loss_N, watched
+
+
+def _policy_loss(name: str) -> PolicyLoss:
     if name not in POLICY_LOSSES:
         raise TrainingError(f"unknown loss {name!r}; there are {', '.join(POLICY_LOSSES)}")
     return POLICY_LOSSES[name]
@@ -78,34 +97,16 @@ def _reference_kl(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 def _entropy(tokens: LossTokens) -> Tensor:
     if tokens.entropy_N is None:
-        raise TrainingError("an entropy bonus needs the entropy of the tokens; forward with entropy=True")
+        raise TrainingError("the entropy of the tokens is asked for, and the forward pass did not compute it")
     return tokens.entropy_N
 
 
-def _mismatch(tokens: LossTokens) -> dict[str, Tensor]:
-    """How far the policy is from the one that sampled: |log ratio|, its maximum, and KL(behaviour ‖ policy) by k3."""
+def _basics(tokens: LossTokens) -> dict[str, Tensor]:
+    """How far the policy is from the one that the ratio is taken over: |log ratio| and KL(proximal ‖ policy) by k3."""
     log_ratio_N = tokens.log_ratio_N.detach()
     return {
+        "logprob": tokens.logprobs_N,
         "log_ratio": log_ratio_N.abs(),
-        "log_ratio_max": log_ratio_N.abs(),
-        "behaviour_kl": k3(-log_ratio_N),
+        "ratio_kl": k3(-log_ratio_N.clamp(max=LARGEST)),
         "advantage": tokens.advantages_N,
     }
-
-
-def _sum(tokens: LossTokens, loss_N: Tensor) -> Tensor:
-    return (tokens.weights_N * loss_N).sum()
-
-
-def _sums(tokens: LossTokens, loss_N: Tensor, watched: dict[str, Tensor]) -> dict[str, Tensor]:
-    with torch.no_grad():
-        sums = {"loss": _sum(tokens, loss_N), "logprob": tokens.logprobs_N.sum()}
-        if "ratio" in watched:
-            sums["ratio_squared"] = watched["ratio"].square().sum()
-        for name, values_N in watched.items():
-            sums[name] = _maximum(values_N) if name.endswith("_max") else values_N.sum()
-        return sums
-
-
-def _maximum(values_N: Tensor) -> Tensor:
-    return values_N.max() if values_N.numel() else values_N.new_zeros(())

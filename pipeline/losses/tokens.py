@@ -45,10 +45,13 @@ class LossTokens:
 
     def row_mean(self, values_N: Tensor) -> Tensor:
         """Mean of the values over each token's row, for every token: [N] → [N]. Rows are never cut, so it is exact."""
+        counts_R = torch.bincount(self.rows_N, minlength=self.rows)
+        return self.row_sum(values_N) / counts_R[self.rows_N]
+
+    def row_sum(self, values_N: Tensor) -> Tensor:
+        """Sum of the values over each token's row, for every token: [N] → [N]."""
         sums_R = torch.zeros(self.rows, dtype=values_N.dtype, device=values_N.device)
-        sums_R = sums_R.index_add(0, self.rows_N, values_N)
-        counts_R = torch.bincount(self.rows_N, minlength=self.rows).clamp(min=1)
-        return (sums_R / counts_R)[self.rows_N]
+        return sums_R.index_add(0, self.rows_N, values_N)[self.rows_N]
 
 
 @dataclass(frozen=True)

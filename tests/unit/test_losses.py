@@ -112,7 +112,7 @@ def test_supervised_loss_is_the_weighted_cross_entropy() -> None:
     t = tokens()
     loss, sums = total(t, SFT)
     assert loss.item() == pytest.approx(-sum((t.weights_N * t.logprobs_N).tolist()))
-    assert set(sums) == {"loss", "logprob"}
+    assert set(sums) == {"loss", "logprob", "entropy"}
 
 
 @pytest.mark.parametrize(
