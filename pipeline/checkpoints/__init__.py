@@ -10,8 +10,9 @@ not know the model or the algorithm: it takes a tree of (sharded) tensors and a 
 
 Each attempt writes into a folder of its own, so what a killed or cut-off attempt left is never mixed with a live one's
 files, and the same order of writes is safe on a disk and on an object store (no rename is needed). This package is
-light; the part that needs torch is `pipeline.checkpoints.sharded`:
+light; the parts that need torch are `pipeline.checkpoints.sharded` and `pipeline.checkpoints.background`:
 
+    root = root_of(config, run, run_id)               or kept_root(run): what the run directory says
     Fence(root, attempt).claim()                      rank 0, once, when an attempt starts
     found = newest_committed(root)
     if found: state = load(found, worker.state())     every rank
@@ -20,7 +21,8 @@ light; the part that needs torch is `pipeline.checkpoints.sharded`:
 """
 
 from pipeline.checkpoints.fence import Fence
+from pipeline.checkpoints.location import kept_root, root_of
 from pipeline.checkpoints.state import JOBS, Job, TrainerState
 from pipeline.checkpoints.store import Checkpoint, newest_committed, prune
 
-__all__ = ["JOBS", "Checkpoint", "Fence", "Job", "TrainerState", "newest_committed", "prune"]
+__all__ = ["JOBS", "Checkpoint", "Fence", "Job", "TrainerState", "kept_root", "newest_committed", "prune", "root_of"]

@@ -5,8 +5,8 @@ that it raises the same `CheckpointError` on every rank when the commit did not 
 tensors it is given, with any number of ranks, or says what differs. Every step is bounded by the process group's own
 timeout.
 
-`save` has three parts: begin (rank 0), write shards (every rank), commit (rank 0). Only the first has to happen while
-the tensors stand still; an asynchronous save will stage them there and run the rest in the background.
+`save` has three parts: begin (rank 0), write shards (every rank), commit (rank 0). The tensors must stand still until
+it returns; `pipeline.checkpoints.background` gives it copies, so that training need not.
 """
 
 import warnings
@@ -55,8 +55,9 @@ def save(
 def load(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
     """Fill `tensors` in place from the checkpoint and return the position it was saved at.
 
-    The ranks may be more or fewer than those that saved. Raises `CheckpointError` if the names, shapes or types of the
-    tensors are not those of the checkpoint; then none of them was changed.
+    The top names of the tree say which part of the checkpoint is meant; the rest of it is not looked at. The ranks may
+    be more or fewer than those that saved. Raises `CheckpointError` if the names, shapes or types of the tensors are
+    not those of that part; then none of them was changed.
     """
     ranks = Ranks(group)
     state = ranks.first_decides(checkpoint.state)
@@ -113,6 +114,9 @@ def _value(outcome: Any) -> Any:
 @contextmanager
 def _alone_is_fine() -> Iterator[None]:
     """DCP warns when there is no process group; here that is one process on purpose."""
+    if dist.is_available() and dist.is_initialized():
+        yield  # the filters of warnings are for all threads: leave them alone when training goes on meanwhile
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -143,14 +147,16 @@ class _ComparingPlanner(DefaultLoadPlanner):
         self._name = name
 
     def create_local_plan(self) -> LoadPlan:
-        if differing := _differences(self.state_dict, self.metadata):
+        parts = tuple(f"{name}." for name in self.original_state_dict)
+        if differing := _differences(self.state_dict, self.metadata, parts):
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
             raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_SHOWN])}{more}")
         return super().create_local_plan()
 
 
-def _differences(wanted: Tensors, metadata: Metadata | None) -> list[str]:
-    saved = metadata.state_dict_metadata if metadata else {}
+def _differences(wanted: Tensors, metadata: Metadata | None, parts: tuple[str, ...]) -> list[str]:
+    everything = metadata.state_dict_metadata if metadata else {}
+    saved = {name: form for name, form in everything.items() if f"{name}.".startswith(parts)}
     lines = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
     lines += [f"{name} is only in it" for name in sorted(saved.keys() - wanted.keys())]
     pairs = [(name, _form(wanted[name]), _form(saved[name])) for name in sorted(wanted.keys() & saved.keys())]

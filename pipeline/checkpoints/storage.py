@@ -73,14 +73,17 @@ class Storage:
     def sha256(self, name: str) -> str:
         """Hex SHA-256 of a file's content."""
         digest = hashlib.sha256()
-        with self._translated("read", name), self._fs.open(self._path(name), "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+        with self._translated("read", name):
+            self._fs.invalidate_cache()
+            with self._fs.open(self._path(name), "rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
         return digest.hexdigest()
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; nothing happens when it is absent."""
         with self._translated("remove", name):
+            self._fs.invalidate_cache()
             try:
                 self._fs.rm(self._path(name), recursive=True)
             except FileNotFoundError:
@@ -95,6 +98,9 @@ class Storage:
             yield
         except OSError as error:
             raise CheckpointError(f"cannot {doing} {self.url(name)}: {error.strerror or error}") from error
+        except Exception as error:  # each driver has errors of its own kind
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CheckpointError(f"cannot {doing} {self.url(name)}: {reason}") from error
 
 
 def _last(path: str) -> str:

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +22,8 @@ from pipeline.errors import CheckpointError
 
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
 MANIFEST_VERSION = 1
+READERS = 8
+"""Files that are read at once when hashes are checked."""
 _NAME = re.compile(rf"({'|'.join(JOBS)})-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -93,9 +96,17 @@ def committed(storage: Storage, name: str, *, hashes: bool = False) -> Checkpoin
         if sizes.get(file) != record.size:
             found = f"{sizes[file]} bytes" if file in sizes else "missing"
             raise CheckpointError(f"{folder}/{file} is {found}; its manifest says {record.size} bytes")
-        if hashes and storage.sha256(f"{folder}/{file}") != record.sha256:
-            raise CheckpointError(f"{folder}/{file} has not the content its manifest says (SHA-256 differs)")
+    if hashes:
+        _check_hashes(storage, folder, manifest)
     return Checkpoint(storage.url(), manifest)
+
+
+def _check_hashes(storage: Storage, folder: str, manifest: Manifest) -> None:
+    with ThreadPoolExecutor(READERS) as readers:
+        found = readers.map(lambda file: storage.sha256(f"{folder}/{file}"), manifest.files)
+        for (file, record), sha256 in zip(manifest.files.items(), found, strict=True):
+            if sha256 != record.sha256:
+                raise CheckpointError(f"{folder}/{file} has not the content its manifest says (SHA-256 differs)")
 
 
 def newest_committed(root: str, *, hashes: bool = False) -> Checkpoint | None:

@@ -1,0 +1,124 @@
+"""Saving while training goes on.
+
+Owns the copies that a save is written from, and the thread that writes them, on one rank. Promises that tensors may
+change as soon as `stage` returned, that at most one save is under way, and that whatever ends it badly is one
+`CheckpointError`. Must not know models, nor when to save.
+
+On every rank, in the same order:
+
+    saver.stage("policy", worker.state())                   # only this holds training up
+    saver.start(root, attempt, state, ["policy"], group)    # returns at once; `group` is for saves alone
+    …steps…
+    if saver.idle: checkpoint = saver.result()              # every rank learns the same
+"""
+
+import copy
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pipeline.checkpoints.sharded import Tensors, save
+from pipeline.checkpoints.state import TrainerState
+from pipeline.checkpoints.store import Checkpoint
+from pipeline.errors import CheckpointError
+
+SETTLE_SECONDS = 60.0
+"""By how much the slowest rank may end a save later than the first."""
+
+
+class Saver:
+    """One rank's part of the saves of a trainer, one at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensors] = {}
+        self._save: Future[Checkpoint] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way."""
+        return self._save is None or self._save.done()
+
+    def stage(self, name: str, tensors: Tensors) -> None:
+        """Copy a model's tensors to host memory, into the buffers of the last time if they fit.
+
+        Waits for a save that is still under way: the ranks end one a moment after another.
+        """
+        self._settle()
+        self._staged[name] = self._copied(name, tensors)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def start(
+        self,
+        root: str,
+        attempt: str,
+        state: TrainerState,
+        names: Sequence[str],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Begin to commit `state` and what was staged under `names`; see `sharded.save`, whose tree has these names."""
+        self._settle()
+        self._staged = {name: self._staged[name] for name in names}
+        outcome: Future[Checkpoint] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(save(root, attempt, state, dict(self._staged), group=group))
+            except CheckpointError as error:
+                outcome.set_exception(error)
+            except Exception as error:  # noqa: BLE001 (the boundary of the thread: `result` reports it)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                outcome.set_exception(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
+
+        self._save = outcome
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+
+    def result(self) -> Checkpoint:
+        """What the last save made, or its `CheckpointError`; only when it is idle."""
+        if self._save is None:
+            raise CheckpointError("no save was started")
+        return self._save.result(timeout=0)
+
+    def _settle(self) -> None:
+        if self._save is None:
+            return
+        try:
+            self._save.exception(timeout=SETTLE_SECONDS)
+        except TimeoutError:
+            raise CheckpointError(f"the save before is still under way after {SETTLE_SECONDS:.0f} s") from None
+
+    @torch.no_grad()
+    def _copied(self, place: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._copied(f"{place}.{name}", inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._copied(f"{place}.{index}", inner) for index, inner in enumerate(value)]
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        buffer = self._buffers.get(place)
+        if buffer is None or not _alike(buffer, value):
+            buffer = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.is_cuda)
+            self._buffers[place] = buffer
+        _local(buffer).copy_(_local(value), non_blocking=True)
+        return buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return cast(Tensor, cast(Any, tensor).to_local()) if isinstance(tensor, DTensor) else tensor
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    mine, theirs = _local(one), _local(other)
+    return type(one) is type(other) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+
+
+saver = Saver()
+"""This process's, which is one rank of one trainer."""

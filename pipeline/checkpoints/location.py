@@ -1,0 +1,30 @@
+"""Where a run keeps its checkpoints.
+
+Owns the one rule that turns `training.checkpoints` into an address: below a URL every run has a folder of its own,
+named by its run_id, which begins with the run's name; without one they are in the run directory. Promises that whoever
+looks at a run's checkpoints, on whatever node, looks at the same place. Must not open it.
+"""
+
+from pipeline import files
+from pipeline.config import RunConfig
+from pipeline.errors import CheckpointError
+from pipeline.frozen import kept_config
+from pipeline.paths import RunPaths
+from pipeline.records import RunIdentity
+
+
+def root_of(config: RunConfig, run: RunPaths, run_id: str) -> str:
+    """The URL (or path) of the folder that holds the run's checkpoints."""
+    below = config.training.checkpoints.rstrip("/")
+    return f"{below}/{run_id}" if below else str(run.checkpoints)
+
+
+def kept_root(run: RunPaths) -> str:
+    """The same, as the run directory tells it. `CheckpointError` if it has a URL and does not say whose run this is."""
+    config = kept_config(run)
+    if config is None or not config.training.checkpoints:
+        return str(run.checkpoints)
+    identity = files.read_document(run.run, RunIdentity)
+    if identity is None:
+        raise CheckpointError(f"{run.run} cannot be read, so its folder in {config.training.checkpoints} is not known")
+    return root_of(config, run, identity.run_id)
