@@ -1,6 +1,6 @@
 """A micro-batch as tensors.
 
-Owns the step from rows (numpy) to what the policy and the losses read. Promises that only counted tokens reach the head
+Owns the step from rows (numpy) to what the models and the losses read. Promises that only counted tokens reach the head
 and the losses, in the order of rows and tokens, and that an empty micro-batch becomes one token that counts nothing, so
 that a short rank can take part in the collective operations of the others. Must not know models, ranks or losses'
 formulas.
@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline import packing
-from pipeline.losses.tokens import LossTokens
+from pipeline.errors import TrainingError
+from pipeline.losses.tokens import LossTokens, ValueTokens
 from pipeline.training.attention import Segments
-from pipeline.training.rows import Batch, Row
+from pipeline.training.rows import Batch, Column, Row
 
 _NOTHING = Batch((Row(np.zeros(1, np.int32), np.zeros(1, np.uint8)),), (0.0,))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the policy reads of a micro-batch, and the numpy side that the losses need.
+    """What a model reads of a micro-batch, and the numpy side that the losses need.
 
     Attributes:
         tokens_BT, positions_BT: int64; padding is token 0.
@@ -46,26 +47,38 @@ class MicroBatch:
         Rows without behaviour log-probabilities count as sampled by the policy itself: their ratio is 1.
         """
         rows = self.batch.rows
-        counts = [row.counted for row in rows]
-
-        def like(values: NDArray[np.float64]) -> Tensor:
-            return torch.from_numpy(values).to(logprobs_N)
-
-        def given(field: str) -> Tensor | None:
-            return None if any(getattr(row, field) is None for row in rows) else like(_flat(rows, field))
-
-        behaviour_N = given("behaviour")
-
+        behaviour_N = self._given("behaviour", logprobs_N)
+        numbers = np.repeat(np.arange(len(rows)), self._counts)
         return LossTokens(
             logprobs_N=logprobs_N,
-            weights_N=like(np.repeat(np.asarray(self.batch.weights, np.float64), counts)),
-            advantages_N=like(_flat(rows, "advantages")),
+            weights_N=self._weights(logprobs_N),
+            advantages_N=_like(_flat(rows, "advantages"), logprobs_N),
             behaviour_N=logprobs_N.detach() if behaviour_N is None else behaviour_N,
-            rows_N=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logprobs_N.device),
+            rows_N=torch.from_numpy(numbers).to(logprobs_N.device),
             rows=max(1, len(rows)),
-            reference_N=given("reference"),
+            reference_N=self._given("reference", logprobs_N),
             entropy_N=entropy_N,
+            proximal_N=self._given("proximal", logprobs_N),
         )
+
+    def value_tokens(self, values_N: Tensor) -> ValueTokens:
+        """The counted tokens with the critic's answer about them; `TrainingError` for rows without `returns` or the
+        `values` of the step's beginning."""
+        old_values_N, returns_N = (self._given(field, values_N) for field in ("values", "returns"))
+        if old_values_N is None or returns_N is None:
+            raise TrainingError("a critic is trained on rows with values and returns, and these have none")
+        return ValueTokens(values_N, old_values_N, returns_N, self._weights(values_N))
+
+    @property
+    def _counts(self) -> list[int]:
+        return [row.counted for row in self.batch.rows]
+
+    def _weights(self, like: Tensor) -> Tensor:
+        return _like(np.repeat(np.asarray(self.batch.weights, np.float64), self._counts), like)
+
+    def _given(self, field: Column, like: Tensor) -> Tensor | None:
+        rows = self.batch.rows
+        return None if any(getattr(row, field) is None for row in rows) else _like(_flat(rows, field), like)
 
 
 def collate(batch: Batch, packed: bool, device: torch.device) -> MicroBatch:
@@ -86,7 +99,11 @@ def collate(batch: Batch, packed: bool, device: torch.device) -> MicroBatch:
     )
 
 
-def _flat(rows: tuple[Row, ...], field: str) -> NDArray[np.float64]:
+def _like(values: NDArray[np.float64], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like)
+
+
+def _flat(rows: tuple[Row, ...], field: Column) -> NDArray[np.float64]:
     """A field's number for each counted token of all rows, in order."""
     parts = [np.zeros(0)]
     for row in rows:

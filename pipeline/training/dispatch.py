@@ -107,7 +107,7 @@ class Dispatch:
 
     def export_hf(self, name: str, path: Path) -> None:
         """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer)."""
-        self.pass_through(name, Worker.export_hf, path)
+        self.pass_through(name, Worker.save_hf_model, path)
 
     def pass_through(
         self, name: str, function: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs

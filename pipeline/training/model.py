@@ -1,6 +1,6 @@
-"""The policy: a causal language model that answers with log-probabilities.
+"""The models: a causal language model that answers with log-probabilities, and a critic that answers with values.
 
-Owns how a model directory becomes a network and how hidden states become log-probabilities. Promises an fp32 head
+Owns how a model directory becomes a network and how hidden states become answers. Promises an fp32 head
 whatever the compute type, processed log-probabilities (temperature first, then log-softmax) as the servers report them,
 and that the logits of at most `CHUNK` entries exist at a time. Knows transformers; must not know ranks, losses or
 optimizers.
@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.attention import ATTENTION, Segments
+from pipeline.training.spec import Kind
 
 CHUNK = 1 << 26
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
@@ -32,17 +33,51 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 }
 
 
-class Policy(nn.Module):
-    """A transformers causal model whose forward returns log-probabilities of given tokens."""
+class Model(nn.Module):
+    """A transformers decoder with a head on top; `network` is what transformers made, adapters included."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
 
     @property
+    def decoder(self) -> Any:
+        """Embedding and layers, without a head."""
+        raise NotImplementedError
+
+    @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
-        return list(self.network.get_decoder().layers)
+        return list(self.decoder.layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the embedding knows."""
+        return int(self.network.config.vocab_size)
+
+    def multiplied(self) -> list[nn.Parameter]:
+        """The matrices that each token is multiplied by: not an embedding, unless it is the head as well."""
+        looked_up = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        return [p for p in self.parameters() if p.ndim > 1 and id(p) not in looked_up]
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, predict_N: Tensor) -> Tensor:
+        """The last hidden state [N, E] at the token before each of `predict_N`, indices into the flattened B × T."""
+        output = self.decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
+        states_NE: Tensor = output.last_hidden_state.flatten(0, 1)[predict_N - 1]
+        return states_NE
+
+
+class Policy(Model):
+    """A transformers causal model whose forward returns log-probabilities of given tokens."""
+
+    @property
+    def decoder(self) -> Any:
+        return self.network.get_decoder()
+
+    def multiplied(self) -> list[nn.Parameter]:
+        head = self.network.get_output_embeddings().weight
+        others = [p for p in super().multiplied() if p is not head]
+        return [*others, head]
 
     def forward(
         self,
@@ -56,11 +91,35 @@ class Policy(nn.Module):
         """Log-probability [N] of the tokens at `predict_N` (indices into the flattened B × T), each given its own row
         up to the token before; and the entropy [N] of those predictions, if asked for. Nats.
         """
-        decoder = self.network.get_decoder()
-        output = decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
-        hidden_NE = output.last_hidden_state.flatten(0, 1)[predict_N - 1]
+        hidden_NE = self.hidden(tokens_BT, positions_BT, segments, predict_N)
         head = self.network.get_output_embeddings()
         return head_logprobs(hidden_NE, head.weight, tokens_BT.flatten()[predict_N], temperature, with_entropy)
+
+
+class Critic(Model):
+    """A decoder whose forward returns values: what is still to be earned after the tokens read so far.
+
+    The head is one linear layer that starts at zero, so every value is 0 until something was learned.
+    """
+
+    def __init__(self, network: Any) -> None:
+        super().__init__(network)
+        self.head = nn.Linear(network.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def decoder(self) -> Any:
+        return self.network
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, predict_N: Tensor) -> Tensor:
+        """Value [N] of the tokens before each one at `predict_N` (indices into the flattened B × T), by an fp32 head
+        (fp64 for fp64 input).
+        """
+        hidden_NE = self.hidden(tokens_BT, positions_BT, segments, predict_N)
+        exact = torch.promote_types(hidden_NE.dtype, torch.float32)
+        values_N1 = hidden_NE.to(exact) @ self.head.weight.to(exact).T + self.head.bias.to(exact)
+        return values_N1[:, 0]
 
 
 def head_logprobs(
@@ -94,11 +153,12 @@ def _chunk_logprobs(
     return logprobs_N, entropy_N
 
 
-def build(config: ModelConfig, seed: int) -> Policy:
-    """The policy of a model directory with float32 weights, on the CPU; equal on every rank.
+def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
+    """The model of a directory with float32 weights, on the CPU; equal on every rank.
 
-    Random weights depend on the seed alone. Raises `ConfigError` when the directory holds no model that transformers
-    knows, or one whose log-probabilities this module would get wrong: its logits are not hidden states times the head.
+    Random weights depend on the seed alone. With `config.lora.rank` the policy has adapters, and only they have
+    gradients. Raises `ConfigError` when the directory holds no model that transformers knows, or one whose
+    log-probabilities this module would get wrong: its logits are not hidden states times the head.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError("model.path", config.path, "a directory with config.json")
@@ -110,7 +170,27 @@ def build(config: ModelConfig, seed: int) -> Policy:
             torch.manual_seed(seed)
             network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **options)
     refuse_unsupported(network)
+    if kind == "critic":
+        return Critic(network.get_decoder()).train()
+    if config.lora.rank:
+        from pipeline.training import lora  # peft takes a second to import, and is of no use to others
+
+        lora.add_adapters(network, config.lora, seed)
     return Policy(network).train()
+
+
+def recompute_activations(model: Model) -> None:
+    """Have the backward pass compute each layer's activations again instead of keeping them (Chen et al. 2016)."""
+    if not model.decoder.supports_gradient_checkpointing:
+        found = type(model.decoder).__name__
+        raise ConfigError("training.activation_checkpointing", found, "a model whose layers can be computed again")
+    model.decoder.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def compile_layers(model: Model) -> None:
+    """Compile each layer in place, for all lengths at once: packed lines are as long as their rows happen to be."""
+    for layer in model.layers:
+        layer.compile(dynamic=True)
 
 
 def refuse_unsupported(network: Any) -> None:

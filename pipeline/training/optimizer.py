@@ -6,16 +6,16 @@ Must not know batches or losses.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
+from pipeline.training.offload import local
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,39 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the shards of a model; matrices decay, vectors do not."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, steps: int) -> None:
-        self.config, self.steps = config, steps
+    def __init__(
+        self, parameters: Sequence[Tensor], config: OptimConfig, steps: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Of these trained parameters, which are sharded over the ranks of `group` (None: over all)."""
+        self.config, self.steps, self._group = config, steps, group
         self.taken, self.skipped = 0, 0
-        self._parameters = list(model.parameters())
+        self._rate: float | None = None
+        self._parameters = list(parameters)
         matrices = [p for p in self._parameters if p.ndim > 1]
         vectors = [p for p in self._parameters if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+            [each for each in groups if each["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
         )
+        self._make_moments()
+
+    def set_lr(self, lr: float) -> None:
+        """Step at this rate from now on, whatever the schedule says; a checkpoint does not keep it."""
+        if not lr >= 0 or math.isinf(lr):
+            raise TrainingError(f"a learning rate of {lr}; expected a finite number that is not negative")
+        self._rate = lr
 
     def step(self) -> Step:
         """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters."""
-        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
             raise TrainingError("optim_step without gradients: call forward_backward first")
         norm = self._global_norm(gradients)
-        lr = learning_rate(self.config, self.taken, self.steps)
+        lr = learning_rate(self.config, self.taken, self.steps) if self._rate is None else self._rate
         finite = math.isfinite(norm)
         if finite:
             torch._foreach_mul_(gradients, min(1.0, self.config.clip_norm / (norm + 1e-6)))
@@ -75,6 +87,10 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         return Step(norm, lr, not finite)
 
+    def moments(self) -> list[Tensor]:
+        """Every tensor that the optimizer keeps."""
+        return [tensor for state in self.adamw.state.values() for tensor in state.values()]
+
     def progress(self) -> dict[str, int]:
         """What a checkpoint keeps beside the moments."""
         return {"taken": self.taken, "skipped": self.skipped}
@@ -82,13 +98,18 @@ class Optimizer:
     def load_progress(self, progress: dict[str, int]) -> None:
         self.taken, self.skipped = progress["taken"], progress["skipped"]
 
-    @staticmethod
-    def _global_norm(gradients: list[Tensor]) -> float:
+    def _make_moments(self) -> None:
+        """Zero moments at step 0, from the start: torch would make those that a checkpoint asks for by a step of its
+        own, which counts in the bias correction of all later ones."""
+        for p in self._parameters:
+            self.adamw.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+
+    def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = [gradient.double().square().sum() for gradient in gradients]
         whole = torch.stack(squares).sum()
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=self._group)
         return math.sqrt(whole.item())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return cast(Tensor, cast(Any, gradient).to_local()) if isinstance(gradient, DTensor) else gradient

@@ -16,16 +16,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import OptimConfig
-from pipeline.losses import Objective, measures, total
+from pipeline.errors import TrainingError
+from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
 from pipeline.training.collate import MicroBatch, collate
-from pipeline.training.model import Policy, build
+from pipeline.training.model import Model, Policy, build, compile_layers, recompute_activations
+from pipeline.training.offload import Memory, Movable, Part, allocated, empty_cache, local
 from pipeline.training.optimizer import Optimizer, Step
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
@@ -36,122 +38,264 @@ _PREFIX = "network."
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the controller may know of a model."""
+    """What the controller may know of a model.
+
+    Attributes:
+        parameters: all of them, adapters included.
+        vocabulary: tokens 0 … vocabulary − 1 are known.
+        flops_per_token: floating-point operations of one forward and backward pass for one token: 2 for each parameter
+            that is multiplied, 2 more for the gradient of what came in, 2 more for its own gradient if it is trained.
+            Attention between tokens and all that is not a matrix product are left out, and every expert counts.
+    """
 
     parameters: int
     vocabulary: int
+    flops_per_token: int
 
 
 class Worker:
-    """A sharded policy and its AdamW.
+    """A sharded model and, if it is trained, its AdamW.
 
     Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
-    whenever no method runs.
+    whenever no method runs. What has no gradient (below adapters, the whole model) is neither trained nor part of
+    `full_parameters` and `state`. No method but `load` minds whether a part is offloaded.
     """
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
-        """Build, shard and place the model."""
+        """Build, shard over the one dimension of `mesh`, and place the model."""
         self.device = torch.device(mesh.device_type)
-        self.source = Path(spec.model.path)
+        self._config = spec.model
+        self.adapted = spec.kind == "policy" and spec.model.lora.rank > 0
         self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
-        self.policy = build(spec.model, spec.seed)
-        _shard(self.policy, mesh, self.compute)
-        self.policy.to(self.device)
-        self.optimizer = Optimizer(self.policy, spec.optim or OptimConfig(), spec.steps)
+        self.model = build(spec.model, spec.seed, spec.kind)
+        if spec.activation_checkpointing:
+            recompute_activations(self.model)
+        if spec.compile:
+            compile_layers(self.model)
+        _shard(self.model, mesh, self.compute)
+        self.model.to(self.device)
+        self._group = mesh.get_group()
+        self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
+        self._parts: dict[Part, Movable] = {
+            "model": Movable(self._model_tensors),
+            "optimizer": Movable(self._moments),
+        }
 
     @property
     def info(self) -> ModelInfo:
-        parameters = sum(p.numel() for p in self.policy.parameters())
-        return ModelInfo(parameters, self.policy.network.config.vocab_size)
+        multiplied = self.model.multiplied()
+        flops = 4 * sum(p.numel() for p in multiplied) + 2 * sum(p.numel() for p in multiplied if p.requires_grad)
+        return ModelInfo(sum(p.numel() for p in self.model.parameters()), self.model.vocabulary, flops)
 
     def forward(self, micro_batches: Sequence[Batch], packed: bool) -> list[NDArray[np.float32]]:
-        """Log-probabilities (nats) of each row's counted tokens, 0 elsewhere: float32[T] in the order of the rows."""
-        answers: list[NDArray[np.float32]] = []
+        """The answer about each row's counted tokens, 0 elsewhere: float32[T] in the order of the rows.
+
+        Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
+        """
+        answers: list[Tensor] = []
         with torch.no_grad():
             for batch in micro_batches:
-                logprobs_N, _ = self._logprobs(collate(batch, packed, self.device), batch.temperature, False)
-                answers += _by_row(batch, logprobs_N)
+                answers.append(self._answer(collate(batch, packed, self.device), batch.temperature))
         self._reshard()
-        return answers
+        return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
 
     def forward_backward(
-        self, micro_batches: Sequence[Batch], packed: bool, objective: Objective, loss_weight: float = 1.0
+        self,
+        micro_batches: Sequence[Batch],
+        packed: bool,
+        objective: Objective,
+        loss_weight: float = 1.0,
+        level: Level = "basic",
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss; returns this rank's sums (see `pipeline.losses.total`)."""
-        parts: list[dict[str, float]] = []
+        self._trainer()
+        parts: list[dict[str, Tensor]] = []
         for number, batch in enumerate(micro_batches):
             self._reduce_after(number == len(micro_batches) - 1)
-            micro = collate(batch, packed, self.device)
-            logprobs_N, entropy_N = self._logprobs(micro, batch.temperature, objective.entropy > 0)
-            loss, sums = total(micro.loss_tokens(logprobs_N, entropy_N), objective)
+            loss, sums = self._loss(collate(batch, packed, self.device), batch.temperature, objective, level)
             (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
-            parts.append(_numbers(sums))
-        return measures.combine(parts)
+            parts.append(sums)
+        return measures.combine(_numbers(sums) for sums in parts)
 
     def optim_step(self) -> Step:
         """One step of AdamW with clipping; see `Optimizer.step`."""
-        return self.optimizer.step()
+        return self._trainer().step()
+
+    def set_lr(self, lr: float) -> None:
+        """Step at this rate from now on; see `Optimizer.set_lr`."""
+        self._trainer().set_lr(lr)
 
     def reset_optimizer(self, optim: OptimConfig, steps: int) -> None:
         """Forget moments, gradients and progress: the next job's optimizer starts fresh."""
-        self.policy.zero_grad(set_to_none=True)
-        self.optimizer = Optimizer(self.policy, optim, steps)
+        self._trainer()
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer = self._fresh_optimizer(optim, steps)
+        self._parts["optimizer"] = Movable(self._moments)
+
+    def copy_from(self, other: "Worker") -> None:
+        """Take the parameters of another model of the same architecture, sharded alike.
+
+        A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
+        """
+        whole = isinstance(self.model, Policy) and isinstance(other.model, Policy)
+        targets, sources = (dict(_copied(each.model, whole)) for each in (self, other))
+        missing = [name for name, p in targets.items() if name not in sources or _shape(sources[name]) != _shape(p)]
+        if missing:
+            raise TrainingError(f"parameters cannot be copied: the other model has no {missing[0]} of the same shape")
+        with torch.no_grad():
+            for name, target in targets.items():
+                local(target).copy_(local(sources[name]))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in compute type, under its Hugging Face name; a tied head appears once, as the
-        embedding.
+        embedding. Of a policy with adapters, theirs alone, under the names of a peft checkpoint.
 
         Each item is a collective operation: every rank must take all items.
         """
-        for name, parameter in self.policy.named_parameters():
-            yield name.removeprefix(_PREFIX), _whole(parameter.detach().to(self.compute))
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield self._public(name), _whole(parameter.detach().to(self.compute))
 
     def state(self) -> dict[str, Any]:
-        """Sharded state for `torch.distributed.checkpoint`: parameters, moments and the optimizer's progress.
+        """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
+        the optimizer's progress.
 
         Tensors are the live ones, so a loader may fill them in place; then call `load_state` with the same tree.
         """
-        model, moments = states.get_state_dict(self.policy, self.optimizer.adamw)
+        model = states.get_model_state_dict(self.model, options=self._options)
+        if self.optimizer is None:
+            return {"model": model}
+        moments = states.get_optimizer_state_dict(self.model, self.optimizer.adamw, options=self._options)
         return {"model": model, "optimizer": moments, "progress": self.optimizer.progress()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a state of the form of `state()`."""
-        states.set_state_dict(
-            self.policy, self.optimizer.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        self.optimizer.load_progress(state["progress"])
+        states.set_model_state_dict(self.model, state["model"], options=self._options)
+        if self.optimizer is not None:
+            adamw = self.optimizer.adamw
+            states.set_optimizer_state_dict(self.model, adamw, state["optimizer"], options=self._options)
+            self.optimizer.load_progress(state["progress"])
 
-    def export_hf(self, path: Path) -> None:
-        """Write a directory that transformers and vLLM load, with the tokenizer of the model it came from."""
+    def save_hf_model(self, path: Path) -> None:
+        """Write a directory that transformers and vLLM load, with the tokenizer of the model it came from.
+
+        Of a policy with adapters, the directory of its adapter, for peft and vLLM.
+        """
+        if not isinstance(self.model, Policy):
+            raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
         whole = {name: tensor.cpu() for name, tensor in self.full_parameters()}
         if dist.get_rank() == 0:
-            _copy_tokenizer(self.source, path)
-            self.policy.network.save_pretrained(path, state_dict=whole)
+            _copy_tokenizer(Path(self._config.path), path)
+            if self.adapted:
+                _lora().save_adapter(path, whole, self._config)
+            else:
+                self.model.network.save_pretrained(path, state_dict=whole)
         dist.barrier()
 
+    def offload(self, part: Part) -> None:
+        """Give the device memory of a part back; see `pipeline.training.offload`. Gradients go with the model."""
+        self._parts[part].offload()
+
+    def load(self, part: Part) -> None:
+        """Bring an offloaded part back."""
+        self._parts[part].load()
+
+    def memory(self) -> Memory:
+        """What this process holds, and what this model does."""
+        return Memory(allocated(self.device), self._parts["model"].resident, self._parts["optimizer"].resident)
+
+    def empty_cache(self) -> None:
+        """Give memory that is free, but held by the allocator, back to the device."""
+        empty_cache(self.device)
+
+    def _public(self, name: str) -> str:
+        name = name.removeprefix(_PREFIX)
+        return _lora().checkpoint_name(name) if self.adapted else name
+
+    @property
+    def _options(self) -> states.StateDictOptions:
+        return states.StateDictOptions(ignore_frozen_params=self.adapted, strict=not self.adapted)
+
+    def _trainer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise TrainingError("this model is never trained: its spec has no optimizer (ModelSpec.optim)")
+        return self.optimizer
+
+    def _fresh_optimizer(self, optim: OptimConfig, steps: int) -> Optimizer:
+        return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self._group)
+
+    def _model_tensors(self) -> Iterator[Tensor]:
+        for p in self.model.parameters():
+            yield p.detach()
+            if p.grad is not None:
+                yield p.grad
+
+    def _moments(self) -> list[Tensor]:
+        return [] if self.optimizer is None else self.optimizer.moments()
+
+    def _answer(self, micro: MicroBatch, temperature: float) -> Tensor:
+        if isinstance(self.model, Policy):
+            return self._logprobs(micro, temperature, False)[0]
+        return self._values(micro)
+
+    def _loss(
+        self, micro: MicroBatch, temperature: float, objective: Objective, level: Level
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if isinstance(objective, ValueObjective) == isinstance(self.model, Policy):
+            raise TrainingError(f"the loss {objective.name!r} is not one of a {type(self.model).__name__.lower()}")
+        if isinstance(objective, ValueObjective):
+            return total_value(micro.value_tokens(self._values(micro)), objective, level)
+        entropy = objective.entropy > 0 or level == "with_entropy"
+        logprobs_N, entropy_N = self._logprobs(micro, temperature, entropy)
+        return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
+
     def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        answer = self.policy(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, temperature, entropy)
+        answer = self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, temperature, entropy)
         return cast(tuple[Tensor, Tensor | None], answer)
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N))
 
     def _reduce_after(self, last: bool) -> None:
         """Gradients cross ranks once a call, after the last micro-batch; until then they add up unsharded."""
-        module = cast(FSDPModule, self.policy)
+        module = cast(FSDPModule, self.model)
         module.set_requires_gradient_sync(last)
 
     def _reshard(self) -> None:
         """Without a backward pass the root keeps its parameters whole: give them back."""
-        cast(FSDPModule, self.policy).reshard()
+        cast(FSDPModule, self.model).reshard()
 
 
-def _shard(policy: Policy, mesh: DeviceMesh, compute: torch.dtype) -> None:
+def _lora() -> Any:
+    """Imported where it is needed only: peft takes a second, and runs without adapters do without it."""
+    from pipeline.training import lora
+
+    return lora
+
+
+def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """What `copy_from` copies: all, or the decoder without adapters, under names that are alike in both models."""
+    if whole:
+        yield from model.named_parameters()
+        return
+    for name, parameter in model.decoder.named_parameters():
+        if "lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter
+
+
+def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
+    return parameter.shape, local(parameter).shape
+
+
+def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype) -> None:
     """FSDP2 over each large layer and the root, with gradients summed, not averaged, over the ranks.
 
     Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: gathering them one by one would save no memory
     worth having, and every collective operation waits for the slowest rank.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    large = [layer for layer in policy.layers if sum(p.numel() for p in layer.parameters()) >= LAYER_UNIT]
-    for module in (*large, policy):
+    large = [layer for layer in model.layers if sum(p.numel() for p in layer.parameters()) >= LAYER_UNIT]
+    for module in (*large, model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -167,8 +311,8 @@ def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(sums, values, strict=True))
 
 
-def _by_row(batch: Batch, logprobs_N: Tensor) -> list[NDArray[np.float32]]:
-    flat = logprobs_N.float().cpu().numpy()
+def _by_row(batch: Batch, answer_N: Tensor) -> list[NDArray[np.float32]]:
+    flat = answer_N.float().cpu().numpy()
     rows: list[NDArray[np.float32]] = []
     used = 0
     for row in batch.rows:

@@ -38,7 +38,7 @@ from tests.integration.training_cases import (
 
 def gradients(rank: Worker) -> Arrays:
     """The accumulated gradients, whole, under Hugging Face names."""
-    whole = {name: p.grad.full_tensor() for name, p in rank.policy.named_parameters()}  # type: ignore[union-attr]
+    whole = {name: p.grad.full_tensor() for name, p in rank.model.named_parameters()}  # type: ignore[union-attr]
     return {name.removeprefix("network."): tensor.numpy() for name, tensor in whole.items()}
 
 
@@ -107,7 +107,7 @@ def duplicated_shard(rank: Worker) -> None:
 
 
 def averaged_gradients(rank: Worker) -> None:
-    for module in rank.policy.modules():
+    for module in rank.model.modules():
         if isinstance(module, worker.FSDPModule):
             module.set_gradient_divide_factor(2.0)
 
