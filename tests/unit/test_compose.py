@@ -105,7 +105,7 @@ def test_deadlines_and_sizes_do_not_make_another_run() -> None:
         (["seed=range(1,4)"], (), [("seed=1",), ("seed=2",), ("seed=3",)]),
         (["optim.schedule=choice(linear,cosine)"], (), [("optim.schedule=linear",), ("optim.schedule=cosine",)]),
         (["loss=glob(g*)"], (), [("loss=grpo",), ("loss=gspo",)]),
-        (["loss=glob(*,exclude=g*)"], (), [("loss=reinforce",)]),
+        (["loss=glob(r*,exclude=*_pp)"], (), [("loss=reinforce",), ("loss=rloo",)]),
         (["seed=1,2,1"], (), [("seed=1",), ("seed=2",)]),
         (["seed=1,2", "seed=3"], ("seed=3",), [()]),
         (["seed=1", "+seed=2,3"], (), [("seed=2",), ("seed=3",)]),
@@ -137,7 +137,10 @@ def test_the_points_are_those_of_hydras_own_sweeper() -> None:
     ("override", "said"),
     [
         ("seed=interval(0,1)", "expected values that can be listed; use choice(…) or range(start,stop,step)"),
-        ("loss=glob(z*)", "expected at least one value; choose from: grpo, gspo, reinforce"),
+        (
+            "loss=glob(z*)",
+            "expected at least one value; choose from: cispo, dapo, dr_grpo, dro, grpo",
+        ),
         ("seed=range(3,1)", "expected at least one value"),
         ("seed=range(0,1000000000)", "expected at most 1000 points"),
         ("name=a,b", "each point of a sweep gets a directory of its own by itself"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.training.rows import Batch, Normalise, Row
+from pipeline.training.rows import COLUMNS, Batch, Normalise, Row
 
 
 def row(counted: int, masked: int = 1, prompt: int = 0, **fields: object) -> Row:
@@ -68,6 +68,14 @@ NAN_AT_END = np.array([np.nan, 0.0, np.nan], np.float32)
 def test_a_row_that_cannot_be_trained_is_named(bad: Row, complaint: str) -> None:
     with pytest.raises(TrainingError, match=f"row 1.*{complaint}"):
         Batch.of([row(2), bad])
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_refused_in_every_column(column: str, value: float) -> None:
+    last = np.array([0.0, 0.0, value], np.float32)
+    with pytest.raises(TrainingError, match=f"row 0: {column} holds a value that is not finite"):
+        Batch.of([row(2, **{column: last})])
 
 
 def test_a_number_that_is_not_finite_may_stand_where_nothing_is_counted() -> None:
