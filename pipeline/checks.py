@@ -7,6 +7,8 @@ submission, before anything is started.
 
 from collections.abc import Callable
 
+import fsspec
+
 from pipeline.config import ClusterConfig, RunConfig
 from pipeline.errors import ConfigError
 
@@ -92,6 +94,20 @@ def _groups_fit_streams(config: RunConfig) -> None:
         raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
 
 
+def _checkpoints_can_be_kept(config: RunConfig) -> None:
+    url = config.training.checkpoints
+    protocol, is_url, _ = url.partition("://")
+    key, mend = "training.checkpoints", "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
+    if not url or url.startswith("/"):
+        return
+    if not is_url or protocol == "memory":
+        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", mend)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+
+
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _no_cuda,
     _slurm_keys_need_slurm,
@@ -101,4 +117,5 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _turns_leave_room_for_prompts,
     _samples_fit_micro_batches,
     _groups_fit_streams,
+    _checkpoints_can_be_kept,
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline import files, process
-from pipeline.checkpoints import Fence
+from pipeline.checkpoints import Fence, root_of
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError
 from pipeline.events import Events
@@ -201,7 +201,7 @@ def _finish(run: RunPaths, paths: AttemptPaths, config: RunConfig, world: World)
         longest_descent(config.cluster),
         missing=lambda: ", ".join(place.name for place in world.placements if not is_down(paths, place)),
     )
-    Fence(str(run.checkpoints), paths.attempt).check()
+    Fence(root_of(config, run, paths.run_id), paths.attempt).check()
     files.create_document(run.finished, Finished(time=time.time(), steps=config.training.steps, attempt=paths.attempt))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from pipeline import files
-from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints import tell_newest
 from pipeline.errors import RollcallError, SchedulerError
 from pipeline.events import Events
 from pipeline.frozen import kept_config
@@ -158,9 +158,7 @@ def _answered(ending: Ending) -> Callable[[], bool]:
 
 
 def _over(run: RunPaths) -> str:
-    checkpoint = newest_committed(str(run.checkpoints))
-    again = f"it can be resumed from {checkpoint}" if checkpoint else "it had no checkpoint yet"
-    return f"{run.root.name}: over; {again}"
+    return f"{run.root.name}: over; {tell_newest(run, 'it can be resumed from {}', 'it had no checkpoint yet')}"
 
 
 def tell_to_end(run: RunPaths, scheduler: FindScheduler) -> Ending | None:

@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass
 
 from pipeline import files
-from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints import kept_root, newest_committed
 from pipeline.errors import DeadlineError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
@@ -76,7 +76,7 @@ def gather(run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: i
         _await_reason(run, paths, clock)
     failure, draining = files.read_document(paths.first_failure, FirstFailure), Events(paths).seen("draining")
     told = draining is not None and (failure is None or draining.time <= failure.time)
-    newest = newest_committed(str(run.checkpoints))
+    newest = newest_committed(kept_root(run))
     committer = newest.manifest.attempt if newest else ""
     return Facts(
         restart=restart,

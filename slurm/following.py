@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline import files
-from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints import tell_newest
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths, RunPaths
@@ -108,7 +108,7 @@ def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sign
     finished = files.read_document(paths.finished, Finished)
     if finished is not None:
         print(f"finished {finished.steps} steps\n  metrics     {paths.metrics}")
-        print(f"  checkpoint  {newest_committed(str(paths.checkpoints))}\n  model       {paths.model}", flush=True)
+        print(f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}", flush=True)
         return 0
     if _tell_failure(attempt):
         return 1
@@ -145,5 +145,4 @@ def _tell_failure(attempt: AttemptPaths) -> bool:
 
 
 def _what_resuming_does(paths: RunPaths) -> str:
-    checkpoint = newest_committed(str(paths.checkpoints))
-    return f"resumes it from {checkpoint}" if checkpoint else "starts it over, since it had no checkpoint yet"
+    return tell_newest(paths, "resumes it from {}", "starts it over, since it had no checkpoint yet")

@@ -2,10 +2,11 @@
 
 Owns the one rule that turns `training.checkpoints` into an address: below a URL every run has a folder of its own,
 named by its run_id, which begins with the run's name; without one they are in the run directory. Promises that whoever
-looks at a run's checkpoints, on whatever node, looks at the same place. Must not open it.
+looks at a run's checkpoints, on whatever node, looks at the same place.
 """
 
 from pipeline import files
+from pipeline.checkpoints.store import newest_committed
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError
 from pipeline.frozen import kept_config
@@ -28,3 +29,15 @@ def kept_root(run: RunPaths) -> str:
     if identity is None:
         raise CheckpointError(f"{run.run} cannot be read, so its folder in {config.training.checkpoints} is not known")
     return root_of(config, run, identity.run_id)
+
+
+def tell_newest(run: RunPaths, found: str, otherwise: str) -> str:
+    """For people: `found` with the newest commit for its `{}`, or `otherwise` when there is none.
+
+    A place that cannot be reached from here is said to be so, and is no error.
+    """
+    try:
+        checkpoint = newest_committed(kept_root(run))
+    except CheckpointError as error:
+        return f"its checkpoints cannot be seen from here ({error})"
+    return found.format(checkpoint) if checkpoint else otherwise

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from pipeline import files
+from pipeline.checkpoints import root_of
 from pipeline.failure import FirstFailure
 from pipeline.identity import flatten
 from pipeline.metrics import series
@@ -181,6 +182,8 @@ def _files(history: History) -> str:
     run = history.paths
     named = [run.metrics, run.ledger, run.config, run.checkpoints, run.model]
     links = [_link(file, run.root) for file in named if file.exists()]
+    if history.config and history.identity and history.config.training.checkpoints:
+        links.append(f"checkpoints in {escape(root_of(history.config, run, history.identity.run_id))}")
     logs = [_logs(attempt, run.root) for attempt in history.attempts]
     footer = f"<footer>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by Rollcall.</footer>"
     return f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>{''.join(logs)}{footer}"
