@@ -6,13 +6,14 @@ change as soon as `stage` returned, that at most one save is under way, and that
 
 On every rank, in the same order:
 
-    saver.stage("policy", worker.state())                   # only this holds training up
-    saver.start(root, attempt, state, ["policy"], group)    # returns at once; `group` is for saves alone
+    saver.stage("policy", worker.state())                     # only this holds training up
+    saver.start(root, attempt, state, ["policy"], 2, group)   # returns at once; `group` is for saves alone
     …steps…
-    if saver.idle: checkpoint = saver.result()              # every rank learns the same
+    if saver.idle: checkpoint = saver.result()                # every rank learns the same
 """
 
 import copy
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoints.sharded import Tensors, save
 from pipeline.checkpoints.state import TrainerState
-from pipeline.checkpoints.store import Checkpoint
+from pipeline.checkpoints.store import Checkpoint, prune
 from pipeline.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 SETTLE_SECONDS = 60.0
 """By how much the slowest rank may end a save later than the first."""
 
@@ -61,16 +63,22 @@ class Saver:
         attempt: str,
         state: TrainerState,
         names: Sequence[str],
+        keep: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Begin to commit `state` and what was staged under `names`; see `sharded.save`, whose tree has these names."""
+        """Begin to commit `state` and what was staged under `names`, then to prune down to `keep` checkpoints.
+
+        See `sharded.save`, whose tree has these names. A pruning that fails is left to the next save.
+        """
         self._settle()
         self._staged = {name: self._staged[name] for name in names}
         outcome: Future[Checkpoint] = Future()
 
         def work() -> None:
             try:
-                outcome.set_result(save(root, attempt, state, dict(self._staged), group=group))
+                checkpoint = save(root, attempt, state, dict(self._staged), group=group)
+                _prune(root, keep, group)
+                outcome.set_result(checkpoint)
             except CheckpointError as error:
                 outcome.set_exception(error)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `result` reports it)
@@ -108,6 +116,15 @@ class Saver:
             self._buffers[place] = buffer
         _local(buffer).copy_(_local(value), non_blocking=True)
         return buffer
+
+
+def _prune(root: str, keep: int, group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.get_rank(group) != 0:
+        return
+    try:
+        prune(root, keep)
+    except CheckpointError as error:
+        log.warning("old checkpoints stay until the next commit: %s", error)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class Session:
 
     def commit(self, job: Job, done: int) -> None:
         """See `runner.Book`."""
-        self._commits.commit(job, done, self._batches.covered)
+        self._commits.commit(job, done, self._batches.covered, wait=True)
         self._board.post_ledger(self._commits.ledger.snapshot())
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:

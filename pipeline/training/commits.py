@@ -1,28 +1,51 @@
 """Where the trainer left off, and where it goes on.
 
-Owns the commit of everything that moves together: parameters, optimizer, ledger, position [F1]. Promises that what is
-restored is one commit whole, and that `ledger.jsonl` holds exactly what the newest commit covers.
+Owns the commit of everything that moves together: the parameters and optimizers of all models of the job, the ledger,
+the position [F1]. Promises that what is restored is one commit whole, that at most one commit is under way, that what a
+commit covers is given up only once it is durable, and that after `restore` `ledger.jsonl` holds exactly what the newest
+commit covers.
+
+    position = commits.restore()
+    commits.on_durable = acknowledge         # called with what a commit covers, when that is safe to give up
+    …a step…
+    commits.collect()                        # every step
+    commits.commit(job, done, covered)       # now and then; returns when the models are copied
+    …
+    commits.finish()                         # before anybody relies on it
+
+Nothing random is kept: a trainer draws no numbers but those that its seed and step name.
 """
 
 import logging
 import os
 import shutil
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import msgspec
+import torch.distributed as dist
 
 from pipeline import files
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, root_of
+from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.sharded import load
 from pipeline.config import RunConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import DeadlineError
 from pipeline.ledger import Ledger
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import SubmittedJob
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.jobs import Job, jobs_of
+from pipeline.training.ranks import Site
 from pipeline.training.spec import models_of
-from pipeline.training.worker import Worker
+from pipeline.waiting import wait_for
 
+COMMIT_SECONDS = 1800.0
+"""The longest that a commit may be under way."""
+LAST_SECONDS = 10.0
+"""The same once a rank is lost."""
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +58,15 @@ class Position:
     rest: tuple[Job, ...]
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A commit under way: its name, and the stream entries that it covers."""
+
+    name: str
+    covered: tuple[str, ...]
+    began: float
+
+
 class Commits:
     """The checkpoints of a run, as one attempt's trainer writes and reads them.
 
@@ -44,10 +76,12 @@ class Commits:
 
     def __init__(self, paths: AttemptPaths, config: RunConfig, dispatch: Dispatch) -> None:
         self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
-        self._root = str(self._run.checkpoints)
+        self._root = root_of(config, self._run, paths.run_id)
         self.fence = Fence(self._root, paths.attempt)
         self.ledger = Ledger()
         self.covered: tuple[str, ...] = ()
+        self.on_durable: Callable[[tuple[str, ...]], None] = lambda covered: None
+        self._flight: Flight | None = None
 
     def restore(self) -> Position:
         """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts."""
@@ -57,23 +91,32 @@ class Commits:
         jobs = jobs_of(self._config)
         first = next((index for index, job in enumerate(jobs) if checkpoint and job.name == checkpoint.manifest.job), 0)
         job = jobs[first]
-        for name, spec in models_of(self._config, job.name, job.optim, job.steps).items():
+        models = models_of(self._config, job.name, job.optim, job.steps)
+        for name, spec in models.items():
             self._dispatch.init_model(name, spec)
         if checkpoint is None:
             self._cut_ledger_file(0)
             return Position(job, 0, jobs[1:])
-        state = self._dispatch.pass_through("policy", load_worker, checkpoint)[0]
+        for name in models:
+            self._dispatch._everywhere("load_checkpoint", load_model, checkpoint, name)
+        state = checkpoint.state()
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.acknowledge.get("prepared", ())
         self._cut_ledger_file(state.ledger_bytes)
         return Position(job, state.step, jobs[first + 1 :])
 
-    def commit(self, job: Job, done: int, covered: tuple[str, ...]) -> None:
-        """Commit `done` steps of `job`; collective, and durable when it returns.
+    def commit(self, job: Job, done: int, covered: tuple[str, ...], wait: bool = False) -> None:
+        """Begin to commit `done` steps of `job`, after an earlier commit is durable; with `wait`, end it too.
 
+        What was settled so far and the models as they are now belong to it; both may change when this returns.
         `CheckpointError`, and nothing is written, if a later attempt has the right by now.
         """
+        self.finish()
         self.fence.check()
+        began = time.monotonic()
+        names = tuple(models_of(self._config, job.name, job.optim, job.steps))
+        for name in names:
+            self._dispatch._everywhere("save_checkpoint", stage_model, name)
         state = TrainerState(
             job=job.name,
             step=done,
@@ -81,12 +124,38 @@ class Commits:
             ledger_bytes=self._append_ledger_file(),
             acknowledge={"prepared": covered},
         )
-        checkpoint = self._dispatch.pass_through("policy", save_worker, self._root, self._attempt, state)[0]
-        log.info("committed %s", checkpoint.name)
+        keep = self._config.training.keep_checkpoints
+        self._dispatch._everywhere("save_checkpoint", start_save, self._root, self._attempt, state, names, keep)
+        self._flight = Flight(f"{job.name}-{done}", covered, began)
+        log.info("committing %s; training stood still for %.2f s", self._flight.name, time.monotonic() - began)
+        if wait or not self._config.training.async_checkpoints:
+            self.finish()
+
+    def collect(self) -> None:
+        """If the commit under way has become durable, tell `on_durable`; `CheckpointError` if it failed. Cheap."""
+        if self._flight is None or not saver.idle:
+            return
+        flight, self._flight = self._flight, None
+        checkpoint = saver.result()
+        log.info("committed %s after %.2f s", checkpoint.name, time.monotonic() - flight.began)
+        self.on_durable(flight.covered)
+
+    def finish(self) -> None:
+        """Wait for the commit under way, if there is one, then `collect`."""
+        if self._flight is None:
+            return
+        seconds = LAST_SECONDS if self._dispatch.broken else COMMIT_SECONDS
         try:
-            prune(self._root, self._config.training.keep_checkpoints)
-        except CheckpointError as error:
-            log.warning("old checkpoints stay until the next commit: %s", error)
+            wait_for(f"the commit of {self._flight.name}", self._is_over, seconds)
+        except DeadlineError:
+            self._flight = None
+            raise
+        self.collect()
+
+    def _is_over(self) -> bool:
+        if not self._dispatch.broken:
+            self._dispatch.idle()
+        return saver.idle
 
     def export(self) -> None:
         """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises.
@@ -121,18 +190,29 @@ class Commits:
                 file.truncate(size)
 
 
-def save_worker(worker: Worker, root: str, attempt: str, state: TrainerState) -> Checkpoint:
-    """On every rank: commit the worker's shards with the controller's state."""
-    from pipeline.checkpoints.sharded import save
-
-    return save(root, attempt, state, worker.state())
+def stage_model(site: Site, name: str) -> None:
+    """On every rank: copy a model and its optimizer for the save that follows."""
+    saver.stage(name, site.worker(name).state())
 
 
-def load_worker(worker: Worker, checkpoint: Checkpoint) -> TrainerState:
-    """On every rank: fill the worker from a checkpoint."""
-    from pipeline.checkpoints.sharded import load
+def start_save(site: Site, root: str, attempt: str, state: TrainerState, names: Sequence[str], keep: int) -> None:
+    """On every rank: begin to write what was staged."""
+    saver.start(root, attempt, state, names, keep, background(site))
 
+
+def load_model(site: Site, checkpoint: Checkpoint, name: str) -> None:
+    """On every rank: fill a model and its optimizer from a checkpoint."""
+    worker = site.worker(name)
     tensors = worker.state()
-    state = load(checkpoint, tensors)
+    load(checkpoint, {name: tensors}, group=background(site))
     worker.load_state(tensors)
-    return state
+
+
+_GROUPS: list[dist.ProcessGroup] = []
+
+
+def background(site: Site) -> dist.ProcessGroup:
+    """The group of saves: control is busy with what the controller asks meanwhile."""
+    if not _GROUPS:
+        _GROUPS.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=site.patience.operation)))
+    return _GROUPS[0]
