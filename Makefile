@@ -29,6 +29,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_streams
 	$(BIN)/python -m tests.bench.bench_weights
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.bench_training
+	$(BIN)/python -m tests.bench.bench_scaling
 	$(BIN)/python -m tests.bench.bench_demo
 
 docs: $(VENV)/.installed
