@@ -2,17 +2,20 @@
 
 Owns the one attention function that the policy uses, padded or packed, and its registration with transformers under the
 name `ATTENTION`. Promises that a token attends to itself and to the earlier tokens of its own row, to nothing else,
-exactly. A kernel for another device replaces `_attend_packed` only. Must not know losses, ranks or micro-batches.
+exactly. Packed rows go through a kernel that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else,
+with the same result, through a rectangle of one row a line. Must not know losses, ranks or micro-batches.
 
 Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens, H heads of D numbers.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -20,29 +23,37 @@ from pipeline.errors import ConfigError
 
 ATTENTION = "rollcall"
 _NO_MATTER = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
+_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether the kernel takes fewer key heads than query heads; before torch 2.12 it does not."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the rows of a packed line lie: index tables between the line and a rectangle of one row a line.
+    """Where the rows of a packed line lie, and index tables between the line and a rectangle of one row a line.
 
     Attributes:
         line_SL: int64, index in the line of each token of the rectangle; padding points at the row's last token.
         rectangle_P: int64, index in the flattened rectangle of each token of the line.
+        bounds: int32[S + 1], index in the line of each row's first token, and at last P.
+        longest: L.
     """
 
     line_SL: Tensor
     rectangle_P: Tensor
+    bounds: Tensor
+    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
         """The tables of rows with these lengths, laid end to end."""
         lengths_S = torch.tensor(lengths)
-        starts_S = lengths_S.cumsum(0) - lengths_S
-        column_L = torch.arange(int(lengths_S.max()))
+        ends_S = lengths_S.cumsum(0)
+        starts_S = ends_S - lengths_S
+        column_L = torch.arange(max(lengths))
         line_SL = starts_S[:, None] + torch.minimum(column_L, lengths_S[:, None] - 1)
-        inside_SL = column_L < lengths_S[:, None]
-        return cls(line_SL.to(device), inside_SL.flatten().nonzero()[:, 0].to(device))
+        rectangle_P = (column_L < lengths_S[:, None]).flatten().nonzero()[:, 0]
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends_S]).to(torch.int32)
+        return cls(line_SL.to(device), rectangle_P.to(device), bounds.to(device), max(lengths))
 
 
 def attend(
@@ -69,9 +80,38 @@ def attend(
     tensors = query_BHTD, key_BHTD, value_BHTD
     if segments is None:
         attended = _attend(*tensors, scaling, sliding_window)
+    elif _kernel_takes(query_BHTD):
+        attended = _attend_lengths(*tensors, segments, scaling, sliding_window)
     else:
         attended = _attend_packed(*tensors, segments, scaling, sliding_window)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _kernel_takes(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+
+
+def _attend_lengths(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
+    heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
+    if grouped and not _GROUPS:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    options: dict[str, Any] = {"enable_gqa": grouped} if _GROUPS else {}
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        segments.bounds,
+        segments.bounds,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
 
 
 def _attend_packed(

@@ -188,9 +188,15 @@ def recompute_activations(model: Model) -> None:
 
 
 def compile_layers(model: Model) -> None:
-    """Compile each layer in place, for all lengths at once: packed lines are as long as their rows happen to be."""
+    """Compile each layer in place, for all lengths at once: packed lines are as long as their rows happen to be.
+
+    A layer is first compiled for the lengths that it meets, and again, then for any, when others come. All sizes of
+    the model stay constants, which `dynamic=True` would not leave them: norms would lose their fast kernels, and a
+    number of heads that is not known breaks the graph at the attention.
+    """
+    torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:
-        layer.compile(dynamic=True)
+        layer.compile()
 
 
 def refuse_unsupported(network: Any) -> None:
