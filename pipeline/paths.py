@@ -10,9 +10,11 @@ no directory and reads no file.
       code/                               snapshot of the packages that every attempt runs
       submitit/                           submitit's own job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
-      attempts/<attempt>/                 logs/, status/, events/, first_failure.json, outcome.json of one attempt
+      attempts/<attempt>/                 logs/, status/, events/, adapters/, first_failure.json, outcome.json of one
+                                          attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
+      jobs/                               the trainer's jobs, sft.json and rl.json, each with its log
       checkpoints/<job>-<step>/           a checkpoint; COMMIT is written last
       model/                              the exported model at the end; model.<attempt>/ until it is whole
       metrics.jsonl  ledger.jsonl  report.html  finished.json
@@ -83,6 +85,10 @@ class AttemptPaths:
         """A folder with one file per rank, touched as long as its agent lives."""
         return self.root / "alive"
 
+    def adapters(self, placement: str) -> Path:
+        """A server's own folder for the adapter that it serves."""
+        return self.root / "adapters" / placement
+
     @property
     def redis(self) -> Path:
         return self.run / "redis" / self.attempt
@@ -137,6 +143,15 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def jobs(self) -> Path:
+        """The folder of the trainer's jobs."""
+        return self.root / "jobs"
+
+    def training_job(self, name: str) -> Path:
+        """The file of one of them: `sft` or `rl`."""
+        return self.jobs / f"{name}.json"
 
     @property
     def model(self) -> Path:

@@ -1,23 +1,27 @@
 """The inference role: one vLLM server [E1, E2].
 
 Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
-placement's address only, asks for the world's secret on every route that can do anything, and starts with made-up
-weights: the trainer brings the real ones before anybody may ask (`pipeline.weights`). The role's process is vLLM.
+placement's address only, asks for the world's secret on every route that can do anything, and starts without the
+policy: the trainer brings it before anybody may ask (`pipeline.weights`). The role's process is vLLM.
 """
 
 import importlib.util
 import sys
 from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points
+from pathlib import Path
 
-from pipeline.config import RunConfig
+from pipeline.config import LoraConfig, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import Placement
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
+from pipeline.weights.plugin import MODEL
 
 _PROBE_SECONDS = 1.0
 _PLUGINS = "vllm.general_plugins"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's `MaxLoRARanks`."""
 
 
 def find_vllm() -> None:
@@ -36,7 +40,8 @@ def launch(context: RoleContext) -> Launch:
     place = context.placement
     return Launch(
         argv=server_command(context.config, place),
-        env=server_environment(context.config, place, context.world.secret),
+        env=server_environment(context.config, place, context.world.secret)
+        | adapter_environment(context.config, context.paths.adapters(place.name)),
         ready=lambda: is_healthy(place.address, place.ports[0]),
     )
 
@@ -46,10 +51,10 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     device = _gpu_arguments(config, place) if config.resources.device == "cuda" else _cpu_arguments(config)
     return (
         *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", config.model.path, "--served-model-name", "policy"),
+        *("--model", config.model.path, *_policy_arguments(config.model.lora)),
         *("--host", place.address, "--port", str(place.ports[0])),
         *("--middleware", "pipeline.weights.guard.Guard", "--tokens-only"),
-        *("--load-format", "dummy", "--weight-transfer-config", f'{{"backend": "{config.inference.backend}"}}'),
+        *("--weight-transfer-config", f'{{"backend": "{config.inference.backend}"}}'),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
         *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + place.index)),
@@ -86,6 +91,15 @@ def server_environment(config: RunConfig, place: Placement, secret: str) -> dict
     }
 
 
+def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
+    """What a server has beyond that when the policy is an adapter: a folder of its own, which this makes, and the right
+    to find the adapter there, once the trainer has brought it (`pipeline.weights.adapters`)."""
+    if not config.model.lora.rank:
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
+
+
 def is_healthy(address: str, port: int) -> bool:
     """Whether a server answers there and its engine lives."""
     link = HTTPConnection(address, port, timeout=_PROBE_SECONDS)
@@ -111,6 +125,25 @@ def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
         *("--tensor-parallel-size", str(len(place.gpus))),
         *("--gpu-memory-utilization", str(config.inference.gpu_memory)),
     )
+
+
+def _policy_arguments(lora: LoraConfig) -> tuple[str, ...]:
+    """The policy is the served model, whose weights the trainer brings; or an adapter that it brings, on a base from
+    disk, which never changes."""
+    if not lora.rank:
+        return ("--served-model-name", MODEL, "--load-format", "dummy")
+    return (
+        *("--served-model-name", "base", "--enable-lora", "--max-loras", "1"),
+        *("--max-lora-rank", str(_least_rank(lora.rank)), "--lora-target-modules", *lora.targets),
+    )
+
+
+def _least_rank(rank: int) -> int:
+    """The smallest rank that vLLM has room for and that is no less than this one."""
+    enough = [room for room in _RANKS if room >= rank]
+    if not enough:
+        raise ConfigError("model.lora.rank", rank, f"at most {_RANKS[-1]}, as vLLM serves no more", "lower it")
+    return enough[0]
 
 
 def _head_arguments(config: RunConfig) -> tuple[str, ...]:

@@ -88,7 +88,8 @@ class Session:
         servers = [placement.endpoint for placement in context.world.of_role("inference")]
         place = context.world.of_role("trainer")[0]
         meeting = Meeting(place.address, place.ports[1], context.world.secret)
-        return WeightSender(servers, meeting, config.inference, config.cluster.startup_seconds, self._board.post_server)
+        patience, told = config.cluster.startup_seconds, self._board.post_server
+        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora)
 
     def _run_jobs(self, position: Position) -> None:
         runner = Runner(self, self._config.training.checkpoint_every)

@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.meters import Share
+from pipeline.weights.plugin import MODEL
 
 ROUTE = "/inference/v1/generate"
 BUSY_STATUS = (408, 429)
@@ -114,7 +115,8 @@ class Request:
             "logprobs": 0,
             "detokenize": False,
         }
-        return _bodies.encode({"token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt})
+        body = {"model": MODEL, "token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt}
+        return _bodies.encode(body)
 
 
 @dataclass(eq=False)

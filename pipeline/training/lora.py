@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, ModelConfig, nearest
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.weights.link import adapter_settings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
@@ -66,11 +67,6 @@ def checkpoint_name(name: str) -> str:
     return _PREFIX + name.replace(f".{_NAME}.", ".")
 
 
-def description(lora: LoraConfig) -> dict[str, Any]:
-    """What a server must know to use the adapter, in the words of peft's `adapter_config.json`."""
-    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
-
-
 def save_adapter(path: Path, tensors: Mapping[str, Tensor], model: ModelConfig) -> None:
     """Write the directory of an adapter for `model.path`; `tensors` are whole, by `checkpoint_name`."""
     path.mkdir(parents=True, exist_ok=True)
@@ -80,7 +76,7 @@ def save_adapter(path: Path, tensors: Mapping[str, Tensor], model: ModelConfig) 
 
 def _peft_config(lora: LoraConfig, base: str | None = None, inference_mode: bool = False) -> PeftConfig:
     return PeftConfig(
-        **description(lora),
+        **adapter_settings(lora),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -131,7 +127,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 def _check_settings(found: dict[str, Any], directory: Path, lora: LoraConfig) -> None:
     """An adapter of other settings would be another function, or of other shapes."""
-    wanted = description(lora) | _PLAIN
+    wanted = adapter_settings(lora) | _PLAIN
     for key, value in wanted.items():
         have = found.get(key, value if key in _PLAIN else None)
         same = set(have) == set(value) if isinstance(have, list) and isinstance(value, list) else have == value

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from pipeline.errors import WeightSyncError
 from pipeline.waiting import Deadline
+from pipeline.weights.adapters import AdapterFolder
 from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
         address: this server's own address, for the group to listen on.
         seconds: deadline of each wait for the trainer.
         layout: `Layout.plain()` of every update.
+        adapter: what the tensors are: the settings of an adapter, or nothing for a whole model's weights.
     """
 
     host: str
@@ -50,6 +52,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
     address: str
     seconds: float
     layout: list[list[Any]]
+    adapter: dict[str, Any]
 
 
 @dataclass
@@ -81,7 +84,7 @@ class Reception:
 
 
 class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[misc]
-    """Receives every parameter into a staging buffer, then reloads the model from it."""
+    """Receives every parameter into a staging buffer, then reloads the model, or its adapter, from it."""
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
@@ -89,6 +92,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
 
     _group: Group | None = None
     _reception: Reception | None = None
+    _adapter: AdapterFolder | None = None
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         """Meet the trainer. May be called again: the earlier group is dropped."""
@@ -96,6 +100,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
             raise WeightSyncError("the gloo backend feeds servers of one process; use nccl for larger ones")
         self.shutdown()
         self._seconds, self._layout = init_info.seconds, Layout.parse(init_info.layout)
+        self._adapter = self._folder(init_info.adapter)
         self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
         store = visit_store(init_info.host, init_info.port, init_info.seconds)
         announce(store, init_info.group)
@@ -131,10 +136,18 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         """Drop the group; the trainer notices at once."""
         self._group = self._reception = None
 
+    def _folder(self, settings: dict[str, Any]) -> AdapterFolder | None:
+        names = [parameter.name for parameter in self._layout.parameters]
+        return AdapterFolder(self.model, self.model_config.model, settings, names) if settings else None
+
     def _load(self) -> None:
-        """Replace every weight. A model left half replaced must not serve, so then this process ends."""
+        """Replace the adapter or every weight. A model left half replaced must not serve: then this process ends."""
+        tensors = self._layout.views(self._staging)
+        if self._adapter is not None:
+            self._adapter.replace(tensors)
+            return
         try:
-            reload_model(self.model, self.model_config, self._layout.views(self._staging))
+            reload_model(self.model, self.model_config, tensors)
         except BaseException:
             log.critical("the weights could not be loaded; this server ends, its model is incomplete", exc_info=True)
             logging.shutdown()

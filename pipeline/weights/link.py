@@ -21,13 +21,13 @@ The order of an update, and why:
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from pipeline.config import InferenceConfig
+from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.waiting import Deadline, wait_for
 from pipeline.weights.control import Control, Refused
@@ -64,11 +64,22 @@ def after(state: LinkState, event: LinkEvent) -> LinkState:
 
 @dataclass(frozen=True)
 class Payload:
-    """One version of the weights as bytes; never changed, so that late servers may still get it."""
+    """One version of the weights as bytes; never changed, so that late servers may still get it.
+
+    `adapter` says what they are: an adapter with these settings, or, when empty, a whole model.
+    """
 
     version: int
     layout: Layout
     buffer: Tensor
+    adapter: Mapping[str, Any]
+
+
+def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
+    """An adapter in the words of peft's `adapter_config.json`; empty when there is none."""
+    if not lora.rank:
+        return {}
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ class Link:
         try:
             with Control(self.server, self._meeting.secret) as control:
                 if joining:
-                    self._group = self._meet(control, payload.layout, deadline)
+                    self._group = self._meet(control, payload, deadline)
                 self._transfer(control, payload, deadline)
                 self._swap(control, payload.version, deadline)
             self._step("succeed")
@@ -151,7 +162,7 @@ class Link:
             with Control(self.server, self._meeting.secret) as control:
                 control.post("/shutdown_weight_transfer_engine", deadline)
 
-    def _meet(self, control: Control, layout: Layout, deadline: Deadline) -> Group:
+    def _meet(self, control: Control, payload: Payload, deadline: Deadline) -> Group:
         """A new group with the server, whatever became of an earlier one."""
         control.get("/health", Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
@@ -165,7 +176,8 @@ class Link:
                 "group": name,
                 "address": self.server.rpartition(":")[0],
                 "seconds": self._config.update_seconds,
-                "layout": layout.plain(),
+                "layout": payload.layout.plain(),
+                "adapter": dict(payload.adapter),
             },
         )
         wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)

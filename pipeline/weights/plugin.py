@@ -10,6 +10,8 @@ import multiprocessing
 from pipeline.process import die_with_parent, start_resource_tracker
 
 BACKEND = "gloo"
+MODEL = "policy"
+"""What every request asks a server for: the model that it serves, or the adapter on it."""
 
 
 def register() -> None:

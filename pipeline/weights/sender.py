@@ -21,10 +21,10 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
 
-from pipeline.config import InferenceConfig
+from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import ConfigError, WeightSyncError
 from pipeline.waiting import Deadline
-from pipeline.weights.link import RESUME_SECONDS, Link, Meeting, Payload
+from pipeline.weights.link import RESUME_SECONDS, Link, Meeting, Payload, adapter_settings
 from pipeline.weights.plugin import BACKEND
 from pipeline.weights.wire import Layout, NamedTensors, host_store
 
@@ -119,6 +119,7 @@ class WeightSender:
         config: InferenceConfig,
         patience: float,
         on_change: Callable[[str, int | None], None],
+        lora: LoraConfig | None = None,
     ) -> None:
         """Open the store at `meeting`; servers are met as they appear.
 
@@ -130,10 +131,11 @@ class WeightSender:
             on_change: told (server, version) when a server becomes current, (server, None) when it must not be asked
                 any more; called from the servers' threads. A server of which it cannot tell (a `RollcallError`, as of
                 streams that are lost) counts as failed, and is brought again; anything else ends the wait of `settle`.
+            lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
         """
         if config.backend != BACKEND:
             raise ConfigError("inference.backend", config.backend, BACKEND, f"set inference.backend={BACKEND}")
-        self._config, self._patience = config, patience
+        self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())
         self._store = host_store(meeting.address, meeting.port, config.update_seconds)
         self._seats = [_Seat(Link(server, meeting, config, on_change)) for server in servers]
         self._changed = Condition()
@@ -163,7 +165,7 @@ class WeightSender:
         if self._payload is None:
             parameters = list(parameters)
         layout = self._payload.layout if self._payload else Layout.of(parameters)
-        payload = Payload(version, layout, layout.pack(parameters))
+        payload = Payload(version, layout, layout.pack(parameters), self._adapter)
         with self._changed:
             self._payload = payload
             self._round = _Round(version, self._seats, self._config.update_seconds)

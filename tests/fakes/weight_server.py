@@ -91,8 +91,17 @@ class WeightServer:
                 self._group = None
         return self.answers.get(route, b"")
 
-    def _meet(self, host: str, port: int, group: str, address: str, seconds: float, layout: list[list[Any]]) -> None:
-        self._layout = Layout.parse(layout)
+    def _meet(
+        self,
+        host: str,
+        port: int,
+        group: str,
+        address: str,
+        seconds: float,
+        layout: list[list[Any]],
+        adapter: dict[str, Any],
+    ) -> None:
+        self._layout, self.adapter = Layout.parse(layout), adapter
         self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)
         store = visit_store(host, port, seconds)
         announce(store, group)

@@ -14,7 +14,7 @@ from pipeline.config import InferenceConfig
 from pipeline.process import hold_port
 from pipeline.waiting import Deadline
 from pipeline.weights.control import Control
-from pipeline.weights.link import Link, Meeting
+from pipeline.weights.link import Link, Meeting, Payload
 from pipeline.weights.wire import Layout, host_store
 from tests.integration.servers import SECRET, TRAINER, a_model, parameters, port_of
 
@@ -28,7 +28,7 @@ def main(point: str, server: str, model: str) -> None:
         meeting = Meeting(TRAINER, port_of(holder), SECRET)
         store = host_store(TRAINER, meeting.port, 60)
         link = Link(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
-        group = link._meet(control, layout, deadline)
+        group = link._meet(control, Payload(1, layout, layout.pack(tensors), {}), deadline)
         control.post("/start_weight_update", deadline)
         if point == "sending":
             group.send(1, torch.zeros(layout.bytes // 2, dtype=torch.uint8), deadline)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from pipeline import process
-from pipeline.config import InferenceConfig, RunConfig
+from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.plan import Placement
 from pipeline.roles import inference
 from pipeline.rollouts.server import Completion
+from pipeline.training.lora import checkpoint_name, is_trained
 from pipeline.waiting import wait_for
 from pipeline.weights.link import Meeting
 from pipeline.weights.sender import WeightSender
@@ -46,8 +47,9 @@ class Served:
     child: process.Child
 
 
-def tiny_config(model: Path) -> RunConfig:
-    return make_config(model={"path": str(model), "init": "random", "max_length": 256})
+def tiny_config(model: Path, lora: LoraConfig | None = None) -> RunConfig:
+    adapters = lora.model_dump() if lora else {}
+    return make_config(model={"path": str(model), "init": "random", "max_length": 256, "lora": adapters})
 
 
 def model_directory(folder: Path, *, tied: bool) -> Path:
@@ -59,12 +61,13 @@ def model_directory(folder: Path, *, tied: bool) -> Path:
 
 
 @contextmanager
-def starting(model: Path, address: str) -> Iterator[Callable[[], Served]]:
+def starting(model: Path, address: str, lora: LoraConfig | None = None) -> Iterator[Callable[[], Served]]:
     """Start a server; the value waits until it is ready, so that several can start at once."""
     with process.hold_port() as holder:
         place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),))
-        config = tiny_config(model)
+        config = tiny_config(model, lora)
         environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
+        environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
         child = process.Child(inference.server_command(config, place), log, environment)
 
@@ -83,9 +86,9 @@ def starting(model: Path, address: str) -> Iterator[Callable[[], Served]]:
 
 
 @contextmanager
-def a_server(model: Path, address: str) -> Iterator[Served]:
-    """A server of the test's own."""
-    with starting(model, address) as ready:
+def a_server(model: Path, address: str, lora: LoraConfig | None = None) -> Iterator[Served]:
+    """A server of the test's own; with `lora`, of adapters on the weights that the model's directory then holds."""
+    with starting(model, address, lora) as ready:
         yield ready()
 
 
@@ -102,6 +105,8 @@ def two_servers(folder: Path) -> Iterator[list[Served]]:
 def a_sender(
     servers: Sequence[Served],
     on_change: Callable[[str, int | None], None] = lambda server, version: None,
+    lora: LoraConfig | None = None,
+    patience: float = 60,
     **settings: Any,
 ) -> Iterator[WeightSender]:
     """A trainer's sender to these servers; `settings` are of `inference.*`."""
@@ -109,7 +114,7 @@ def a_sender(
     endpoints = [server.endpoint for server in servers]
     with process.hold_port() as holder:
         meeting = Meeting(TRAINER, port_of(holder), SECRET)
-        with WeightSender(endpoints, meeting, config, 60, on_change) as sender:
+        with WeightSender(endpoints, meeting, config, patience, on_change, lora) as sender:
             yield sender
 
 
@@ -137,8 +142,9 @@ def a_model(directory: Path, seed: int) -> Model:
 
 
 def parameters(model: Model) -> list[tuple[str, Tensor]]:
-    """What a trainer sends: every parameter once, a tied head through the embedding."""
-    return list(model.named_parameters())
+    """What a trainer sends: every parameter once, a tied head through the embedding; of adapters, these alone."""
+    adapters = [(checkpoint_name(name), tensor) for name, tensor in model.named_parameters() if is_trained(name)]
+    return adapters or list(model.named_parameters())
 
 
 @torch.no_grad()

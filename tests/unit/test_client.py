@@ -128,6 +128,7 @@ def test_a_request_says_exactly_how_to_sample_and_proves_that_it_may() -> None:
     assert script.authorizations == ["Bearer s3cret"]
     (body,) = script.bodies
     assert body == {
+        "model": "policy",
         "token_ids": [1, 2, 3],
         "sampling_params": {
             "n": 2,

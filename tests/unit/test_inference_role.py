@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import Placement
 from pipeline.roles import inference
+from pipeline.weights.plugin import MODEL
 from tests.fakes.configs import make_config
 
 SECRET = "do-not-show"
@@ -44,6 +46,38 @@ def test_the_secret_is_in_the_environment_and_not_in_the_command() -> None:
 
 def test_a_server_starts_without_weights_of_its_own() -> None:
     assert option(inference.server_command(config(), place()), "--load-format") == "dummy"
+
+
+def test_what_requests_ask_for_is_the_served_model_or_the_adapter_on_it() -> None:
+    assert option(inference.server_command(config(), place()), "--served-model-name") == MODEL
+    assert option(inference.server_command(adapted(4), place()), "--served-model-name") != MODEL
+
+
+def adapted(rank: int) -> RunConfig:
+    return make_config(model={"path": "/models/tiny", "lora": {"rank": rank, "targets": ["q_proj", "o_proj"]}})
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (500, 512)])
+def test_a_server_of_adapters_has_its_base_from_disk_and_room_for_one_adapter(rank: int, room: int) -> None:
+    command = inference.server_command(adapted(rank), place())
+    assert "--load-format" not in command
+    assert (option(command, "--max-loras"), option(command, "--max-lora-rank")) == ("1", str(room))
+    targets = command.index("--lora-target-modules")
+    assert command[targets + 1 : targets + 3] == ("q_proj", "o_proj")
+    assert command[targets + 3].startswith("--")
+
+
+def test_a_rank_that_vllm_does_not_serve_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=513: expected at most 512"):
+        inference.server_command(adapted(513), place())
+
+
+def test_only_a_server_of_adapters_gets_a_folder_for_them(tmp_path: Path) -> None:
+    assert inference.adapter_environment(config(), tmp_path / "none") == {}
+    given = inference.adapter_environment(adapted(4), tmp_path / "some" / "inference.0")
+    assert str(tmp_path / "some" / "inference.0") in given.values()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["some"]
+    assert (tmp_path / "some" / "inference.0").is_dir()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from pipeline.config import InferenceConfig
+from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import StreamError, TransitionError, WeightSyncError
 from pipeline.process import hold_port
 from pipeline.waiting import wait_for
@@ -41,14 +41,18 @@ def test_no_state_but_closed_is_a_dead_end_and_a_failure_always_leads_to_absent(
 
 @contextmanager
 def a_sender(
-    servers: str | list[str], told: Told | OnChange, patience: float = 0.5, **settings: float
+    servers: str | list[str],
+    told: Told | OnChange,
+    patience: float = 0.5,
+    lora: LoraConfig | None = None,
+    **settings: float,
 ) -> Iterator[WeightSender]:
     on_change = (lambda *change: told.append(change)) if isinstance(told, list) else told
     names = [servers] if isinstance(servers, str) else servers
     with hold_port() as holder:
         meeting = Meeting("127.0.0.2", holder.getsockname()[1], "s3cret")
         config = InferenceConfig.model_validate(settings)
-        with WeightSender(names, meeting, config, patience, on_change) as sender:
+        with WeightSender(names, meeting, config, patience, on_change, lora) as sender:
             yield sender
 
 
@@ -140,6 +144,16 @@ def test_settling_does_not_wait_for_a_server_that_failed_at_the_version_before()
             report = sender.settle()
     assert list(report.servers) == [steady.endpoint]
     assert "/update_weights" in report.failures[failing.endpoint]
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"), [(0, {}), (8, {"r": 8, "lora_alpha": 4.0, "target_modules": ["q_proj"]})], ids=str
+)
+def test_a_server_is_told_whether_a_model_or_an_adapter_comes(rank: int, told: dict[str, Any]) -> None:
+    lora = LoraConfig(rank=rank, alpha=4.0, targets=("q_proj",))
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10, lora) as sender:
+        bring_all(sender, 1)
+        assert server.adapter == told
 
 
 def test_the_tensors_may_change_once_a_version_was_started() -> None:
