@@ -9,7 +9,7 @@ where that is memory itself). Must not know what the tensors are, nor when to mo
 
 import ctypes
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
@@ -18,6 +18,8 @@ import psutil
 import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
+
+from pipeline.errors import TrainingError
 
 Part = Literal["model", "optimizer"]
 
@@ -55,15 +57,12 @@ class Movable:
         if self._kept is not None:
             return
         storages = self._storages()
-        cuda = any(storage.device.type == "cuda" for storage in storages)
-        kept: _Kept = _HostMemory() if cuda else _File()
-        for storage in storages:
-            kept.put(_bytes(storage))
-        kept.wait()
-        self._kept, self._away = kept, [(storage, storage.nbytes()) for storage in storages]
+        if not all(storage.resizable() for storage in storages):
+            raise TrainingError("a tensor that numpy has a view of cannot be offloaded: copy it before `.numpy()`")
+        self._kept, self._away = _keep(storages), [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        if not cuda:
+        if all(storage.device.type == "cpu" for storage in storages):
             give_back_heap()
 
     def load(self) -> None:
@@ -149,12 +148,12 @@ class _File:
         self._file = tempfile.TemporaryFile(prefix="rollcall-offload-", buffering=0)  # noqa: SIM115
 
     def put(self, data: Tensor) -> None:
-        view, written = data.numpy().data, 0
+        view, written = _view(data), 0
         while written < len(view):
             written += self._file.write(view[written:])
 
     def take(self, target: Tensor) -> None:
-        view, read = target.numpy().data, 0
+        view, read = _view(target), 0
         while read < len(view):
             count = self._file.readinto(view[read:])
             if not count:
@@ -169,6 +168,24 @@ class _File:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _keep(storages: Sequence[UntypedStorage]) -> _Kept:
+    """A copy of all bytes elsewhere."""
+    kept: _Kept = _HostMemory() if any(storage.device.type == "cuda" for storage in storages) else _File()
+    try:
+        for storage in storages:
+            kept.put(_bytes(storage))
+        kept.wait()
+    except BaseException:
+        kept.close()
+        raise
+    return kept
+
+
+def _view(data: Tensor) -> memoryview:
+    """Of a tensor's bytes on the CPU. Numpy's own would keep the storage from ever being emptied."""
+    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

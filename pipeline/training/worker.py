@@ -154,7 +154,7 @@ class Worker:
         """
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                yield self._public(name), _whole(parameter.detach().to(self.compute))
+                yield self._public(name), _whole(parameter.detach(), self.compute)
 
     def state(self) -> dict[str, Any]:
         """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
@@ -301,8 +301,12 @@ def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype) -> None:
         sharded.set_force_sum_reduction_for_comms(True)
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def _whole(parameter: Tensor, compute: torch.dtype) -> Tensor:
+    """A tensor of its own: who takes it may do with it as he likes."""
+    converted = parameter.to(compute)
+    whole = converted.full_tensor() if isinstance(converted, DTensor) else converted
+    shared = whole.untyped_storage().data_ptr() == local(parameter).untyped_storage().data_ptr()
+    return whole.clone() if shared else whole
 
 
 def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import ModelConfig, OptimConfig
 from pipeline.errors import ConfigError
-from pipeline.training import model
+from pipeline.training import attention, model
 from pipeline.training.attention import Segments, attend
 from pipeline.training.model import head_logprobs
 from pipeline.training.optimizer import learning_rate
+from pipeline.training.spec import Kind
 
 LENGTHS = (3, 1, 5)
 
@@ -50,15 +52,62 @@ def test_an_argument_that_attention_does_not_know_is_refused_unless_it_is_none()
             attend(torch.nn.Identity(), part, part, part, None, **argument)
 
 
+def kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    same: torch.Tensor,
+    longest: int,
+    as_long: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What `varlen_attn` promises, row by row and token by token: all are [P, H, D]."""
+    assert starts is same
+    assert starts.dtype == torch.int32
+    assert longest == as_long == int(starts.diff().max())
+    assert window_size[1] == 0
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    output = torch.empty_like(query)
+    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        for token in range(start, end):
+            first = start if window_size[0] < 0 else max(start, token - window_size[0])
+            near = slice(first, token + 1)
+            scores = torch.einsum("hd,phd->hp", query[token], key[near]) * (scale or query.shape[-1] ** -0.5)
+            output[token] = torch.einsum("hp,phd->hd", scores.softmax(-1), value[near])
+    return output
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 100])
+def test_the_kernel_for_ragged_rows_gets_what_the_rectangle_gets(
+    window: int | None, groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = draw(1, 4, 9, 8), draw(1, 2, 9, 8, seed=1), draw(1, 2, 9, 8, seed=2)
+    segments = Segments.of(LENGTHS, torch.device("cpu"))
+    given = {"segments": segments, "sliding_window": window, "scaling": 0.3}
+    rectangle, _ = attend(torch.nn.Identity(), *parts, None, **given)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_GROUPS", groups)
+    ragged, _ = attend(torch.nn.Identity(), *parts, None, **given)
+    assert ragged.is_contiguous()
+    torch.testing.assert_close(ragged, rectangle)
+
+
 SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 17}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def build_one(folder: Path, model_type: str, **keys: Any) -> model.Policy:
+def build_one(folder: Path, model_type: str, kind: Kind = "policy", **keys: Any) -> model.Model:
     tree = {"model_type": model_type, **SIZE, **HEADS, **TOKENS, **keys}
     (folder / "config.json").write_text(json.dumps(tree))
-    return model.build(ModelConfig(path=str(folder), init="random"), seed=0)
+    return model.build(ModelConfig(path=str(folder), init="random"), 0, kind)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +140,57 @@ def test_a_head_that_no_key_tells_of_is_noticed_by_its_logits(tmp_path: Path) ->
 )
 def test_a_plain_model_is_built_and_ready_to_train(tmp_path: Path, model_type: str) -> None:
     assert build_one(tmp_path, model_type).training
+
+
+def test_a_critic_has_a_decoder_without_a_vocabulary_head(tmp_path: Path) -> None:
+    critic = build_one(tmp_path, "qwen3", "critic", tie_word_embeddings=False)
+    policy = build_one(tmp_path, "qwen3", tie_word_embeddings=False)
+    whole, own = ({name for name, _ in each.named_parameters()} for each in (policy, critic))
+    decoder = {name.replace("network.model.", "network.") for name in whole - {"network.lm_head.weight"}}
+    assert own == decoder | {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_is_looked_up_and_a_head_is_multiplied(tmp_path: Path, tied: bool) -> None:
+    """Per layer: query and output 2·(16·16), key and value 2·(16·8), three matrices of 16·32; a head of 17·16."""
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32
+    policy = build_one(tmp_path, "qwen3", tie_word_embeddings=tied)
+    critic = build_one(tmp_path, "qwen3", "critic", tie_word_embeddings=tied)
+    assert sum(p.numel() for p in policy.multiplied()) == layer + 17 * 16
+    assert sum(p.numel() for p in critic.multiplied()) == layer + 16
+
+
+def test_layers_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> None:
+    policy = build_one(tmp_path, "qwen3")
+    policy.decoder.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match=r"training\.activation_checkpointing.*Qwen3Model"):
+        model.recompute_activations(policy)
+
+
+class Largest(TorchDispatchMode):
+    """Watches for the largest tensor that any operation makes."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_no_more_logits_than_a_chunk_exist_at_a_time(with_entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 tokens of 6 numbers, 50 words: 10,000 logits, of which at most 1,000 at a time."""
+    monkeypatch.setattr(model, "CHUNK", 1000)
+    hidden, weight = draw(200, 6).requires_grad_(), draw(50, 6, seed=1).requires_grad_()
+    with Largest() as forward:
+        logprobs, entropy = head_logprobs(hidden, weight, torch.arange(200) % 50, 1.0, with_entropy)
+    with Largest() as backward:
+        (logprobs.sum() + (entropy.sum() if entropy is not None else 0)).backward()
+    assert forward.entries == 1000
+    assert backward.entries == 200 * 6
 
 
 def test_chunks_change_neither_log_probabilities_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,83 @@
+"""Tensors that leave the device and come back: their bytes, their storages, and a disk that is full."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.training.offload import Movable
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_bytes_that_come_back_are_those_that_left() -> None:
+    tensors = [draw(100, 3), draw(7, seed=1).bfloat16(), torch.arange(5), torch.zeros(())]
+    before = [tensor.clone() for tensor in tensors]
+    addressed = [tensor.untyped_storage() for tensor in tensors]
+    part = Movable(lambda: tensors)
+    for _ in range(2):
+        part.offload()
+        assert [storage.nbytes() for storage in addressed] == [0] * 4
+        part.load()
+        assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+
+
+def test_views_of_one_storage_leave_together_and_count_once() -> None:
+    whole = draw(10, 10)
+    views = [whole[:3], whole[3:], whole.T]
+    part = Movable(lambda: views)
+    assert part.resident == 400
+    part.offload()
+    assert part.resident == whole.untyped_storage().nbytes() == 0
+    part.load()
+    assert part.resident == 400
+    torch.testing.assert_close(views[2], draw(10, 10).T, rtol=0, atol=0)
+
+
+def test_an_empty_tensor_has_nothing_to_move() -> None:
+    part = Movable(lambda: [torch.empty(0)])
+    part.offload()
+    part.load()
+    assert part.resident == 0
+
+
+def test_to_offload_or_to_load_twice_changes_nothing() -> None:
+    tensor = draw(10)
+    part = Movable(lambda: [tensor])
+    part.load()
+    part.offload()
+    part.offload()
+    part.load()
+    part.load()
+    assert torch.equal(tensor, draw(10))
+
+
+def test_what_numpy_holds_is_refused_and_left_alone() -> None:
+    tensors = [draw(10), draw(3)]
+    part = Movable(lambda: tensors)
+    held = tensors[1].numpy()
+    with pytest.raises(TrainingError, match="copy it before"):
+        part.offload()
+    assert part.resident == 52
+    assert held.nbytes == 12
+
+
+def test_a_full_disk_leaves_everything_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> Any:
+        return Path("/dev/full").open("wb", buffering=0)
+
+    tensor = draw(10)
+    part = Movable(lambda: [tensor])
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", full)
+        with pytest.raises(OSError, match="No space left"):
+            part.offload()
+    assert torch.equal(tensor, draw(10))
+    part.offload()
+    part.load()
+    assert torch.equal(tensor, draw(10))
