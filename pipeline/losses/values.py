@@ -30,4 +30,5 @@ def clipped_value(tokens: ValueTokens, objective: ValueObjective) -> Terms:
 
 
 def _near(values_N: Tensor, old_N: Tensor, clip: float) -> Tensor:
-    return old_N + (values_N - old_N).clamp(-clip, clip)
+    """Within the bounds the value as it is, bit for bit: rounding must not look like clipping."""
+    return values_N.clamp(old_N - clip, old_N + clip)
