@@ -1,13 +1,17 @@
 """How much better a sample is than its group.
 
-Owns the advantage estimators of one group. Pure: rewards in, advantages out, no batch and no model. Notation: S samples
-of one prompt with rewards r₁ … r_S, mean m.
+Owns the advantage estimators of one group, and which estimators one group is not enough for. Pure: rewards in,
+advantages out, no batch and no model. Notation: S samples of one prompt with rewards r₁ … r_S, mean m.
 
     group           rᵢ − m                                   Dr. GRPO (Liu et al. 2025)
     group_std       (rᵢ − m) / (s + ε), s² = Σ(rᵢ − m)² / S  GRPO (Shao et al. 2024)
-    leave_one_out   rᵢ − mean of the other rewards           RLOO (Ahmadian et al. 2024)
+    leave_one_out   rᵢ − mean of the other rewards           RLOO (Kool et al. 2019; Ahmadian et al. 2024)
+    group_batch     rᵢ − m                                   REINFORCE++-baseline (Hu et al. 2025)
+    batch, gae      rᵢ                                       REINFORCE++; PPO with a critic
 
-In each of them the advantages of a group sum to 0, and samples that all score alike teach nothing: exactly 0.
+The trainer divides those of `group_batch` by the batch's deviation, and makes those of `batch` and `gae` from the bare
+rewards (`pipeline.training.credit`). In all others the advantages of a group sum to 0, and samples that all score alike
+teach nothing: exactly 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Baseline = Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"]
+BARE: tuple[Baseline, ...] = ("batch", "gae")
+"""Baselines that no group has: its samples keep their rewards."""
 Rewards = NDArray[np.float64]
 
 EPSILON = 1e-6
 
 
 def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
-    """float64[S]: the advantage of each of the S ≥ 1 finite rewards of a group, in order."""
+    """float64[S]: the advantage of each of the S ≥ 1 finite rewards of a group, in order; for `BARE` the rewards."""
     values = np.asarray(rewards, dtype=np.float64)
-    if all_alike(rewards) and baseline not in ("batch", "gae"):
+    if all_alike(rewards) and baseline not in BARE:
         return np.zeros_like(values)
     return _ESTIMATORS[baseline](values)
 

@@ -1,11 +1,12 @@
 """What only several keys together can get wrong.
 
 Owns the rules between keys, and between a config and its model, that `pipeline.config` cannot see in one value.
-Promises that a config which passes can be carried out by this version, as far as its numbers tell. Pure; run once by a
-submission, before anything is started.
+Promises that a config which passes can be carried out by this version, as far as its numbers tell. Reads nothing but
+whether directories exist; run once by a submission, before anything is started.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import fsspec
 
@@ -59,10 +60,46 @@ def _het_needs_services(config: RunConfig) -> None:
         raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
 
 
-def _no_reference(config: RunConfig) -> None:
-    if config.loss.kl:
-        mend = "nobody makes reference log-probabilities yet; set loss.kl=0"
-        raise ConfigError("loss.kl", config.loss.kl, "0 until there is a reference role", mend)
+def _mini_batches_are_alike(config: RunConfig) -> None:
+    prompts, parts = config.training.prompts_per_step, config.training.mini_batches
+    if prompts % parts:
+        expected = f"a divisor of training.prompts_per_step ({prompts}), since each takes whole prompts"
+        raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
+
+
+def _reference_is_used(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.kl:
+        return
+    if loss.kl_in == "reward":
+        raise ConfigError("loss.kl_in", "reward", "loss, without a KL", "set loss.kl, or leave it out")
+    if loss.reference_every:
+        expected = "0, without a KL: there is no reference model"
+        raise ConfigError("loss.reference_every", loss.reference_every, expected, "set loss.kl, or leave it out")
+
+
+def _correction_has_a_proximal_policy(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.correction != "none" and loss.proximal == "behaviour":
+        expected = "none, while the ratio is taken over the policy that sampled: there is no mismatch beside it"
+        raise ConfigError("loss.correction", loss.correction, expected, "set loss.proximal=recompute")
+
+
+def _only_groups_are_filtered(config: RunConfig) -> None:
+    if config.training.zero_advantage == "drop" and config.loss.advantage in ("batch", "gae"):
+        expected = f"keep with loss.advantage={config.loss.advantage}: samples that score alike teach there"
+        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out, or choose a group's baseline")
+
+
+def _adapters_have_a_rank(config: RunConfig) -> None:
+    lora = config.model.lora
+    if lora.adapter and not lora.rank:
+        expected = "nothing, while model.lora.rank is 0 and all weights are trained"
+        raise ConfigError("model.lora.adapter", lora.adapter, expected, "set model.lora.rank to that adapter's")
+    if lora.adapter and not Path(lora.adapter).is_dir():
+        raise ConfigError(
+            "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"
+        )
 
 
 def _groups_can_succeed(config: RunConfig) -> None:
@@ -112,7 +149,11 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _no_cuda,
     _slurm_keys_need_slurm,
     _het_needs_services,
-    _no_reference,
+    _mini_batches_are_alike,
+    _reference_is_used,
+    _correction_has_a_proximal_policy,
+    _only_groups_are_filtered,
+    _adapters_have_a_rank,
     _groups_can_succeed,
     _turns_leave_room_for_prompts,
     _samples_fit_micro_batches,

@@ -238,7 +238,7 @@ class LossConfig(Section):
     beta: Annotated[float, Field(ge=0)] = Field(
         0.05, description="`dro`: weight of the squared distance from the policy that sampled."
     )
-    discount: Fraction = Field(1.0, description="`advantage=gae`: what a reward is worth one token earlier (γ).")
+    discount: Fraction = Field(1.0, description="What a reward is worth one sampled token earlier (γ).")
     trace: Fraction = Field(0.95, description="`advantage=gae`: decay of the temporal differences (λ).")
 
 

@@ -2,7 +2,8 @@
 
 Owns what becomes of a group: its advantages, or the reason why it is not trained. Promises one `PreparedGroup` for
 every `Group`, published together with acknowledging its input; that no group, however short or odd, ends it; and that
-it runs until it is told to stop. Reference log-probabilities stay empty: the trainer makes them when `loss.kl` > 0.
+it runs until it is told to stop. What needs a model (reference log-probabilities, values) or the whole batch is left to
+the trainer.
 """
 
 import logging
@@ -43,6 +44,8 @@ def is_ready(context: RoleContext) -> bool:
 
 def prepare(group: Group, config: RunConfig) -> PreparedGroup:
     """The group with its advantages, or with the reason why it is settled without training.
+
+    With the baselines `batch` and `gae` its rewards stand in the place of advantages, which the trainer makes.
 
     `failed: …` when fewer than `rollout.min_samples` samples succeeded or one is malformed; `filtered: …` when no
     sample can teach anything and `training.zero_advantage` is `drop`.

@@ -38,7 +38,7 @@ class GroupBatches:
         batches.trained(step)               # now the ledger has them
         batches.tell_progress(step + 1)     # may fail, with the streams: so it comes when the step counts
         batches.covered                     # stream entries that the next commit covers
-        batches.acknowledge()               # after that commit
+        batches.acknowledge(covered)        # once that commit is durable, with what it covers
 
     `counts` says what was set aside since the last `next`: `duplicate`, `stale`, and the reasons of settled groups.
     """
@@ -94,10 +94,11 @@ class GroupBatches:
         """Stream entries that the ledger covers and that are not acknowledged yet."""
         return tuple(self._covered)
 
-    def acknowledge(self, covered: Sequence[str] = ()) -> None:
-        """Give up what a committed ledger covers: the entries of the last commit, and those in `covered`."""
-        self._reader.acknowledge([*covered, *self._covered])
-        self._covered.clear()
+    def acknowledge(self, covered: Sequence[str]) -> None:
+        """Give up the stream entries `covered`, which a durable commit covers; those settled since then stay."""
+        self._reader.acknowledge(covered)
+        given_up = set(covered)
+        self._covered = [entry for entry in self._covered if entry not in given_up]
 
     def _take(self, entry: Entry[PreparedGroup], version: int) -> None:
         prepared = entry.record

@@ -100,8 +100,24 @@ def test_nothing_is_given_up_before_the_commit(streams: Streams) -> None:
     batches.next(0)
     batches.trained(0)
     assert left(streams) == [0, 1, 2, 3]
-    batches.acknowledge()
+    batches.acknowledge(batches.covered)
     assert left(streams) == [2, 3]
+
+
+def test_only_what_the_durable_commit_covers_is_given_up(streams: Streams) -> None:
+    streams.publish_many(TOPIC, [prepared(position) for position in range(6)])
+    batches = batches_of(streams)
+    batches.next(0)
+    batches.trained(0)
+    covered = batches.covered
+    batches.next(1)
+    batches.trained(1)
+    batches.acknowledge(covered)
+    assert left(streams) == [2, 3, 4, 5]
+    assert len(batches.covered) == 2
+    batches.acknowledge(batches.covered)
+    assert left(streams) == [4, 5]
+    assert batches.covered == ()
 
 
 def test_after_a_crash_the_same_batches_come_again_in_the_same_order(streams: Streams) -> None:

@@ -18,10 +18,10 @@ from tests.integration.attempts import Attempt, an_attempt
 pytestmark = pytest.mark.integration
 
 
-def a_config(**training: Any) -> RunConfig:
+def a_config(advantage: str = "group", **training: Any) -> RunConfig:
     return make_config(
         model={"path": "tiny_qwen3", "init": "random"},
-        loss={"name": "grpo", "advantage": "group"},
+        loss={"name": "grpo", "advantage": advantage},
         training={"steps": 1, "prompts_per_step": 1, **training},
         rollout={"attempts": 4, "min_samples": 2},
     )
@@ -46,6 +46,12 @@ def a_sample(reward: float, tokens: int = 3) -> Sample:
 def test_a_group_gets_one_advantage_for_each_sample() -> None:
     prepared = prepare(a_group(0, 1, 0, 0, 0), a_config())
     assert (prepared.outcome, prepared.advantages) == ("train", (0.75, -0.25, -0.25, -0.25))
+
+
+@pytest.mark.parametrize("advantage", ["batch", "gae"])
+def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> None:
+    assert prepare(a_group(0, 1, 0, 0.5), a_config(advantage)).advantages == (1, 0, 0.5)
+    assert prepare(a_group(0, 1, 1), a_config(advantage)).advantages == (1, 1)
 
 
 def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:

@@ -1,0 +1,56 @@
+"""Rules between keys: what would only fail later is refused at once, with its mend."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.checks import check_config
+from pipeline.errors import ConfigError
+from slurm.compose import compose_config, groups
+
+
+@pytest.mark.parametrize("loss", groups()["loss"])
+def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
+    check_config(compose_config(["experiment=demo", f"loss={loss}"]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.kl=0.1"],
+        ["loss.kl=0.1", "loss.kl_in=reward", "loss.reference_every=10"],
+        ["loss.proximal=recompute", "loss.correction=mask"],
+        ["training.update_epochs=2", "training.mini_batches=8"],
+        ["training.overlong=mask", "training.zero_advantage=drop", "loss.advantage=group_batch"],
+        ["training.compile=true", "training.activation_checkpointing=true", "training.offload=true"],
+        ["model.lora.rank=4", "loss.kl=0.1"],
+    ],
+)
+def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
+    check_config(compose_config(["experiment=demo", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.mini_batches=5"], "expected a divisor of training.prompts_per_step (32)"),
+        (["training.mini_batches=64"], "expected a divisor of training.prompts_per_step (32)"),
+        (["loss.kl_in=reward"], "loss.kl_in='reward': expected loss, without a KL"),
+        (["loss.reference_every=5"], "there is no reference model"),
+        (["loss.correction=truncate"], "set loss.proximal=recompute"),
+        (["loss=ppo", "training.zero_advantage=drop"], "samples that score alike teach there"),
+        (["loss=reinforce_pp", "training.zero_advantage=drop"], "samples that score alike teach there"),
+        (["model.lora.adapter=somewhere"], "set model.lora.rank to that adapter's"),
+        (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
+        (["rollout.min_samples=9"], "at most rollout.attempts (8)"),
+        (["training.micro_batch_tokens=8"], "so that every sample fits"),
+    ],
+)
+def test_what_cannot_is_refused_with_its_mend(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_config(compose_config(["experiment=demo", *overrides]))
+    assert said in str(refused.value)
+
+
+def test_an_adapter_that_is_there_passes(tmp_path: Path) -> None:
+    check_config(compose_config(["experiment=demo", "model.lora.rank=4", f"model.lora.adapter={tmp_path}"]))
