@@ -74,10 +74,11 @@ def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
     loss_N, watched = _policy_loss(config.name)(tokens, config)
     loss_N, mismatch = corrected(loss_N, tokens, config)
     watched |= mismatch | _basics(tokens)
-    if tokens.reference_N is not None:
-        watched["reference_kl"] = _reference_kl(tokens, config)
-    if config.kl and config.kl_in == "loss":
-        loss_N = loss_N + config.kl * _reference_kl(tokens, config)
+    in_loss = config.kl > 0 and config.kl_in == "loss"
+    if in_loss or tokens.reference_N is not None:
+        kl_N = _reference_kl(tokens, config)
+        loss_N = loss_N + config.kl * kl_N if in_loss else loss_N
+        watched["reference_kl"] = kl_N
     if config.entropy:
         loss_N = loss_N - config.entropy * _entropy(tokens)
     return loss_N, watched
