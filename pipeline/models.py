@@ -24,6 +24,9 @@ def model_directory(model: ModelConfig) -> Path:
         raise _error(model, "a tokenizer.json in that directory", "save the fast tokenizer there")
     if "model_type" not in _settings(model, directory):
         raise _error(model, "a config.json with a model_type", "copy the one that belongs to the model there")
+    if model.lora.rank and model.init == "random":
+        mend = "train a base first and set model.path to it, with model.init=pretrained"
+        raise ConfigError("model.init", "random", "pretrained below adapters, whose base servers have from disk", mend)
     if model.init == "pretrained" and not list(directory.glob("*.safetensors")):
         mend = "put the weights there, or start from random ones with model.init=random"
         raise _error(model, "*.safetensors in that directory", mend)
@@ -41,7 +44,10 @@ def longest_sequence(model: ModelConfig) -> int | None:
 
 
 def located(model: ModelConfig) -> ModelConfig:
-    """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path."""
+    """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; and absolute
+    the path of the adapter to go on from."""
+    adapter = model.lora.adapter and str(Path(model.lora.adapter).resolve())
+    model = model.model_copy(update={"lora": model.lora.model_copy(update={"adapter": adapter})})
     if _is_built_in(model.path):
         return model
     return model.model_copy(update={"path": str(Path(model.path).resolve())})

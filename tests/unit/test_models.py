@@ -1,0 +1,40 @@
+"""Which model directories can be trained and served, and how they are kept."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import LoraConfig, ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.models import BUILT_IN, located, model_directory
+
+LORA = LoraConfig(rank=4)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A directory with weights, as far as names tell."""
+    directory = shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "base")
+    (directory / "model.safetensors").touch()
+    return directory
+
+
+def test_adapters_need_a_base_whose_weights_are_on_disk(base: Path) -> None:
+    assert model_directory(ModelConfig(path=str(base), lora=LORA)) == base
+    with pytest.raises(ConfigError, match=r"model\.init='random': expected pretrained below adapters"):
+        model_directory(ModelConfig(path=str(base), init="random", lora=LORA))
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"\*\.safetensors"):
+        model_directory(ModelConfig(path=str(base), lora=LORA))
+
+
+def test_an_adapter_to_go_on_from_is_kept_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = LORA.model_copy(update={"adapter": "runs/first/model"})
+    for path in ("tiny_qwen3", "some/model"):
+        assert located(ModelConfig(path=path, lora=lora)).lora.adapter == str(tmp_path / "runs" / "first" / "model")
+
+
+def test_no_adapter_stays_none() -> None:
+    assert located(ModelConfig(path="tiny_qwen3")) == ModelConfig(path="tiny_qwen3")
