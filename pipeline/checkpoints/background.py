@@ -107,7 +107,7 @@ class Saver:
         if isinstance(value, dict):
             return {name: self._copied(f"{place}.{name}", inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self._copied(f"{place}.{index}", inner) for index, inner in enumerate(value)]
+            return type(value)(self._copied(f"{place}.{index}", inner) for index, inner in enumerate(value))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         buffer = self._buffers.get(place)

@@ -1,11 +1,9 @@
 """What the processes of `test_checkpoints` run: importable by name, so that spawned processes find it."""
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +18,13 @@ from pipeline.checkpoints import TrainerState, newest_committed
 from pipeline.checkpoints.sharded import load, save
 from pipeline.errors import CheckpointError
 
-JOIN_SECONDS = 60.0
-Work = Callable[..., None]
 
-
-def run_ranks(count: int, work: Work, folder: Path, *arguments: Any) -> None:
-    """Run `work(rank, folder, *arguments)` in `count` processes joined by gloo; fail if one of them does."""
-    ranks = start_ranks(count, work, folder, *arguments)
-    for process in ranks:
-        process.join(JOIN_SECONDS)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-    assert codes == [0] * count
-
-
-def start_ranks(count: int, work: Work, folder: Path, *arguments: Any) -> list[BaseProcess]:
-    """The processes of `run_ranks`, started."""
-    store = folder / f"store-{time.monotonic_ns()}"
-    context = get_context("spawn")
-    ranks = [
-        context.Process(target=_rank, args=(rank, count, store, work, folder, *arguments)) for rank in range(count)
-    ]
-    for process in ranks:
-        process.start()
-    return list(ranks)
-
-
-def _rank(rank: int, count: int, store: Path, work: Work, *arguments: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=20)
-    )
+@contextmanager
+def joined() -> Iterator[None]:
+    """This process as a member of its world."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     try:
-        work(rank, *arguments)
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -87,6 +57,7 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
+@joined()
 def save_model(rank: int, folder: Path, step: int) -> None:
     """Commit a model and write its whole tensors beside, as the truth to compare with."""
     tensors = tree(*make_model(seed=1))
@@ -98,6 +69,7 @@ def save_model(rank: int, folder: Path, step: int) -> None:
         torch.save(truth, folder / "truth.pt")
 
 
+@joined()
 def load_model(rank: int, folder: Path) -> None:
     """Load into a model of other values and compare every tensor with the truth, bit for bit."""
     found = newest_committed(str(folder / "checkpoints"), hashes=True)
@@ -115,6 +87,7 @@ def load_model(rank: int, folder: Path) -> None:
     assert all(torch.equal(truth[name], mine[name]) for name in truth)
 
 
+@joined()
 def fail_together(rank: int, folder: Path) -> None:
     """Rank 1's shard cannot be written; both ranks must learn it, and from the same words."""
     tensors = {"w": torch.ones(3), f"own-{rank}": Unsaveable() if rank == 1 else torch.ones(1)}
@@ -124,6 +97,7 @@ def fail_together(rank: int, folder: Path) -> None:
         (folder / f"error-{rank}").write_text(str(error))
 
 
+@joined()
 def save_and_stop(rank: int, folder: Path, step: int) -> None:
     """Begin to save, and stop for ever in the middle of writing the shards of rank 0."""
     tensors: dict[str, Any] = {"w": torch.full((64,), float(step))}

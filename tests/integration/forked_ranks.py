@@ -1,0 +1,65 @@
+"""Ranks as processes that are forked from one which has imported torch and the trainer: they start in milliseconds.
+
+Torchrun starts each of its processes from nothing, which takes seconds. These get the same environment.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+JOIN_SECONDS = 120.0
+PRELOADED = [
+    "tests.integration.checkpoint_processes",
+    "tests.integration.checkpoint_worlds",
+    "transformers.models.qwen3",
+]
+Work = Callable[..., None]
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+
+
+def run_ranks(count: int, work: Work, *arguments: Any) -> None:
+    """Run `work(rank, *arguments)` in `count` processes; fail if one of them does."""
+    ranks = start_ranks(count, work, *arguments)
+    for process in ranks:
+        process.join(JOIN_SECONDS)
+    codes = [process.exitcode for process in ranks]
+    end_ranks(ranks)
+    assert codes == [0] * count
+
+
+def start_ranks(count: int, work: Work, *arguments: Any) -> list[BaseProcess]:
+    """The processes of `run_ranks`, started."""
+    port = free_port()
+    ranks = [_context.Process(target=_rank, args=(rank, count, port, work, *arguments)) for rank in range(count)]
+    for process in ranks:
+        process.start()
+    return list(ranks)
+
+
+def end_ranks(ranks: list[BaseProcess]) -> None:
+    """KILL those that are left, and wait for them."""
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _rank(rank: int, count: int, port: int, work: Work, *arguments: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    work(rank, *arguments)
