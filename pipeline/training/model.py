@@ -118,8 +118,7 @@ class Critic(Model):
         """
         hidden_NE = self.hidden(tokens_BT, positions_BT, segments, predict_N)
         exact = torch.promote_types(hidden_NE.dtype, torch.float32)
-        values_N1 = hidden_NE.to(exact) @ self.head.weight.to(exact).T + self.head.bias.to(exact)
-        return values_N1[:, 0]
+        return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
 
 
 def head_logprobs(
