@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import conf
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, total, total_value
+from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.penalties import ESTIMATORS
 from tests.unit.losses_by_hand import (
     BOUNDS,
@@ -199,3 +199,12 @@ def test_a_value_that_moved_its_bound_towards_the_return_is_pulled_no_more() -> 
         (slopes,) = torch.autograd.grad(loss, t.values_N)
         assert slopes.bool().any() == pulled
         assert sums["clip_fraction"] == (0 if pulled else N)
+
+
+def test_the_rounding_of_a_value_within_its_bound_does_not_look_like_clipping() -> None:
+    draw = torch.Generator().manual_seed(0)
+    old_N, moved_N, returns_N = torch.randn(3, 1000, generator=draw)
+    t = ValueTokens(old_N + 0.1 * moved_N.clamp(-1, 1), old_N, returns_N, torch.ones(1000))
+    loss, sums = total_value(t, ValueObjective(clip=0.2))
+    assert sums["clip_fraction"] == 0
+    assert loss == total_value(t, ValueObjective(clip=0))[0]
