@@ -242,7 +242,8 @@ class Worker:
         self, micro: MicroBatch, temperature: float, objective: Objective, level: Level
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(objective, ValueObjective) == isinstance(self.model, Policy):
-            raise TrainingError(f"the loss {objective.name!r} is not one of a {type(self.model).__name__.lower()}")
+            kind = "policy" if isinstance(self.model, Policy) else "critic"
+            raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
         if isinstance(objective, ValueObjective):
             return total_value(micro.value_tokens(self._values(micro)), objective, level)
         entropy = objective.entropy > 0 or level == "with_entropy"

@@ -1,0 +1,35 @@
+"""The worker on one and on two real ranks, without the dispatch; what they do is in `worker_scenarios`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.forked_ranks import run_ranks
+from tests.integration.worker_scenarios import ALONE, TOGETHER, Scenario, copies_of_a_shard_count_once, write_config
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "model")
+
+
+@pytest.mark.parametrize("scenario", ALONE, ids=lambda scenario: scenario.__name__)
+def test_one_rank(scenario: Scenario, model: Path) -> None:
+    run_ranks(1, scenario, model)
+
+
+@pytest.mark.parametrize("scenario", TOGETHER, ids=lambda scenario: scenario.__name__)
+def test_two_ranks(scenario: Scenario, model: Path) -> None:
+    run_ranks(2, scenario, model)
+
+
+def test_two_ranks_that_hold_the_same_shard_compute_what_one_does(model: Path) -> None:
+    for ranks in (1, 2):
+        run_ranks(ranks, copies_of_a_shard_count_once, model)
+    alone, first, second = (
+        json.loads((model.parent / f"seen{each}.json").read_text()) for each in ("0of1", "0of2", "1of2")
+    )
+    assert first == second == alone

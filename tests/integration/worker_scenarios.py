@@ -1,0 +1,351 @@
+"""What the ranks of `test_worker` do: each scenario is run by all ranks of a world of one or two, and asserts."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
+from pipeline.errors import TrainingError
+from pipeline.losses import SFT, Objective, ValueObjective
+from pipeline.training import attention, model, worker
+from pipeline.training.rows import Batch, Row
+from pipeline.training.spec import Kind, ModelSpec
+from pipeline.training.worker import Worker
+
+OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
+WORDS = 23
+ENTROPY = LossConfig(name="grpo")
+
+
+def write_config(path: Path, **changed: Any) -> Path:
+    """A model directory without weights."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": WORDS}
+    tree = {"model_type": "qwen3", "initializer_range": 0.2, "tie_word_embeddings": False, **heads, **size, **changed}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(tree))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@contextmanager
+def world(shards: int | None = None) -> Iterator[DeviceMesh]:
+    """The mesh over which this rank's models are sharded: over all ranks, or groups of `shards` of them."""
+    dist.init_process_group("gloo")
+    try:
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks // (shards or ranks), shards or ranks), mesh_dim_names=("copy", "shard"))
+        yield mesh["shard"]
+    finally:
+        dist.destroy_process_group()
+
+
+def spec_of(path: Path, kind: Kind = "policy", *, lora: int = 0, dtype: str = "float32", **changed: Any) -> ModelSpec:
+    config = ModelConfig(path=str(path), init="random", dtype=dtype, lora=LoraConfig(rank=lora))  # type: ignore[arg-type]
+    return ModelSpec(kind, config, **{"optim": OPTIM, "steps": 4, **changed})
+
+
+def batch_of(*lengths: int, seed: int = 0) -> Batch:
+    draw = np.random.default_rng(seed)
+    rows = []
+    for length in lengths:
+        mask = np.ones(length, np.uint8)
+        mask[0] = 0
+        tokens = draw.integers(0, WORDS, length).astype(np.int32)
+        values, returns = draw.normal(size=(2, length)).astype(np.float32)
+        rows.append(Row(tokens, mask, 1.0, values=values, returns=returns))
+    return Batch.of(rows, "token")
+
+
+MICRO_BATCHES = [batch_of(3, 9, 7), batch_of(12, 5, seed=1), Batch((), ())]
+
+
+def train(rank: Worker, steps: int = 2, objective: Objective = SFT) -> list[float]:
+    """The losses and gradient norms of some steps."""
+    seen = []
+    for _ in range(steps):
+        seen.append(rank.forward_backward(MICRO_BATCHES, True, objective)["loss"])
+        seen.append(rank.optim_step().grad_norm)
+    return seen
+
+
+def parameters(rank: Worker) -> dict[str, torch.Tensor]:
+    return dict(rank.full_parameters())
+
+
+def assert_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert some.keys() == others.keys()
+    assert all(torch.equal(some[name], others[name]) for name in some)
+
+
+def offloaded_in_the_middle_it_trains_to_the_same_bits(rank: int, path: Path) -> None:
+    with world() as mesh:
+        stayed, moved = Worker(spec_of(path), mesh), Worker(spec_of(path), mesh)
+        for step in range(3):
+            for each in (stayed, moved):
+                each.forward_backward(MICRO_BATCHES, True, SFT)
+            moved.offload("model")
+            moved.offload("optimizer")
+            memory = moved.memory()
+            assert (memory.model, memory.optimizer) == (0, 0)
+            moved.load("model")
+            moved.load("optimizer")
+            assert moved.memory().model == stayed.memory().model > 0
+            assert moved.memory().optimizer == stayed.memory().optimizer > 0
+            assert stayed.optim_step() == moved.optim_step(), step
+        assert_equal(parameters(moved), parameters(stayed))
+
+
+def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> None:
+    calls = 0
+    attend = attention.attend
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return attend(*args, **kwargs)
+
+    attention.AttentionInterface.register(attention.ATTENTION, counted)
+    with world() as mesh:
+        for unit in (1, 1 << 20):
+            worker.LAYER_UNIT = unit
+            seen = []
+            for again in (False, True):
+                calls = 0
+                one = Worker(spec_of(path, activation_checkpointing=again), mesh)
+                calls = 0
+                seen.append((train(one, steps=1), calls, parameters(one)))
+            (plain, once, trained), (repeated, twice, retrained) = seen
+            assert (plain, once) == (repeated, 2 * len(MICRO_BATCHES))
+            assert twice == 2 * once
+            assert_equal(trained, retrained)
+
+
+def compiled_layers_are_whole_graphs_and_agree(rank: int, path: Path) -> None:
+    """Captured as for the real compiler, which takes a minute on a CPU, but run as captured."""
+    compile_ = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self: compile_(self, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+    with world() as mesh:
+        plain, compiled = Worker(spec_of(path), mesh), Worker(spec_of(path, compile=True), mesh)
+        np.testing.assert_allclose(train(compiled), train(plain), rtol=1e-6)
+        answers = [np.concatenate(each.forward(MICRO_BATCHES, True)) for each in (plain, compiled)]
+        np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+
+
+def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
+    def no_vocabulary(*args: Any) -> None:
+        raise AssertionError("a critic has no vocabulary head")
+
+    model.head_logprobs = no_vocabulary  # type: ignore[assignment]
+    with world() as mesh:
+        critic = Worker(spec_of(path, "critic"), mesh)
+        assert all((values == 0).all() for values in critic.forward(MICRO_BATCHES, True))
+        train(critic, objective=ValueObjective(clip=10.0))
+        packed, padded = (critic.forward(MICRO_BATCHES[:1], each) for each in (True, False))
+        for one, other in zip(packed, padded, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        assert (packed[0][1:] != 0).all()
+        assert packed[0][0] == 0
+        changed = batch_of(3, 9, 7)
+        changed.rows[1].tokens[4:] += 1
+        changed.rows[1].tokens[4:] %= WORDS
+        values = critic.forward([changed], True)
+        assert (values[1][:5] == packed[1][:5]).all()
+        assert (np.abs(values[1][5:] - packed[1][5:]) > 1e-6).all()
+
+
+def a_critic_learns_the_returns(rank: int, path: Path) -> None:
+    with world() as mesh:
+        critic = Worker(spec_of(path, "critic", optim=OptimConfig(lr=2e-2)), mesh)
+        seen = train(critic, 20, ValueObjective(clip=0.0))
+        assert seen[-2] < 0.3 * seen[0]
+
+
+def a_model_without_an_optimizer_only_answers(rank: int, path: Path) -> None:
+    with world() as mesh:
+        reference = Worker(spec_of(path, optim=None), mesh)
+        for refused in (
+            lambda: reference.forward_backward(MICRO_BATCHES, True, SFT),
+            reference.optim_step,
+            lambda: reference.set_lr(0.1),
+            lambda: reference.reset_optimizer(OPTIM, 3),
+        ):
+            with pytest.raises(TrainingError, match="never trained"):
+                refused()
+        assert reference.memory().optimizer == 0
+        assert reference.state().keys() == {"model"}
+        policy = Worker(spec_of(path), mesh)
+        assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
+
+
+def assert_rows(some: list[NDArray[np.float32]], others: list[NDArray[np.float32]]) -> None:
+    assert all(np.array_equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def a_copy_answers_as_its_source(rank: int, path: Path) -> None:
+    with world() as mesh:
+        policy, reference = Worker(spec_of(path), mesh), Worker(spec_of(path, optim=None), mesh)
+        train(policy)
+        reference.copy_from(policy)
+        assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
+        before = reference.forward(MICRO_BATCHES, True)
+        train(policy)
+        assert_rows(reference.forward(MICRO_BATCHES, True), before)
+        assert (policy.forward(MICRO_BATCHES, True)[0][1:] != before[0][1:]).all()
+
+
+def a_critic_copies_the_decoder(rank: int, path: Path) -> None:
+    with world() as mesh:
+        for lora in (0, 2):
+            policy, critic = Worker(spec_of(path, lora=lora), mesh), Worker(spec_of(path, "critic", seed=7), mesh)
+            critic.copy_from(policy)
+            decoder = {name.replace(".base_layer.", "."): p for name, p in policy.model.decoder.named_parameters()}
+            for name, p in critic.model.decoder.named_parameters():
+                assert torch.equal(p.full_tensor(), decoder[name].full_tensor()), name
+        other = write_config(path.parent / f"other{rank}", num_hidden_layers=3)
+        with pytest.raises(TrainingError, match=r"no layers\.2\..* of the same shape"):
+            Worker(spec_of(other, "critic"), mesh).copy_from(policy)
+
+
+def a_loss_of_another_kind_of_model_is_refused(rank: int, path: Path) -> None:
+    with world() as mesh:
+        with pytest.raises(TrainingError, match="'sft' is not one of a critic"):
+            Worker(spec_of(path, "critic"), mesh).forward_backward(MICRO_BATCHES, True, SFT)
+        with pytest.raises(TrainingError, match="'value' is not one of a policy"):
+            Worker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueObjective(0.2))
+        with pytest.raises(TrainingError, match="no Hugging Face form"):
+            Worker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
+
+
+def to_look_at_the_state_before_the_first_step_changes_nothing(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one, other = Worker(spec_of(path), mesh), Worker(spec_of(path), mesh)
+        other.state()
+        assert train(one) == train(other)
+        assert_equal(parameters(one), parameters(other))
+
+
+def a_rate_that_is_set_takes_the_place_of_the_schedule(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one = Worker(spec_of(path, optim=OptimConfig(lr=1.0, warmup_steps=9)), mesh)
+        one.set_lr(0.25)
+        one.forward_backward(MICRO_BATCHES, True, SFT)
+        assert one.optim_step().lr == 0.25
+        one.reset_optimizer(OPTIM, 4)
+        one.forward_backward(MICRO_BATCHES, True, SFT)
+        assert one.optim_step().lr == OPTIM.lr
+        for wrong in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(TrainingError, match="learning rate"):
+                one.set_lr(wrong)
+
+
+def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one, base = Worker(spec_of(path, lora=2), mesh), Worker(spec_of(path), mesh)
+        assert_rows(one.forward(MICRO_BATCHES, True), base.forward(MICRO_BATCHES, True))
+        frozen = {name: p.full_tensor() for name, p in one.model.named_parameters() if not p.requires_grad}
+        train(one)
+        sent, kept = parameters(one), one.state()["model"]
+        assert len(sent) == len(kept) == 2 * 7 * 2
+        assert all(".lora_A." in name or ".lora_B." in name for name in (*sent, *kept))
+        assert all(name.startswith("base_model.model.model.layers.") for name in sent)
+        assert any(tensor.abs().max() > 0 for name, tensor in sent.items() if ".lora_B." in name)
+        for name, p in one.model.named_parameters():
+            assert p.requires_grad or torch.equal(p.full_tensor(), frozen[name])
+        other = Worker(spec_of(path, lora=2), mesh)
+        train(other, steps=1)
+        other.load_state(deepcopy(one.state()))
+        assert train(other) == train(one)
+        assert one.info.parameters == base.info.parameters + sum(tensor.numel() for tensor in sent.values())
+        assert base.info.flops_per_token < 1.5 * one.info.flops_per_token < 1.5 * base.info.flops_per_token
+
+
+def copies_of_a_shard_count_once(rank: int, path: Path) -> None:
+    """Two ranks that hold the same model and get the same rows compute what one rank does."""
+    with world(shards=1) as mesh:
+        seen = train(Worker(spec_of(path), mesh))
+        name = f"seen{rank}of{dist.get_world_size()}.json"
+    (path.parent / name).write_text(json.dumps(seen))
+
+
+def sixteen_bits_compute_near_thirty_two(rank: int, path: Path) -> None:
+    with world() as mesh:
+        half, whole = Worker(spec_of(path, dtype="bfloat16"), mesh), Worker(spec_of(path), mesh)
+        for one, other in zip(*(each.forward(MICRO_BATCHES, True) for each in (half, whole)), strict=True):
+            np.testing.assert_allclose(one, other, atol=0.15)
+            assert (one[1:] != other[1:]).any()
+        np.testing.assert_allclose(train(half), train(whole), rtol=0.05)
+        assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+        assert {tensor.dtype for tensor in parameters(half).values()} == {torch.bfloat16}
+
+
+def entropy_is_measured_when_it_is_asked_for(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one = Worker(spec_of(path), mesh)
+        sums = {
+            level: one.forward_backward(MICRO_BATCHES, True, ENTROPY, level=level)
+            for level in ("none", "basic", "with_entropy")
+        }
+        assert sums["none"].keys() == {"loss"}
+        assert "entropy" not in sums["basic"]
+        counted = sum(batch.counted for batch in MICRO_BATCHES)
+        assert 0 < sums["with_entropy"]["entropy"] < counted * np.log(WORDS)
+        assert sums["none"]["loss"] == sums["basic"]["loss"] == sums["with_entropy"]["loss"]
+
+
+def offloaded_bytes_return_to_the_system(rank: int, path: Path) -> None:
+    """44 MB of parameters and 88 MB of moments: all but a twentieth goes and comes, twice, and the answers stay."""
+    large = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 4000, "head_dim": 64}
+    big = write_config(path.parent / "big", **large, tie_word_embeddings=True, num_attention_heads=8)
+    with world() as mesh:
+        one = Worker(spec_of(big), mesh)
+        train(one, steps=1)
+        before, answers = one.memory(), one.forward(MICRO_BATCHES, True)
+        assert before.model > 40 << 20
+        assert before.optimizer > 80 << 20
+        for _ in range(2):
+            one.empty_cache()
+            full = one.memory().allocated
+            for part, size in (("model", before.model), ("optimizer", before.optimizer)):
+                held = one.memory().allocated
+                one.offload(part)  # type: ignore[arg-type]
+                assert held - one.memory().allocated > 0.95 * size, part
+            one.load("optimizer")
+            one.load("model")
+            assert abs(one.memory().allocated - full) < 0.05 * (before.model + before.optimizer)
+            assert_rows(one.forward(MICRO_BATCHES, True), answers)
+
+
+Scenario = Callable[[int, Path], None]
+ALONE: list[Scenario] = [
+    activations_are_computed_again_with_the_same_bits,
+    compiled_layers_are_whole_graphs_and_agree,
+    a_value_is_that_of_the_tokens_before,
+    a_loss_of_another_kind_of_model_is_refused,
+    a_rate_that_is_set_takes_the_place_of_the_schedule,
+    sixteen_bits_compute_near_thirty_two,
+    entropy_is_measured_when_it_is_asked_for,
+    offloaded_bytes_return_to_the_system,
+    copies_of_a_shard_count_once,
+]
+TOGETHER: list[Scenario] = [
+    offloaded_in_the_middle_it_trains_to_the_same_bits,
+    activations_are_computed_again_with_the_same_bits,
+    a_model_without_an_optimizer_only_answers,
+    a_copy_answers_as_its_source,
+    a_critic_copies_the_decoder,
+    to_look_at_the_state_before_the_first_step_changes_nothing,
+    only_adapters_are_trained_kept_and_sent,
+    a_critic_learns_the_returns,
+]
