@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from pipeline.config import LossConfig
-from pipeline.losses import LossTokens, ValueTokens
+from pipeline.losses import LossTokens, PolicyObjective, ValueTokens, total
+from pipeline.losses.measures import combine, means
 
 Correction = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -169,3 +170,18 @@ def rows_of(whole: LossTokens, rows: list[int]) -> LossTokens:
     flat = {field: getattr(whole, field)[chosen] for field in fields}
     renumbered = torch.tensor([number[row] for row in whole.rows_N[chosen].tolist()], dtype=torch.int64)
     return LossTokens(rows_N=renumbered, rows=max(1, len(rows)), **flat)
+
+
+def everything(name: str) -> LossConfig:
+    """The loss with all the terms that may stand beside it."""
+    more = {"correction": "mask", "kl": 0.1, "entropy": 0.1}
+    return LossConfig.model_validate({"name": name, **BOUNDS, **more})
+
+
+def numbers(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in sums.items()}
+
+
+def measured(parts: list[LossTokens], objective: PolicyObjective) -> dict[str, float]:
+    """The metrics of micro-batches that are all of the `N` tokens together."""
+    return means(combine(numbers(total(part, objective)[1]) for part in parts), N)

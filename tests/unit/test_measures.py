@@ -1,8 +1,5 @@
 """What is measured on the way: levels, sums that do not depend on the cut, and the metrics made of them."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,24 +8,9 @@ from hypothesis import strategies as st
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.losses import SFT, LossTokens, PolicyObjective, ValueObjective, ValueTokens, total, total_value
+from pipeline.losses import SFT, PolicyObjective, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.measures import combine, means
-from tests.unit.losses_by_hand import BOUNDS, NAMES, N, rows_of, tokens, value_tokens
-
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-def everything(name: str) -> LossConfig:
-    more = {"correction": "mask", "kl": 0.1, "entropy": 0.1}
-    return LossConfig.model_validate({"name": name, **BOUNDS, **more})
-
-
-def numbers(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: value.item() for name, value in sums.items()}
-
-
-def measured(parts: list[LossTokens], objective: PolicyObjective) -> dict[str, float]:
-    return means(combine(numbers(total(part, objective)[1]) for part in parts), N)
+from tests.unit.losses_by_hand import NAMES, N, everything, measured, numbers, rows_of, tokens, value_tokens
 
 
 @pytest.mark.parametrize("name", [*NAMES, "sft"])
@@ -147,15 +129,3 @@ def test_explained_variance_is_one_less_the_unexplained_part(seed: int) -> None:
 def test_returns_that_are_all_alike_leave_no_variance_to_explain() -> None:
     sums = {"return": 4.0, "return_squared": 4.0, "error": 1.0, "error_squared": 2.0}
     assert "explained_variance" not in means(sums, 4)
-
-
-@pytest.mark.parametrize("name", [*NAMES, "sft", "value"])
-def test_every_metric_of_a_loss_is_on_the_page_of_metrics(name: str) -> None:
-    documented = set(re.findall(r"^\| `([a-z_/]+)` \|", PAGE.read_text(), re.MULTILINE))
-    if name == "value":
-        found = means(numbers(total_value(value_tokens(), ValueObjective(0.2))[1]), N)
-        assert {f"critic/{metric}" for metric in found} <= documented
-    else:
-        found = measured([tokens()], SFT if name == "sft" else everything(name))
-        assert len(found) > 2
-        assert set(found) <= documented
