@@ -58,11 +58,11 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @joined()
-def save_model(rank: int, folder: Path, step: int) -> None:
+def save_model(rank: int, root: str, folder: Path, step: int) -> None:
     """Commit a model and write its whole tensors beside, as the truth to compare with."""
     tensors = tree(*make_model(seed=1))
     state = TrainerState(job="rl", step=step, ledger=b"ledger of rank %d" % rank)
-    checkpoint = save(str(folder / "checkpoints"), "1-0", state, tensors)
+    checkpoint = save(root, "1-0", state, tensors)
     assert checkpoint.manifest.world_size == dist.get_world_size()
     truth = whole(tensors)
     if rank == 0:
@@ -70,9 +70,9 @@ def save_model(rank: int, folder: Path, step: int) -> None:
 
 
 @joined()
-def load_model(rank: int, folder: Path) -> None:
+def load_model(rank: int, root: str, folder: Path) -> None:
     """Load into a model of other values and compare every tensor with the truth, bit for bit."""
-    found = newest_committed(str(folder / "checkpoints"), hashes=True)
+    found = newest_committed(root, hashes=True)
     assert found is not None
     model, optimizer = make_model(seed=2)
     tensors = tree(model, optimizer)
@@ -88,22 +88,22 @@ def load_model(rank: int, folder: Path) -> None:
 
 
 @joined()
-def fail_together(rank: int, folder: Path) -> None:
+def fail_together(rank: int, root: str, folder: Path) -> None:
     """Rank 1's shard cannot be written; both ranks must learn it, and from the same words."""
     tensors = {"w": torch.ones(3), f"own-{rank}": Unsaveable() if rank == 1 else torch.ones(1)}
     try:
-        save(str(folder / "checkpoints"), "1-0", TrainerState(job="rl", step=1), tensors)
+        save(root, "1-0", TrainerState(job="rl", step=1), tensors)
     except CheckpointError as error:
         (folder / f"error-{rank}").write_text(str(error))
 
 
 @joined()
-def save_and_stop(rank: int, folder: Path, step: int) -> None:
+def save_and_stop(rank: int, root: str, folder: Path, step: int) -> None:
     """Begin to save, and stop for ever in the middle of writing the shards of rank 0."""
     tensors: dict[str, Any] = {"w": torch.full((64,), float(step))}
     if rank == 0:
         tensors["stop"] = Stop(folder / "reached")
-    save(str(folder / "checkpoints"), "2-0", TrainerState(job="rl", step=step), tensors)
+    save(root, "2-0", TrainerState(job="rl", step=step), tensors)
 
 
 class Unsaveable:

@@ -35,7 +35,8 @@ def run_ranks(count: int, work: Work, *arguments: Any) -> None:
 def start_ranks(count: int, work: Work, *arguments: Any) -> list[BaseProcess]:
     """The processes of `run_ranks`, started."""
     port = free_port()
-    ranks = [_context.Process(target=_rank, args=(rank, count, port, work, *arguments)) for rank in range(count)]
+    worlds = [dict(os.environ) | _place(rank, count, port) for rank in range(count)]
+    ranks = [_context.Process(target=_rank, args=(rank, world, work, *arguments)) for rank, world in enumerate(worlds)]
     for process in ranks:
         process.start()
     return list(ranks)
@@ -56,10 +57,18 @@ def free_port() -> int:
         return port
 
 
-def _rank(rank: int, count: int, port: int, work: Work, *arguments: Any) -> None:
+def _place(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun says to a rank."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _rank(rank: int, environment: dict[str, str], work: Work, *arguments: Any) -> None:
+    import fsspec.config
     import torch
 
+    os.environ.clear()
+    os.environ |= environment
+    fsspec.config.set_conf_env(fsspec.config.conf)  # which fsspec itself does when it is imported
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     work(rank, *arguments)

@@ -92,17 +92,17 @@ def test_the_newest_goes_by_step_and_rl_comes_after_the_warm_start(root: str) ->
 @pytest.fixture(scope="module")
 def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    run_ranks(2, ranks.save_model, folder, 5)
+    run_ranks(2, ranks.save_model, str(folder / "checkpoints"), folder, 5)
     return folder
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_model_saved_by_two_ranks_is_loaded_bit_for_bit_by_one_or_two(count: int, saved_by_two: Path) -> None:
-    run_ranks(count, ranks.load_model, saved_by_two)
+    run_ranks(count, ranks.load_model, str(saved_by_two / "checkpoints"), saved_by_two)
 
 
 def test_every_rank_learns_that_a_save_failed(tmp_path: Path) -> None:
-    run_ranks(2, ranks.fail_together, tmp_path)
+    run_ranks(2, ranks.fail_together, str(tmp_path / "checkpoints"), tmp_path)
     told = [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)]
     assert told[0] == told[1]
     assert "rank 1: OSError" in told[0]
@@ -112,7 +112,7 @@ def test_every_rank_learns_that_a_save_failed(tmp_path: Path) -> None:
 def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = str(tmp_path / "checkpoints")
     commit(root, 25)
-    processes = start_ranks(2, ranks.save_and_stop, tmp_path, 50)
+    processes = start_ranks(2, ranks.save_and_stop, root, tmp_path, 50)
     wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, 60)
     end_ranks(processes)
     assert (tmp_path / "checkpoints/rl-50/2-0").is_dir()

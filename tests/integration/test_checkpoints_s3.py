@@ -1,0 +1,109 @@
+"""Checkpoints on a real S3-compatible server, written by real ranks."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import fsspec.config
+import pytest
+import torch
+
+from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune
+from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.storage import Storage
+from pipeline.errors import CheckpointError
+from pipeline.waiting import wait_for
+from tests.integration import checkpoint_processes as ranks
+from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.integration.s3_server import BUCKET, an_s3_server
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with an_s3_server() as environment:
+        yield environment
+
+
+@pytest.fixture
+def root(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """An empty folder of the bucket."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {})
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    return f"s3://{BUCKET}/{request.node.name}"
+
+
+def commit(root: str, step: int) -> None:
+    save(root, "1-0", TrainerState(job="rl", step=step), {"w": torch.full((3,), float(step))})
+
+
+def test_what_two_ranks_saved_is_found_with_its_hashes_and_loaded_by_one(root: str, tmp_path: Path) -> None:
+    run_ranks(2, ranks.save_model, root, tmp_path, 5)
+    found = newest_committed(root, hashes=True)
+    assert found is not None
+    assert found.location == f"{root}/rl-5/1-0"
+    assert sorted(found.manifest.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.msgpack"]
+    run_ranks(1, ranks.load_model, root, tmp_path)
+
+
+def test_an_upload_that_is_killed_leaves_the_one_before(
+    root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(root, 25)
+    processes = start_ranks(2, ranks.save_and_stop, root, tmp_path, 50)
+    wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, 60)
+    wait_for("rank 1 to have uploaded its own", lambda: "__1_0.distcp" in Storage(root).sizes("rl-50/2-0"), 60)
+    end_ranks(processes)
+    with caplog.at_level(logging.WARNING):
+        found = newest_committed(root, hashes=True)
+    assert found is not None
+    assert found.manifest.step == 25
+    assert "rl-50 is skipped: no COMMIT" in caplog.text
+
+
+def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
+    for step in (25, 50, 75):
+        commit(root, step)
+    assert prune(root, keep=2) == ["rl-25"]
+    assert Storage(root).folders() == ["rl-50", "rl-75"]
+    into = {"w": torch.zeros(3)}
+    found = newest_committed(root, hashes=True)
+    assert found is not None
+    load(found, into)
+    assert into["w"].tolist() == [75.0] * 3
+
+
+def test_what_another_process_commits_after_a_listing_is_found(root: str, tmp_path: Path) -> None:
+    commit(root, 1)
+    first = newest_committed(root)
+    assert first is not None
+    assert first.manifest.step == 1
+    run_ranks(1, ranks.save_model, root, tmp_path, 5)
+    second = newest_committed(root)
+    assert second is not None
+    assert second.manifest.step == 5
+
+
+def test_an_attempt_that_was_taken_over_cannot_commit(root: str) -> None:
+    Fence(root, "1-0").claim()
+    commit(root, 25)
+    Fence(root, "2-0").claim()
+    with pytest.raises(CheckpointError, match=f"attempt 2-0 has taken over {root}"):
+        commit(root, 50)
+    assert Storage(root).folders() == ["rl-25"]
+
+
+def test_a_bucket_that_is_not_there_is_named(root: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot write s3://absent/run/OWNER"):
+        Fence("s3://absent/run", "1-0").claim()
+
+
+def test_a_server_that_is_not_there_is_named(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.8:9"})
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(CheckpointError, match=r"cannot .* s3://bucket/run"):
+        newest_committed("s3://bucket/run")
