@@ -1,0 +1,184 @@
+"""Saves in the background, in one process: the copies, the order, the errors."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoints import TrainerState, newest_committed, sharded
+from pipeline.checkpoints.background import Saver
+from pipeline.errors import CheckpointError
+from pipeline.waiting import wait_for
+from tests.integration.checkpoint_processes import Unsaveable
+
+pytestmark = pytest.mark.integration
+Tree = dict[str, Any]
+
+
+class Held:
+    """Saves wait before their commit until `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go, commit = threading.Event(), sharded.commit
+
+        def held(*arguments: Any) -> Any:
+            assert self._go.wait(30)
+            return commit(*arguments)
+
+        monkeypatch.setattr(sharded, "commit", held)
+        self.release = self._go.set
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    holding = Held(monkeypatch)
+    yield holding
+    holding.release()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "checkpoints")
+
+
+def model(value: float) -> Tree:
+    return {"w": torch.full((4, 3), value), "groups": [{"lr": value, "betas": (0.9, 0.95)}]}
+
+
+def save(saver: Saver, root: str, step: int, keep: int = 2, **models: Tree) -> None:
+    for name, tensors in models.items():
+        saver.stage(name, tensors)
+    saver.start(root, "1-0", TrainerState(job="rl", step=step), list(models), keep)
+
+
+def await_idle(saver: Saver) -> None:
+    wait_for("the save to end", lambda: saver.idle, 30)
+
+
+def loaded(root: str, **models: Tree) -> Tree:
+    found = newest_committed(root, hashes=True)
+    assert found is not None
+    sharded.load(found, models)
+    return models
+
+
+def test_what_changes_after_it_was_staged_is_saved_as_it_was(root: str, held: Held) -> None:
+    saver, live = Saver(), model(1.0)
+    save(saver, root, 1, policy=live)
+    assert not saver.idle
+    live["w"].fill_(9.0)
+    live["groups"][0]["lr"] = 9.0
+    held.release()
+    await_idle(saver)
+    assert saver.result().name == "rl-1"
+    into = loaded(root, policy=model(0.0))["policy"]
+    assert into["w"].eq(1.0).all()
+    assert into["groups"] == [{"lr": 1.0, "betas": (0.9, 0.95)}]
+
+
+def test_all_models_are_in_one_commit_and_can_be_loaded_one_by_one(root: str) -> None:
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0), critic=model(2.0))
+    await_idle(saver)
+    assert loaded(root, critic=model(0.0))["critic"]["w"].eq(2.0).all()
+    assert loaded(root, policy=model(0.0))["policy"]["w"].eq(1.0).all()
+    with pytest.raises(CheckpointError, match=r"polic\.w is not in it"):
+        loaded(root, polic=model(0.0))
+
+
+def test_the_buffers_of_the_last_time_are_used_again_as_long_as_they_fit(root: str) -> None:
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0))
+    await_idle(saver)
+    before = saver._staged["policy"]["w"].data_ptr()
+    save(saver, root, 2, policy=model(2.0))
+    await_idle(saver)
+    assert saver._staged["policy"]["w"].data_ptr() == before
+    assert loaded(root, policy=model(0.0))["policy"]["w"].eq(2.0).all()
+    save(saver, root, 3, policy=model(3.0) | {"w": torch.full((5, 3), 3.0)})
+    await_idle(saver)
+    assert saver._staged["policy"]["w"].shape == (5, 3)
+
+
+def test_a_model_that_is_no_longer_committed_is_left_out(root: str) -> None:
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0), critic=model(2.0))
+    await_idle(saver)
+    save(saver, root, 2, policy=model(1.0))
+    await_idle(saver)
+    with pytest.raises(CheckpointError, match=r"critic\.w is not in it"):
+        loaded(root, critic=model(0.0))
+
+
+def test_the_next_save_waits_for_the_one_before(root: str, held: Held) -> None:
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0))
+    threading.Timer(0.2, held.release).start()
+    save(saver, root, 2, policy=model(2.0))
+    await_idle(saver)
+    steps = [path.name for path in Path(root).iterdir()]
+    assert sorted(steps) == ["rl-1", "rl-2"]
+    assert loaded(root, policy=model(0.0))["policy"]["w"].eq(2.0).all()
+
+
+def test_a_save_that_does_not_end_is_waited_for_only_so_long(
+    root: str, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.checkpoints.background.SETTLE_SECONDS", 0.1)
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0))
+    with pytest.raises(CheckpointError, match="still under way"):
+        saver.stage("policy", model(2.0))
+
+
+def test_old_checkpoints_go_with_the_save(root: str) -> None:
+    saver = Saver()
+    for step in (1, 2, 3):
+        save(saver, root, step, policy=model(float(step)))
+    await_idle(saver)
+    assert sorted(path.name for path in Path(root).iterdir()) == ["rl-2", "rl-3"]
+
+
+def failing_with(error: Exception) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [CheckpointError("disk gone"), RuntimeError("disk gone"), MemoryError("disk gone")])
+def test_whatever_ends_a_save_is_a_checkpoint_error_and_the_next_one_can_be_made(
+    root: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver()
+    with monkeypatch.context() as patched:
+        patched.setattr(sharded, "commit", failing_with(error))
+        save(saver, root, 1, policy=model(1.0))
+        await_idle(saver)
+    with pytest.raises(CheckpointError, match="disk gone"):
+        saver.result()
+    assert newest_committed(root) is None
+    save(saver, root, 1, policy=model(1.0))
+    await_idle(saver)
+    assert saver.result().name == "rl-1"
+
+
+def test_a_pruning_that_fails_leaves_the_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.checkpoints.background.prune", failing_with(CheckpointError("not allowed")))
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0))
+    await_idle(saver)
+    assert saver.result().name == "rl-1"
+
+
+def test_a_value_that_cannot_be_written_fails_the_save(root: str) -> None:
+    saver = Saver()
+    saver.stage("policy", model(1.0))
+    saver._staged["policy"]["own"] = Unsaveable()
+    saver.start(root, "1-0", TrainerState(job="rl", step=1), ["policy"], 2)
+    await_idle(saver)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        saver.result()
