@@ -14,7 +14,7 @@ no directory and reads no file.
                                           attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
-      jobs/                               the trainer's jobs, sft.json and rl.json, each with its log
+      jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/           a checkpoint; COMMIT is written last
       model/                              the exported model at the end; model.<attempt>/ until it is whole
       metrics.jsonl  ledger.jsonl  report.html  finished.json

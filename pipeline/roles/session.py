@@ -7,29 +7,24 @@ not know losses, ranks or how weights travel.
 
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
 
-import numpy as np
-
 from pipeline.board import Board
 from pipeline.metrics import Console, MetricSinks, read_rows
-from pipeline.models import model_directory
 from pipeline.roles.context import RoleContext
 from pipeline.streams import connect
-from pipeline.tasks import load_task
-from pipeline.tasks.chat import Chat
 from pipeline.tracking import tracking_sinks
 from pipeline.training.batches import GroupBatches, Interrupted
 from pipeline.training.commits import Commits, Position
+from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
-from pipeline.training.jobs import Job, SftJob
+from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.publisher import Publisher
 from pipeline.training.rl import ReinforcementLearning
-from pipeline.training.rows import Row
 from pipeline.training.runner import Algorithm, Runner
 from pipeline.training.sft import SupervisedFineTuning
 from pipeline.weights.link import Meeting
@@ -51,11 +46,12 @@ class Session:
         position = self._commits.restore()
         with ExitStack() as opened:
             self._open(opened)
+            self._commits.on_durable = self._give_up
+            opened.callback(self._commits.finish)  # while those whom it tells are still open
             try:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on events say when to commit and end
                 self._context.report("ready", "connected")
-                self._board.post_ledger(self._commits.ledger.snapshot())
-                self._batches.acknowledge(self._commits.covered)
+                self._give_up(self._commits.covered)
                 self._run_jobs(position)
                 self._commits.export()
             except Interrupted as reason:
@@ -92,14 +88,15 @@ class Session:
         return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora)
 
     def _run_jobs(self, position: Position) -> None:
-        runner = Runner(self, self._config.training.checkpoint_every)
-        runner.run(self._algorithm(position.job), position.done)
-        for job in position.rest:
-            runner.run(self._algorithm(job), 0)
+        done = position.done
+        for job in (position.job, *position.rest):
+            write_job(self._context.run.training_job(job.name), job)
+            Runner(self, self._config.training.checkpoint_every).run(self._algorithm(job), done)
+            done = 0
 
     def _algorithm(self, job: Job) -> Algorithm:
         if isinstance(job, SftJob):
-            return SupervisedFineTuning(job, self._dispatch, Demonstrations(self._context), self._pulse)
+            return SupervisedFineTuning(job, self._dispatch, TaskDemonstrations(self._config), self._pulse)
         return ReinforcementLearning(
             job, self._config, self._dispatch, self._batches, self._publisher, self._evaluations
         )
@@ -109,15 +106,20 @@ class Session:
         """See `runner.Book`."""
         return not self._dispatch.broken
 
-    def commit(self, job: Job, done: int) -> None:
+    def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`."""
-        self._commits.commit(job, done, self._batches.covered, wait=True)
+        self._commits.commit(job, done, self._batches.covered, wait)
+
+    def _give_up(self, covered: tuple[str, ...]) -> None:
+        """What a durable commit covers; the board needs it before it is acknowledged."""
         self._board.post_ledger(self._commits.ledger.snapshot())
+        self._batches.acknowledge(covered)
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `runner.Book`."""
         self._sinks.log("train", job.name, step, {**metrics, **idle_fractions(self._actor)})
         self._context.report("ready", f"{job.name} step {step} of {job.steps}")
+        self._commits.collect()
 
     def _note_evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self._sinks.log("eval", "rl", version, metrics)
@@ -138,21 +140,3 @@ def idle_fractions(actor: RoleContext) -> dict[str, float]:
     servers = [value for name, value in numbers.items() if name.startswith("idle/")]
     found = {"idle/actor": numbers.get("gate_blocked"), "idle/servers": fmean(servers) if servers else None}
     return {name: value for name, value in found.items() if value is not None}
-
-
-class Demonstrations:
-    """The task's demonstrations as rows; step s has number s · count and those after it."""
-
-    def __init__(self, context: RoleContext) -> None:
-        config = context.config
-        self._task = load_task(config.task, config.seed)
-        self._chat = Chat(model_directory(config.model))
-
-    def __call__(self, step: int, count: int) -> Sequence[Row]:
-        return [self._row(step * count + number) for number in range(count)]
-
-    def _row(self, index: int) -> Row:
-        tokens, prompt = self._chat.demonstration(self._task.demonstration(index))
-        mask = np.ones(len(tokens), np.uint8)
-        mask[:prompt] = 0
-        return Row(tokens=np.array(tokens, np.int32), mask=mask, prompt=index)

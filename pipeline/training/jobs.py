@@ -1,49 +1,236 @@
 """What a trainer is asked to do [D7].
 
-Owns the two kinds of job and which of them a run's config asks for, in order. A job says everything that its execution
-needs besides the run itself; `pipeline.training.runner` executes both kinds in the same way.
+Owns the form of a job, as a file and as a value, and which jobs a run's config asks for, in order. A job says what is
+done: kind, inputs, what it starts from, where its results go, its log, its schedule. How it is done (model, loss,
+budgets, device) the config says. Promises that a file which is no job of this version is one `ConfigError` that names
+the file, and that the jobs of a run and those that stand alone are of one form. Must not know torch, ranks or losses.
+
+    {
+      "kind": "rl",
+      "version": 1,
+      "inputs": {"kind": "packed", "folder": "data-7"},
+      "checkpoint": "adapter-6",
+      "optimizer_state": "rl-state",
+      "output": "adapter-7",
+      "log": "step-7.jsonl",
+      "schedule": {"steps": 4, "prompts": 32, "optim": {"lr": 2e-5}}
+    }
+
+Paths in a file are relative to the file's folder.
 """
 
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pipeline.checkpoints import Job as JobName
-from pipeline.config import OptimConfig, RunConfig
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline import files
+from pipeline.config import OptimConfig, Positive, RunConfig, Section, nearest
+from pipeline.errors import ConfigError
+
+JOB_VERSION: Literal[1] = 1
 
 
-@dataclass(frozen=True)
-class SftJob:
-    """Supervised fine-tuning on the task's demonstrations: `steps` optimizer steps of `batch` of them."""
+class Demonstrations(Section):
+    """What the task of the config demonstrates."""
 
-    steps: int
-    batch: int
-    optim: OptimConfig
+    kind: Literal["demonstrations"] = "demonstrations"
+
+
+class Stream(Section):
+    """The prepared groups of a run, as its actor and preprocessor make them: only a run has them."""
+
+    kind: Literal["stream"] = "stream"
+
+
+class Packed(Section):
+    """A folder of `pipeline.training.packed`; it is removed when the job is done with it."""
+
+    kind: Literal["packed"] = "packed"
+    folder: str
+
+
+class SftSchedule(Section):
+    """`steps` optimizer steps, each of `batch` rows."""
+
+    steps: Positive
+    batch: Positive
+    optim: OptimConfig = OptimConfig()
+
+
+class RlSchedule(Section):
+    """`steps` steps, each of `prompts` prompts with all their samples."""
+
+    steps: Positive
+    prompts: Positive
+    optim: OptimConfig = OptimConfig()
+
+
+class _Job(Section):
+    """What both kinds of job say.
+
+    Attributes:
+        checkpoint: directory of a model, or with `model.lora.rank` > 0 of an adapter, to start from; empty: what the
+            run has by then, or alone what the config's model is.
+        optimizer_state: folder or URL with the optimizer's state, which belongs to jobs of this kind alone: it is read
+            when it is there, and committed with the model's own state.
+        output: directory that becomes the trained model, or adapter.
+        log: file of `pipeline.training.joblog`.
+    """
+
+    version: Literal[1] = JOB_VERSION
+    checkpoint: str = ""
+    optimizer_state: str = ""
+    output: str = ""
+    log: str = ""
 
     @property
-    def name(self) -> JobName:
-        return "sft"
+    def digest(self) -> str:
+        """Tells jobs apart that ask for different things."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class RlJob:
-    """Reinforcement learning on groups from the actor: `steps` optimizer steps of `prompts` groups."""
+class SftJob(_Job):
+    """Supervised fine-tuning: minimises the cross-entropy of the counted tokens."""
 
-    steps: int
-    prompts: int
-    optim: OptimConfig
+    kind: Literal["sft"] = "sft"
+    inputs: Annotated[Demonstrations | Packed, Field(discriminator="kind")]
+    schedule: SftSchedule
 
     @property
-    def name(self) -> JobName:
-        return "rl"
+    def name(self) -> Literal["sft"]:
+        return self.kind
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    @property
+    def batch(self) -> int:
+        return self.schedule.batch
+
+    @property
+    def optim(self) -> OptimConfig:
+        return self.schedule.optim
+
+
+class RlJob(_Job):
+    """Reinforcement learning from groups of samples: minimises the config's policy loss."""
+
+    kind: Literal["rl"] = "rl"
+    inputs: Annotated[Stream | Packed, Field(discriminator="kind")]
+    schedule: RlSchedule
+
+    @property
+    def name(self) -> Literal["rl"]:
+        return self.kind
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    @property
+    def prompts(self) -> int:
+        return self.schedule.prompts
+
+    @property
+    def optim(self) -> OptimConfig:
+        return self.schedule.optim
 
 
 Job = SftJob | RlJob
+KINDS = ("sft", "rl")
+_TAGS = (*KINDS, "demonstrations", "stream", "packed")
+_PATHS = ("checkpoint", "optimizer_state", "output", "log")
+_form: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
 
 
 def jobs_of(config: RunConfig) -> tuple[Job, ...]:
-    """The jobs of a run, in order: the warm start if it has steps, then RL."""
+    """The jobs of a run, in order: the warm start if it has steps, then RL. Paths are relative to `RunPaths.jobs`."""
     training, start = config.training, config.training.warm_start
-    rl = RlJob(steps=training.steps, prompts=training.prompts_per_step, optim=config.optim)
+    state = training.checkpoints or "../checkpoints"
+    rl = RlJob(
+        inputs=Stream(),
+        optimizer_state=state,
+        output="../model",
+        log="../metrics.jsonl",
+        schedule=RlSchedule(steps=training.steps, prompts=training.prompts_per_step, optim=config.optim),
+    )
     if not start.steps:
         return (rl,)
     optim = config.optim.model_copy(update={"lr": start.lr, "schedule": "constant", "warmup_steps": 0})
-    return SftJob(steps=start.steps, batch=start.batch, optim=optim), rl
+    sft = SftJob(
+        inputs=Demonstrations(),
+        optimizer_state=state,
+        log="../metrics.jsonl",
+        schedule=SftSchedule(steps=start.steps, batch=start.batch, optim=optim),
+    )
+    return sft, rl
+
+
+def located(job: Job, folder: Path) -> Job:
+    """The same job with every path absolute, those that were relative below `folder`; URLs stay."""
+
+    def whole(path: str) -> str:
+        return path if not path or "://" in path else str((folder / path).resolve())
+
+    update: dict[str, Any] = {name: whole(getattr(job, name)) for name in _PATHS}
+    if isinstance(job.inputs, Packed):
+        update["inputs"] = Packed(folder=whole(job.inputs.folder))
+    return job.model_copy(update=update)
+
+
+def write_job(path: Path, job: Job) -> None:
+    """Write the job's file; a reader sees the whole of it or none."""
+    files.write_atomic(path, job.model_dump_json(indent=2).encode() + b"\n")
+
+
+def read_job(path: Path) -> Job:
+    """The job in a file, with absolute paths; `ConfigError` if it is none of this version."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(str(path), None, "a readable file", error.strerror or str(error)) from None
+    except ValueError as error:
+        raise ConfigError(str(path), None, "a job in JSON", str(error)) from None
+    _check_header(path, tree)
+    try:
+        return located(_form.validate_python(tree), path.parent)
+    except ValidationError as error:
+        raise _error(path, error.errors()[0]) from None
+
+
+def _check_header(path: Path, tree: object) -> None:
+    """Kind and version before all else: of another one, nothing else is known."""
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), tree, "a JSON object with the keys of a job", "see docs/jobs.md")
+    if tree.get("kind") not in KINDS:
+        mend = nearest(str(tree.get("kind")), list(KINDS))
+        raise ConfigError(f"{path}: kind", tree.get("kind"), f"one of {', '.join(KINDS)}", mend)
+    if tree.get("version") != JOB_VERSION:
+        mend = "write the file with the version of Rollcall that reads it"
+        raise ConfigError(f"{path}: version", tree.get("version"), f"{JOB_VERSION}, which this code reads", mend)
+
+
+def _error(path: Path, details: ErrorDetails) -> ConfigError:
+    place = [str(part) for part in details["loc"] if part not in _TAGS]
+    key = f"{path}: {'.'.join(place)}"
+    if details["type"] == "extra_forbidden":
+        return ConfigError(key, details["input"], "a known key", nearest(place[-1], list(_keys())))
+    if details["type"] == "missing":
+        return ConfigError(key, None, "a value", "see docs/jobs.md for what a job says")
+    if details["type"] == "union_tag_invalid":
+        expected = details["ctx"]["expected_tags"]
+        return ConfigError(f"{key}.kind", details["ctx"]["tag"], f"one of {expected}, which this kind of job takes")
+    if details["type"] == "union_tag_not_found":
+        return ConfigError(key, details["input"], "an object with a kind", "see docs/jobs.md")
+    return ConfigError(key, details["input"], details["msg"].removeprefix("Input should be "))
+
+
+def _keys() -> Iterator[str]:
+    for section in (SftJob, RlJob, SftSchedule, RlSchedule, OptimConfig, Packed):
+        yield from section.model_fields

@@ -2,8 +2,7 @@
 
 Owns progress, commits, metrics and the orderly end of a job, and knows no algorithm: an algorithm is something with a
 `step`. Promises that a job ends at exactly its number of steps, or with an error after a commit of what was done
-[B7, F2]; that a commit holds model, optimizer, ledger and position together [F1]; and that entries of the streams are
-acknowledged only after the commit that covers them.
+[B7, F2]; and that the last commit of a job, and of an attempt that ends early, is durable before anything else happens.
 """
 
 import logging
@@ -13,6 +12,7 @@ from typing import Protocol
 
 from pipeline.errors import RollcallError
 from pipeline.training.jobs import Job
+from pipeline.training.speed import Machine, rates
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,11 @@ class Algorithm(Protocol):
 
     @property
     def job(self) -> Job: ...
+
+    @property
+    def whole(self) -> bool:
+        """False in the middle of a step that has changed the models already: what they are then is not committed."""
+        ...
 
     def begin(self, step: int) -> None:
         """Called once, before the first `step`, with the step to go on from."""
@@ -39,33 +44,29 @@ class Algorithm(Protocol):
         """Called once, after the last commit: what is left to do with the final model. May raise `Interrupted`."""
         ...
 
-    def committed(self) -> None:
-        """Called after each commit: what it covers may now be given up."""
-        ...
-
 
 class Book(Protocol):
     """Where a runner writes what it did."""
 
     @property
     def whole(self) -> bool:
-        """Whether the model is as the last step left it, so that it may be committed."""
+        """Whether the ranks still hold the models, so that they may be committed."""
         ...
 
-    def commit(self, job: Job, done: int) -> None:
-        """Commit a checkpoint after `done` steps of `job`; collective."""
+    def commit(self, job: Job, done: int, wait: bool) -> None:
+        """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective."""
         ...
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step."""
+        """Log the metrics of a step, which is done. Called once a step, also by an attempt that is ending."""
         ...
 
 
 class Runner:
     """Runs jobs, one at a time."""
 
-    def __init__(self, book: Book, commit_every: int) -> None:
-        self._book, self._commit_every = book, commit_every
+    def __init__(self, book: Book, commit_every: int, machine: Machine | None = None) -> None:
+        self._book, self._commit_every, self._machine = book, commit_every, machine or Machine()
 
     def run(self, algorithm: Algorithm, done: int) -> None:
         """Run a job of which `done` steps are committed; returns when all are.
@@ -83,13 +84,13 @@ class Runner:
                 metrics = dict(algorithm.step(done))
                 done += 1
                 self._tell(algorithm, done, metrics, started)
-                if done % self._commit_every == 0:
-                    self._commit(algorithm, done)
-            self._commit(algorithm, done)
+                if done % self._commit_every == 0 and done < job.steps:
+                    self._commit(job, done, wait=False)
+            self._commit(job, done, wait=True)
             algorithm.end()
         except RollcallError:
-            if self._book.whole:
-                self._commit(algorithm, done)
+            if self._book.whole and algorithm.whole:
+                self._commit(job, done, wait=True)
             raise
 
     def _tell(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
@@ -97,22 +98,11 @@ class Runner:
         try:
             metrics |= algorithm.follow_up(done)
         finally:
-            metrics |= rates(metrics, time.monotonic() - started)
+            metrics |= rates(metrics, time.monotonic() - started, self._machine)
             self._book.note(algorithm.job, done, metrics)
 
-    def _commit(self, algorithm: Algorithm, done: int) -> None:
+    def _commit(self, job: Job, done: int, *, wait: bool) -> None:
         if done == self._committed:
             return
-        self._book.commit(algorithm.job, done)
+        self._book.commit(job, done, wait)
         self._committed = done
-        algorithm.committed()
-
-
-def rates(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """What only the whole step tells: its seconds, tokens trained in one of them, the share spent waiting for data."""
-    found = {"seconds/step": seconds}
-    if "tokens/batch" in metrics:
-        found["tokens_per_second"] = metrics["tokens/batch"] / seconds
-    if "seconds/data" in metrics:
-        found["idle/trainer"] = metrics["seconds/data"] / seconds
-    return found

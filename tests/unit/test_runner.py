@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from pipeline.config import OptimConfig
 from pipeline.errors import RollcallError, WeightSyncError
 from pipeline.training.batches import Interrupted
-from pipeline.training.jobs import Job, RlJob
-from pipeline.training.runner import Runner, rates
+from pipeline.training.jobs import Job, RlJob, RlSchedule, Stream
+from pipeline.training.runner import Runner
+from pipeline.training.speed import Machine, peak_flops, rates
 
 
 class Diary:
@@ -19,8 +19,8 @@ class Diary:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def commit(self, job: Job, done: int) -> None:
-        self.lines.append(f"commit {done}")
+    def commit(self, job: Job, done: int, wait: bool) -> None:
+        self.lines.append(f"commit {done}{' and wait' if wait else ''}")
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append(f"note {step} {sorted(metrics)}")
@@ -30,7 +30,8 @@ class Counting:
     """An algorithm that counts, and is interrupted where it is told to be."""
 
     def __init__(self, diary: Diary, steps: int, interrupt: str = "", error: type[RollcallError] = Interrupted) -> None:
-        self._job = RlJob(steps=steps, prompts=1, optim=OptimConfig())
+        self._job = RlJob(inputs=Stream(), schedule=RlSchedule(steps=steps, prompts=1))
+        self.whole = True
         self._diary, self._interrupt, self._error = diary, interrupt, error
 
     @property
@@ -50,9 +51,6 @@ class Counting:
 
     def end(self) -> None:
         self._reach("end")
-
-    def committed(self) -> None:
-        self._diary.lines.append("committed")
 
     def _reach(self, place: str) -> None:
         if place == self._interrupt:
@@ -76,8 +74,11 @@ def commits(lines: list[str]) -> list[str]:
 
 def test_a_job_commits_at_its_interval_and_at_its_end() -> None:
     lines = run(steps=5, every=2)
-    assert commits(lines) == ["commit 2", "commit 4", "commit 5"]
-    assert lines.count("committed") == 3
+    assert commits(lines) == ["commit 2", "commit 4", "commit 5 and wait"]
+
+
+def test_the_last_step_is_committed_once_and_waited_for() -> None:
+    assert commits(run(steps=4, every=2)) == ["commit 2", "commit 4 and wait"]
 
 
 def test_a_resumed_job_does_the_steps_that_are_left() -> None:
@@ -87,12 +88,12 @@ def test_a_resumed_job_does_the_steps_that_are_left() -> None:
 
 
 def test_an_interruption_commits_exactly_the_steps_that_were_done() -> None:
-    assert commits(run(steps=9, every=10, interrupt="step 3")) == ["commit 3"]
+    assert commits(run(steps=9, every=10, interrupt="step 3")) == ["commit 3 and wait"]
 
 
 def test_a_step_counts_although_its_following_up_was_interrupted() -> None:
     lines = run(steps=9, every=10, interrupt="follow up 3")
-    assert commits(lines) == ["commit 3"]
+    assert commits(lines) == ["commit 3 and wait"]
     assert "note 3 ['loss', 'seconds/step']" in lines
 
 
@@ -101,19 +102,19 @@ def test_an_interruption_right_after_a_commit_commits_nothing_twice() -> None:
 
 
 def test_an_interruption_before_the_end_keeps_the_last_step() -> None:
-    assert commits(run(steps=2, every=10, interrupt="end")) == ["commit 2"]
+    assert commits(run(steps=2, every=10, interrupt="end")) == ["commit 2 and wait"]
 
 
 def test_what_is_done_is_committed_before_the_end_is_tried() -> None:
     lines = run(steps=3, every=10)
-    assert lines[-2:] == ["commit 3", "committed"]
+    assert lines[-1] == "commit 3 and wait"
 
 
 def test_an_error_commits_what_was_done_while_the_model_is_whole() -> None:
     diary = Diary()
     with pytest.raises(WeightSyncError):
         Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
-    assert commits(diary.lines) == ["commit 4"]
+    assert commits(diary.lines) == ["commit 4 and wait"]
 
 
 def test_an_error_commits_nothing_of_a_model_that_is_not_whole() -> None:
@@ -124,6 +125,41 @@ def test_an_error_commits_nothing_of_a_model_that_is_not_whole() -> None:
     assert commits(diary.lines) == []
 
 
+def test_an_error_commits_nothing_in_the_middle_of_a_step() -> None:
+    diary = Diary()
+    algorithm = Counting(diary, 9, "follow up 4", WeightSyncError)
+    algorithm.whole = False
+    with pytest.raises(WeightSyncError):
+        Runner(diary, 10).run(algorithm, 0)
+    assert commits(diary.lines) == []
+
+
 def test_rates_are_of_the_whole_step() -> None:
-    found = rates({"tokens/batch": 100.0, "seconds/data": 1.0}, seconds=4.0)
-    assert found == {"seconds/step": 4.0, "tokens_per_second": 25.0, "idle/trainer": 0.25}
+    found = rates({"tokens/batch": 100.0, "seconds/data": 1.0}, 4.0, Machine(processes=2))
+    assert found == {
+        "seconds/step": 4.0,
+        "tokens_per_second": 25.0,
+        "tokens_per_second_per_process": 12.5,
+        "idle/trainer": 0.25,
+    }
+
+
+def test_utilisation_is_the_share_of_the_peak_that_the_model_takes() -> None:
+    machine = Machine(processes=4, flops_per_token=6e9, peak=1e15)
+    assert rates({"tokens/batch": 4e5}, 10.0, machine)["mfu"] == pytest.approx(1e4 * 6e9 / 1e15)
+    assert "mfu" not in rates({"tokens/batch": 4e5}, 10.0, Machine(processes=4, flops_per_token=6e9))
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 0.0),
+    ],
+)
+def test_a_device_is_known_by_its_name_or_has_no_peak(device: str, peak: float) -> None:
+    assert peak_flops(device) == peak
