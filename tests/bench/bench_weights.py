@@ -1,10 +1,11 @@
 """How long a weight update takes, and how many tokens the client gets out of the servers.
 
-    python -m tests.bench.bench_weights [--servers 2] [--updates 20] [--hidden 128]
+    python -m tests.bench.bench_weights [--servers 2] [--updates 20] [--hidden 128] [--rank 0]
 
 Prints the milliseconds of an update with idle servers and with 16 requests in flight: how long `start` holds up the
 trainer, and when all servers have the weights; and tokens/s at 64 requests of 8 samples. Weights travel to all servers
-at once. `--hidden 768 --layers 12 --vocabulary 32000` is a model of about 130M parameters.
+at once. `--hidden 768 --layers 12 --vocabulary 32000` is a model of about 130M parameters; `--rank 16` sends adapters
+of that rank on it.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from pipeline.config import LoraConfig
 from pipeline.rollouts.client import InferenceClient
+from pipeline.training.lora import add_adapters
 from pipeline.weights.sender import WeightSender
 from tests.bench.tables import markdown
 from tests.integration.servers import (
@@ -110,19 +113,22 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure weight updates and the client's throughput.")
-    for name, default in {"servers": 2, "updates": 20, "hidden": 128, "layers": 4, "vocabulary": 17}.items():
+    for name, default in {"servers": 2, "updates": 20, "hidden": 128, "layers": 4, "vocabulary": 17, "rank": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory = make_model(Path(folder), options)
-        model = a_model(directory, seed=0)
-        waits = [stack.enter_context(starting(directory, f"127.0.0.{3 + i}")) for i in range(options.servers)]
+        model, lora = a_model(directory, seed=0), LoraConfig(rank=options.rank)
+        if lora.rank:
+            model.save_pretrained(directory)  # type: ignore[operator]
+            add_adapters(model, lora, seed=0)
+        waits = [stack.enter_context(starting(directory, f"127.0.0.{3 + i}", lora)) for i in range(options.servers)]
         started = time.monotonic()
         servers = [wait() for wait in waits]
-        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        print(f"{options.servers} servers of {millions:.2f}M float32 parameters, up after", end=" ")
+        millions = sum(parameter.numel() for _, parameter in parameters(model)) / 1e6
+        print(f"{options.servers} servers; {millions:.2f}M float32 parameters are sent; up after", end=" ")
         print(f"{time.monotonic() - started:.1f} s\n")
-        sender = stack.enter_context(a_sender(servers))
+        sender = stack.enter_context(a_sender(servers, lora=lora))
         publish_to_all(sender, 0, model)
         idle = updates(sender, model, options.updates)
         in_flight = asyncio.run(updates_in_flight(servers, sender, model, options.updates))
