@@ -1,11 +1,9 @@
 """The models: a causal language model that answers with log-probabilities, and a critic that answers with values.
 
-Owns how a model directory becomes a network and how hidden states become answers. Promises an fp32 head
-whatever the compute type, processed log-probabilities (temperature first, then log-softmax) as the servers report them,
-and that the logits of at most `CHUNK` entries exist at a time. Knows transformers; must not know ranks, losses or
-optimizers.
+Owns how a model directory becomes a network, and what is computed of a micro-batch. Promises that a model whose
+log-probabilities would be wrong is refused. Knows transformers; must not know ranks, losses or optimizers.
 
-Notation: B lines of T tokens, N tokens to predict, E hidden size, V vocabulary.
+Notation: B lines of T tokens, N tokens to predict, E hidden size.
 """
 
 from pathlib import Path
@@ -13,16 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import nll_loss
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, TrainingError
 from pipeline.training.attention import ATTENTION, Segments
+from pipeline.training.head import head_logprobs
 from pipeline.training.spec import Kind
 
-CHUNK = 1 << 26
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
@@ -121,37 +117,6 @@ class Critic(Model):
         return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
 
 
-def head_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability [N] of each target and, if asked for, the entropy [N], in fp32 (or fp64 for fp64 input).
-
-    Rows of hidden states are taken in chunks of at most `CHUNK` logits; with several chunks, each is computed again in
-    the backward pass instead of being kept.
-    """
-    rows = max(1, CHUNK // weight_VE.shape[0])
-    chunks = list(zip(torch.split(hidden_NE, rows), torch.split(targets_N, rows), strict=True))
-    if len(chunks) == 1:
-        return _chunk_logprobs(hidden_NE, weight_VE, targets_N, temperature, with_entropy)
-    parts = [
-        checkpoint(_chunk_logprobs, hidden, weight_VE, targets, temperature, with_entropy, use_reentrant=False)
-        for hidden, targets in chunks
-    ]
-    entropies = torch.cat([entropy for _, entropy in parts]) if with_entropy else None
-    return torch.cat([logprobs for logprobs, _ in parts]), entropies
-
-
-def _chunk_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    exact = torch.promote_types(hidden_NE.dtype, torch.float32)
-    logits_NV = hidden_NE.to(exact) @ weight_VE.to(exact).T / temperature
-    logprobs_NV = logits_NV.log_softmax(-1)
-    logprobs_N = -nll_loss(logprobs_NV, targets_N, reduction="none")
-    entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1) if with_entropy else None
-    return logprobs_N, entropy_N
-
-
 def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
     """The model of a directory with float32 weights, on the CPU; equal on every rank.
 
@@ -170,6 +135,8 @@ def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
             network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **options)
     refuse_unsupported(network)
     if kind == "critic":
+        if config.lora.rank:
+            raise TrainingError("a critic is trained whole: model.lora.rank of its spec must be 0")
         return Critic(network.get_decoder()).train()
     if config.lora.rank:
         from pipeline.training import lora  # peft takes a second to import, and is of no use to others

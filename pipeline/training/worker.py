@@ -6,7 +6,6 @@ weights that the controller put into the batch are the only normalisation. Every
 ranks call it with the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
 from pipeline.training.collate import MicroBatch, collate
+from pipeline.training.export import public_name, write_model
 from pipeline.training.model import Model, Policy, build, compile_layers, recompute_activations
 from pipeline.training.offload import Memory, Movable, Part, allocated, empty_cache, local
 from pipeline.training.optimizer import Optimizer, Step
@@ -65,7 +65,6 @@ class Worker:
         """Build, shard over the one dimension of `mesh`, and place the model."""
         self.device = torch.device(mesh.device_type)
         self._config = spec.model
-        self.adapted = spec.kind == "policy" and spec.model.lora.rank > 0
         self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
         self.model = build(spec.model, spec.seed, spec.kind)
         if spec.activation_checkpointing:
@@ -154,7 +153,10 @@ class Worker:
         """
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                yield self._public(name), _whole(parameter.detach(), self.compute)
+                yield (
+                    public_name(name.removeprefix(_PREFIX), self._config.lora),
+                    _whole(parameter.detach(), self.compute),
+                )
 
     def state(self) -> dict[str, Any]:
         """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
@@ -185,11 +187,7 @@ class Worker:
             raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
         whole = {name: tensor.cpu() for name, tensor in self.full_parameters()}
         if dist.get_rank() == 0:
-            _copy_tokenizer(Path(self._config.path), path)
-            if self.adapted:
-                _lora().save_adapter(path, whole, self._config)
-            else:
-                self.model.network.save_pretrained(path, state_dict=whole)
+            write_model(path, self.model.network, whole, self._config)
         dist.barrier()
 
     def offload(self, part: Part) -> None:
@@ -208,13 +206,10 @@ class Worker:
         """Give memory that is free, but held by the allocator, back to the device."""
         empty_cache(self.device)
 
-    def _public(self, name: str) -> str:
-        name = name.removeprefix(_PREFIX)
-        return _lora().checkpoint_name(name) if self.adapted else name
-
     @property
     def _options(self) -> states.StateDictOptions:
-        return states.StateDictOptions(ignore_frozen_params=self.adapted, strict=not self.adapted)
+        adapted = self._config.lora.rank > 0
+        return states.StateDictOptions(ignore_frozen_params=adapted, strict=not adapted)
 
     def _trainer(self) -> Optimizer:
         if self.optimizer is None:
@@ -265,13 +260,6 @@ class Worker:
     def _reshard(self) -> None:
         """Without a backward pass the root keeps its parameters whole: give them back."""
         cast(FSDPModule, self.model).reshard()
-
-
-def _lora() -> Any:
-    """Imported where it is needed only: peft takes a second, and runs without adapters do without it."""
-    from pipeline.training import lora
-
-    return lora
 
 
 def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
@@ -326,12 +314,3 @@ def _by_row(batch: Batch, answer_N: Tensor) -> list[NDArray[np.float32]]:
         used += row.counted
         rows.append(whole)
     return rows
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Every file of a model directory except its weights and its config, which the export writes itself."""
-    target.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name != "config.json":
-            shutil.copy2(file, target / file.name)

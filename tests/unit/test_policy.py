@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config import ModelConfig, OptimConfig
-from pipeline.errors import ConfigError
-from pipeline.training import attention, model
+from pipeline.config import LoraConfig, ModelConfig, OptimConfig
+from pipeline.errors import ConfigError, TrainingError
+from pipeline.training import attention, head, model
 from pipeline.training.attention import Segments, attend
-from pipeline.training.model import head_logprobs
+from pipeline.training.head import head_logprobs
 from pipeline.training.optimizer import learning_rate
 from pipeline.training.spec import Kind
 
@@ -160,6 +160,13 @@ def test_an_embedding_is_looked_up_and_a_head_is_multiplied(tmp_path: Path, tied
     assert sum(p.numel() for p in critic.multiplied()) == layer + 16
 
 
+def test_a_critic_with_adapters_is_refused(tmp_path: Path) -> None:
+    build_one(tmp_path, "qwen3")
+    config = ModelConfig(path=str(tmp_path), init="random", lora=LoraConfig(rank=2))
+    with pytest.raises(TrainingError, match=r"model\.lora\.rank of its spec must be 0"):
+        model.build(config, 0, "critic")
+
+
 def test_layers_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> None:
     policy = build_one(tmp_path, "qwen3")
     policy.decoder.supports_gradient_checkpointing = False
@@ -183,7 +190,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_no_more_logits_than_a_chunk_exist_at_a_time(with_entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 tokens of 6 numbers, 50 words: 10,000 logits, of which at most 1,000 at a time."""
-    monkeypatch.setattr(model, "CHUNK", 1000)
+    monkeypatch.setattr(head, "CHUNK", 1000)
     hidden, weight = draw(200, 6).requires_grad_(), draw(50, 6, seed=1).requires_grad_()
     with Largest() as forward:
         logprobs, entropy = head_logprobs(hidden, weight, torch.arange(200) % 50, 1.0, with_entropy)
@@ -197,7 +204,7 @@ def test_chunks_change_neither_log_probabilities_nor_gradients(monkeypatch: pyte
     targets = torch.tensor([0, 3, 2, 2, 1, 4, 0])
     results = []
     for entries in (1 << 26, 10):
-        monkeypatch.setattr(model, "CHUNK", entries)
+        monkeypatch.setattr(head, "CHUNK", entries)
         hidden, weight = draw(7, 6).requires_grad_(), draw(5, 6, seed=1).requires_grad_()
         logprobs, entropy = head_logprobs(hidden, weight, targets, 0.7, with_entropy=True)
         assert entropy is not None
@@ -213,6 +220,26 @@ def test_the_head_computes_in_float32_whatever_it_is_given() -> None:
     expected = (hidden.float() @ weight.float().T).log_softmax(-1)[[0, 1], [1, 2]]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, expected)
+
+
+def test_the_product_of_sixteen_bits_on_cuda_is_that_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product itself is CUDA's; here float32 units stand in for it. Its gradients are rounded to 16 bits once."""
+    results = []
+    for wide in (True, False):
+        monkeypatch.setattr(head, "_has_wide_product", lambda hidden, wide=wide: wide)
+        monkeypatch.setattr(head, "_wide", lambda left, right: left.float() @ right.float())
+        hidden, weight = draw(5, 6).bfloat16().requires_grad_(), draw(7, 6, seed=1).bfloat16().requires_grad_()
+        logprobs, entropy = head_logprobs(hidden, weight, torch.tensor([1, 2, 0, 6, 5]), 0.7, True)
+        assert entropy is not None
+        (logprobs.sum() + entropy.sum()).backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        results.append((logprobs, entropy, hidden.grad.float(), weight.grad.float()))
+    (logprobs, entropy, *gradients), (same, alike, *exact) = results
+    assert torch.equal(logprobs, same)
+    assert torch.equal(entropy, alike)
+    for near, right in zip(gradients, exact, strict=True):
+        assert (near - right).norm() < 0.01 * right.norm()
 
 
 @pytest.mark.parametrize(
