@@ -70,7 +70,7 @@ def pad(lengths: Sequence[int]) -> Layout:
 
 
 def split(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
-    """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`.
+    """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
     Ranks are balanced by tokens, and so are the micro-batches of a rank when packed. All ranks get the same number of
     micro-batches, as few as the budget allows with this balance; some may be empty. Raises `TrainingError` for a row
@@ -86,6 +86,16 @@ def split(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
         if most == count:
             return bins
         count = most
+
+
+def shares_of(rank: int, ranks: int, size: int, shares: int) -> range:
+    """The shares that fall to a rank when a model's data-parallel size is `size`, a divisor of both other counts.
+
+    Neighbouring ranks, `ranks / size` of them, get the same: they are replicas.
+    """
+    each = shares // size
+    place = rank * size // ranks
+    return range(place * each, (place + 1) * each)
 
 
 def restore(shares: Sequence[Bins], values: Sequence[Sequence[V]]) -> list[V]:

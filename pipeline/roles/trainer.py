@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
     training = context.config.training
-    budget = Budget(tokens=training.micro_batch_tokens, packed=training.packing)
+    budget = Budget(training.micro_batch_tokens, rows=training.micro_batch_rows or None, packed=training.packing)
 
     def lead(dispatch: Dispatch) -> None:
         try:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
             context.report("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
             raise
 
-    lead_or_serve(lead, budget, device=context.config.resources.device)
+    lead_or_serve(lead, budget, device=context.config.resources.device, colocated=training.offload)
     process.leave(0)
 
 

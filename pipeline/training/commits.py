@@ -22,7 +22,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import msgspec
 import torch.distributed as dist
@@ -98,7 +97,7 @@ class Commits:
             self._cut_ledger_file(0)
             return Position(job, 0, jobs[1:])
         for name in models:
-            self._dispatch._everywhere("load_checkpoint", load_model, checkpoint, name)
+            self._dispatch.on_sites(load_model, checkpoint, name, needs={name: "load_checkpoint"})
         state = checkpoint.state()
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.acknowledge.get("prepared", ())
@@ -116,7 +115,7 @@ class Commits:
         began = time.monotonic()
         names = tuple(models_of(self._config, job.name, job.optim, job.steps))
         for name in names:
-            self._dispatch._everywhere("save_checkpoint", stage_model, name)
+            self._dispatch.on_sites(stage_model, name, needs={name: "save_checkpoint"})
         state = TrainerState(
             job=job.name,
             step=done,
@@ -125,7 +124,7 @@ class Commits:
             acknowledge={"prepared": covered},
         )
         keep = self._config.training.keep_checkpoints
-        self._dispatch._everywhere("save_checkpoint", start_save, self._root, self._attempt, state, names, keep)
+        self._dispatch.on_sites(start_save, self._root, self._attempt, state, names, keep)
         self._flight = Flight(f"{job.name}-{done}", covered, began)
         log.info("committing %s; training stood still for %.2f s", self._flight.name, time.monotonic() - began)
         if wait or not self._config.training.async_checkpoints:
@@ -164,7 +163,7 @@ class Commits:
         """
         self.fence.check()
         whole = self._run.unfinished_model(self._attempt)
-        self._dispatch.export_hf("policy", whole)
+        self._dispatch.save_hf_model("policy", whole)
         self.fence.check()
         if self._run.model.exists():
             self._run.model.rename(self._run.unfinished_model(f"{self._attempt}.replaced"))
@@ -208,11 +207,6 @@ def load_model(site: Site, checkpoint: Checkpoint, name: str) -> None:
     worker.load_state(tensors)
 
 
-_GROUPS: list[dist.ProcessGroup] = []
-
-
 def background(site: Site) -> dist.ProcessGroup:
     """The group of saves: control is busy with what the controller asks meanwhile."""
-    if not _GROUPS:
-        _GROUPS.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=site.patience.operation)))
-    return _GROUPS[0]
+    return site.background

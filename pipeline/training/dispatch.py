@@ -1,45 +1,57 @@
 """The controller's handle on the trainer's ranks.
 
 Owns how one call becomes the same operation on every rank: rows are split over ranks and micro-batches, results come
-back in the order of the rows, sums become metrics. Promises that the caller never sees how many ranks there are, nor
-how rows were cut, and that no result depends on it. Must not know tasks, rewards, or when to step.
+back in the order of the rows, sums become metrics, and what the operation needs is on the device before it begins.
+Promises that the caller never sees how many ranks there are, how rows were cut, nor what had to move, and that no
+result depends on it. Must not know tasks, rewards, or when to step.
 
     def algorithm(dispatch: Dispatch) -> None:
         dispatch.init_model("policy", ModelSpec("policy", config.model, config.optim, steps=100))
         batch = Batch.of(rows, normalise="token", temperature=1.0)
         metrics = dispatch.forward_backward("policy", batch, config.loss)
         metrics |= dispatch.optim_step("policy")
+        dispatch.prepare_weight_sync("policy")
         for name, tensor in dispatch.full_parameters("policy"):
             ...
+        dispatch.finish_weight_sync("policy")
 
     lead_or_serve(algorithm, Budget(tokens=16384))      # in every process of torchrun
+
+Rows that several operations take are staged; see `pipeline.training.staging`. Where models are colocated, each leaves
+the device when another computes; see `pipeline.training.residency`.
 
 While the caller waits for something else, it calls `idle()` now and then: the ranks take a controller that is silent
 for `Patience.control` for dead. A heartbeat that the waiting code itself sends was chosen over an unbounded wait, and
 over a thread that beats, because those two would also hide a controller that hangs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline import packing
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
-from pipeline.losses import Objective, measures
-from pipeline.packing import Bins, Budget
-from pipeline.training.ranks import STOP, Failure, Operation, Patience, Site, joined, write_orders
-from pipeline.training.rows import Batch
+from pipeline.losses import Level, Objective, measures
+from pipeline.packing import Budget
+from pipeline.training import operations, residency, staging
+from pipeline.training.control import Control
+from pipeline.training.offload import Memory
+from pipeline.training.ranks import Device, Patience, Site, joined
+from pipeline.training.residency import Needs
+from pipeline.training.rows import Batch, Column
 from pipeline.training.spec import ModelSpec
+from pipeline.training.staging import Part, Staged, Values
 from pipeline.training.worker import ModelInfo, Worker
 from pipeline.waiting import CLOCK, Clock
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Answers = list[NDArray[np.float32]]
 
 
 class Dispatch:
@@ -50,181 +62,270 @@ class Dispatch:
     then.
     """
 
-    def __init__(self, site: Site, budget: Budget, clock: Clock = CLOCK) -> None:
-        self._site, self._budget, self._clock = site, budget, clock
+    def __init__(self, site: Site, budget: Budget, colocated: bool = False, clock: Clock = CLOCK) -> None:
+        """With `colocated`, only what an operation needs is on the device while it runs and until the next."""
+        self._site, self._budget = site, budget
+        self._control = Control(site, colocated, clock)
         self._models: dict[str, ModelInfo] = {}
-        self._running = ""
-        self._heard = clock.now()
-        self.broken = False
+        self._sizes: dict[str, int] = {}
+        self._staged: dict[int, Staged] = {}
+        self._stagings = 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether an operation is under way, or ended in a way after which no other is possible."""
+        return self._control.broken
+
+    @property
+    def models(self) -> Mapping[str, ModelInfo]:
+        """The models that there are, by name."""
+        return MappingProxyType(self._models)
 
     def init_model(self, name: str, spec: ModelSpec) -> ModelInfo:
-        """Build and shard a model and its optimizer; one of that name is replaced."""
-        self._models[name] = self._everywhere("init_model", _init_model, name, spec)[0]
-        return self._models[name]
+        """Build and shard a model and its optimizer; one of that name is replaced, and gone if that fails."""
+        if spec.replicas < 1 or self._site.ranks % spec.replicas:
+            raise TrainingError(f"{spec.replicas} replicas of {name!r}; expected a divisor of {self._site.ranks} ranks")
+        self._forget(name)
+        needs: Needs = {name: "init_model"}
+        info: ModelInfo = self._control.everywhere("init_model", operations.init_model, name, spec, needs=needs)[0]
+        self._models[name], self._sizes[name] = info, self._site.ranks // spec.replicas
+        self._control.states |= residency.made(name, spec.optim is not None)
+        return info
+
+    def remove_model(self, name: str) -> None:
+        """Drop a model and its optimizer, wherever they are."""
+        self._check(name)
+        self._forget(name)
+        self._control.everywhere("remove_model", operations.remove_model, name)
 
     def reset_optimizer(self, name: str, optim: OptimConfig, *, steps: int) -> None:
         """Start the next job on the same parameters with a fresh optimizer: no moments, no gradients, step 0."""
-        self.pass_through(name, Worker.reset_optimizer, optim, steps)
+        self._on_model("reset_optimizer", name, Worker.reset_optimizer, optim, steps, needs="reset_optimizer")
 
-    def forward(self, name: str, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probabilities (nats) of every row's counted tokens, 0 elsewhere: float32[T] for each row, in order."""
-        shares = self._split(name, batch)
-        parts = self._cut(batch, shares)
-        answers = self._run("forward", _on_model, [(name, Worker.forward, part, self._budget.packed) for part in parts])
-        return packing.restore(shares, answers)
+    def copy_parameters(self, source: str, target: str) -> None:
+        """Give `target` the parameters of `source`, a model of the same architecture; a critic takes the decoder."""
+        self._check(source, target)
+        if self._sizes[source] != self._sizes[target]:
+            raise TrainingError(f"{source!r} has not as many replicas as {target!r}: parameters cannot be copied")
+        needs: Needs = {source: "copy_parameters", target: "copy_parameters"}
+        self._control.everywhere("copy_parameters", operations.copy_parameters, source, target, needs=needs)
 
-    def forward_backward(self, name: str, batch: Batch, loss: Objective, loss_weight: float = 1.0) -> dict[str, float]:
+    def stage(self, parts: Sequence[Batch]) -> Staged:
+        """Send rows to the ranks, where they stay until `unstage`; each part is what an operation takes.
+
+        Raises `TrainingError` with the row's number in its part for one that the budget cannot hold, or that has a
+        token which one of the models does not know.
+        """
+        number = self._stagings
+        cut = tuple(self._stageable(batch, number, index) for index, batch in enumerate(parts))
+        ranks = range(self._site.ranks)
+        arguments = [(number, [part.on_rank(rank, len(ranks)) for part in cut]) for rank in ranks]
+        self._control.run("stage", staging.put, arguments, {})
+        self._stagings += 1
+        self._staged[number] = Staged(number, cut)
+        return self._staged[number]
+
+    def amend(self, staged: Staged, column: Column, values: Values) -> None:
+        """Give staged rows a further column, or another in its place: float32[T] for each row of each part.
+
+        Raises `TrainingError` with part and row for values that are not finite or not one for each token; then no row
+        was changed.
+        """
+        self._check_staged(staged.number)
+        arrays = staging.checked(staged.parts, column, values)
+        ranks = range(self._site.ranks)
+        each = list(zip(staged.parts, arrays, strict=True))
+        arguments = [
+            (staged.number, column, [part.on_rank(rank, len(ranks), of_part) for part, of_part in each])
+            for rank in ranks
+        ]
+        self._control.run("amend", staging.put_column, arguments, {})
+
+    def unstage(self, staged: Staged) -> None:
+        """Forget staged rows."""
+        self._check_staged(staged.number)
+        del self._staged[staged.number]
+        self._control.everywhere("unstage", staging.drop, staged.number)
+
+    def forward(self, name: str, data: Batch | Part) -> Answers:
+        """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
+
+        Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
+        """
+        part = self._cut((name,), data)
+        arguments = [(name, given, self._budget.packed) for given in part.data(self._sizes[name], self._site.ranks)]
+        outcomes = self._control.run("forward", operations.forward, arguments, {name: "forward"})
+        return part.in_order(self._of_places(name, outcomes))
+
+    def forward_each(self, names: Sequence[str], data: Batch | Part) -> dict[str, Answers]:
+        """`forward` of several models on the same rows: all at once, or, where they evict each other, in turn."""
+        part = self._cut(names, data)
+        if self._control.colocated or len(names) < 2:
+            return {name: self.forward(name, part) for name in names}
+        given = {name: part.data(self._sizes[name], self._site.ranks) for name in names}
+        arguments = [
+            ({name: given[name][rank] for name in names}, self._budget.packed) for rank in range(self._site.ranks)
+        ]
+        needs: Needs = dict.fromkeys(names, "forward")
+        outcomes = self._control.run("forward_each", operations.forward_each, arguments, needs)
+        return {name: part.in_order(self._of_places(name, [outcome[name] for outcome in outcomes])) for name in names}
+
+    def forward_backward(
+        self, name: str, data: Batch | Part, loss: Objective, loss_weight: float = 1.0, level: Level = "basic"
+    ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss over the whole batch; returns metrics (see
         `pipeline.losses.measures`).
 
         Gradients accumulate over calls until `optim_step`.
         """
-        shares = self._split(name, batch)
-        settings = (self._budget.packed, loss, loss_weight)
-        arguments = [(name, Worker.forward_backward, part, *settings) for part in self._cut(batch, shares)]
-        sums = self._run("forward_backward", _on_model, arguments)
-        return measures.means(measures.combine(sums), batch.counted)
+        part = self._cut((name,), data)
+        settings = (self._budget.packed, loss, loss_weight, level)
+        arguments = [(name, given, *settings) for given in part.data(self._sizes[name], self._site.ranks)]
+        outcomes = self._control.run(
+            "forward_backward", operations.forward_backward, arguments, {name: "forward_backward"}
+        )
+        return measures.means(measures.combine(self._of_places(name, outcomes)), part.batch.counted)
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
-        step = self.pass_through(name, Worker.optim_step)[0]
+        step = self._on_model("optim_step", name, Worker.optim_step, needs="optim_step")[0]
         return {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
 
+    def set_lr(self, name: str, lr: float) -> None:
+        """Step at this rate from now on, whatever the schedule says."""
+        self._on_model("set_lr", name, Worker.set_lr, lr, needs="set_lr")
+
+    def prepare_weight_sync(self, name: str) -> None:
+        """Bring what `full_parameters` gathers to the device."""
+        self._on_model("prepare_weight_sync", name, _nothing, needs="prepare_weight_sync")
+
     def full_parameters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole on this rank, under its Hugging Face name, one at a time.
+        """Every trained parameter whole on this rank, under its Hugging Face name, one at a time.
 
         No other call is possible until the iterator is exhausted or closed.
         """
-        orders = write_orders(_take_parameters, [(name,)] * self._site.ranks)
+        self.prepare_weight_sync(name)
         parameters = self._site.worker(name).full_parameters()
-        self._begin("full_parameters")
-        self._site.send(orders)
-        try:
-            for name, whole in parameters:  # not `yield from`, which would close it when the caller stops early
-                yield name, whole
-        finally:
-            self._end(_take_rest, (parameters,))
+        with self._control.beside(
+            "full_parameters", operations.take_parameters, (name,), operations.take_rest, (parameters,)
+        ):
+            for each in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
+                yield each
 
-    def export_hf(self, name: str, path: Path) -> None:
-        """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer)."""
-        self.pass_through(name, Worker.save_hf_model, path)
+    def finish_weight_sync(self, name: str) -> None:
+        """Give the memory back that gathering took; colocated servers need it."""
+        self._check(name)
+        self.empty_cache()
+
+    def save_hf_model(self, name: str, path: Path) -> None:
+        """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer); of a model with
+        adapters, them."""
+        self._on_model("save_hf_model", name, Worker.save_hf_model, path, needs="save_hf_model")
 
     def pass_through(
-        self, name: str, function: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs
+        self, name: str, function: Callable[[Worker, *Ts], T], *args: *Ts, needs: residency.Operation = "pass_through"
     ) -> list[T]:
         """Run `function(worker, *args)` on every rank; its results in rank order.
 
-        The hook for what this module does not know, such as checkpoints: `function` is importable by name on every
-        rank, may use `worker.state()` and `worker.load_state()`, and may be collective.
+        The hook for what this module does not know: `function` is importable by name on every rank, and may be
+        collective. It finds on the device what `needs` does; by default the whole model with its optimizer.
         """
-        return self._everywhere(function.__name__, _with_keywords, name, function, args, kwargs)
+        return self._on_model(function.__name__, name, function, *args, needs=needs)
+
+    def on_sites(self, function: Callable[[Site, *Ts], T], *args: *Ts, needs: Needs | None = None) -> list[T]:
+        """Run `function(site, *args)` on every rank, for what minds several models, or none; as `pass_through`.
+
+        `needs` says which operation each model of it counts as: `{"policy": "save_checkpoint"}`.
+        """
+        self._check(*(needs or {}))
+        return self._control.everywhere(function.__name__, function, *args, needs=needs)
+
+    def memory(self) -> list[dict[str, Memory]]:
+        """Bytes of every model, on each rank."""
+        return self._control.everywhere("memory", operations.memory)
+
+    def offload_all(self) -> None:
+        """Give the device memory of all models back; each comes back when it is needed."""
+        self._control.empty_device()
+
+    def empty_cache(self) -> None:
+        """Give memory that is free, but held by the ranks' allocators, back."""
+        self._control.everywhere("empty_cache", operations.give_back_cache)
 
     def idle(self) -> None:
         """Show the ranks that the controller lives; cheap, to be called in every loop that waits."""
-        if self._clock.now() - self._heard > self._site.patience.control / 4:
-            self._everywhere("idle", _nothing)
+        self._control.idle()
 
     def close(self) -> None:
         """End `serve` on all ranks."""
-        if not self.broken:
-            self._site.send([STOP] * self._site.ranks)
+        self._control.close()
 
-    def _split(self, name: str, batch: Batch) -> list[Bins]:
-        vocabulary = self._info(name).vocabulary
-        for index, row in enumerate(batch.rows):
-            if int(row.tokens.max()) >= vocabulary or int(row.tokens.min()) < 0:
-                raise TrainingError(f"row {index} has a token outside the model's vocabulary of {vocabulary}")
-        return packing.split(batch.lengths, self._site.ranks, self._budget)
+    def _on_model(
+        self, operation: str, name: str, function: Callable[..., T], *args: Any, needs: residency.Operation
+    ) -> list[T]:
+        self._check(name)
+        return self._control.everywhere(operation, operations.on_model, name, function, *args, needs={name: needs})
 
-    def _info(self, name: str) -> ModelInfo:
-        if name not in self._models:
-            raise TrainingError(f"no model {name!r}; there are: {', '.join(self._models) or 'none'}")
-        return self._models[name]
+    def _cut(self, names: Sequence[str], data: Batch | Part) -> Part:
+        """The rows, cut for these models; `TrainingError` if one cannot take them."""
+        self._check(*names)
+        vocabulary = min(self._models[name].vocabulary for name in names)
+        if isinstance(data, Batch):
+            staging.refuse_foreign_tokens(data, vocabulary)
+            return Part.cut(data, self._sizes.values(), self._budget)
+        self._check_staged(data.number)
+        if data.highest >= vocabulary:
+            staging.refuse_foreign_tokens(data.batch, vocabulary)
+        if not {self._sizes[name] for name in names} <= data.sizes:
+            raise TrainingError("these rows were staged before a model with other replicas was made: stage them again")
+        return data
 
-    @staticmethod
-    def _cut(batch: Batch, shares: list[Bins]) -> list[list[Batch]]:
-        """The micro-batches of each rank."""
-        return [[batch.take(indices) for indices in bins] for bins in shares]
-
-    def _everywhere(self, name: str, operation: Operation, *args: Any) -> list[Any]:
-        return self._run(name, operation, [args] * self._site.ranks)
-
-    def _run(self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        orders = write_orders(operation, arguments)
-        self._begin(name)
-        self._site.send(orders)
-        return self._end(operation, arguments[0])
-
-    def _begin(self, name: str) -> None:
-        if self.broken or self._running:
-            state = f"{self._running} is still running" if self._running else "the world is broken"
-            raise TrainingError(f"{name} is not possible: {state}")
-        self._running, self.broken = name, True
-
-    def _end(self, operation: Operation, arguments: tuple[Any, ...]) -> list[Any]:
-        """Run this rank's part, gather all outcomes, and raise the first failure."""
-        name, self._running = self._running, ""
+    def _stageable(self, batch: Batch, number: int, index: int) -> Part:
         try:
-            outcomes = self._site.report(self._site.run(operation, arguments)) or []
-        except (RuntimeError, TrainingError) as error:
-            raise self._error(name, self._site.first_failure(), str(error)) from error
-        self.broken = False
-        self._heard = self._clock.now()
-        if any(isinstance(outcome, Failure) for outcome in outcomes):
-            raise self._error(name, self._site.first_failure())
-        return outcomes
+            for info in self._models.values():
+                staging.refuse_foreign_tokens(batch, info.vocabulary)
+            return Part.cut(batch, self._sizes.values(), self._budget, number, index)
+        except TrainingError as error:
+            raise TrainingError(f"part {index}: {error}") from None
 
-    @staticmethod
-    def _error(name: str, failure: Failure | None, otherwise: str = "") -> TrainingError:
-        if failure is None:
-            return TrainingError(f"{name} failed: {otherwise}")
-        reason = failure.text.strip().splitlines()[-1]
-        return TrainingError(f"{name} failed on rank {failure.rank}: {reason}\n{failure.text}")
+    def _of_places(self, name: str, outcomes: list[T]) -> list[T]:
+        """The outcome of the first replica of each data-parallel place."""
+        return outcomes[:: self._site.ranks // self._sizes[name]]
+
+    def _check(self, *names: str) -> None:
+        for name in names:
+            if name not in self._models:
+                raise TrainingError(f"no model {name!r}; there are: {', '.join(self._models) or 'none'}")
+
+    def _check_staged(self, number: int) -> None:
+        if number not in self._staged:
+            raise TrainingError("these rows are staged no longer")
+
+    def _forget(self, name: str) -> None:
+        self._models.pop(name, None)
+        self._sizes.pop(name, None)
+        self._control.states = residency.without(self._control.states, name)
 
 
 def lead_or_serve(
     algorithm: Callable[[Dispatch], None],
     budget: Budget,
     *,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: Device = "cpu",
     patience: Patience | None = None,
+    colocated: bool = False,
 ) -> None:
     """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has."""
     with joined(device, patience or Patience()) as site:
         if site.rank != 0:
             site.serve()
             return
-        dispatch = Dispatch(site, budget)
+        dispatch = Dispatch(site, budget, colocated)
         try:
             algorithm(dispatch)
         finally:
             dispatch.close()
 
 
-def _init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
-    site.workers[name] = Worker(spec, site.mesh)
-    return site.workers[name].info
-
-
-def _on_model(site: Site, name: str, function: Callable[..., T], *args: Any) -> T:
-    return function(site.worker(name), *args)
-
-
-def _with_keywords(
-    site: Site, name: str, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> T:
-    return function(site.worker(name), *args, **kwargs)
-
-
-def _take_parameters(site: Site, name: str) -> None:
-    for _ in site.worker(name).full_parameters():
-        pass
-
-
-def _take_rest(site: Site, parameters: Iterator[tuple[str, Tensor]]) -> None:
-    for _ in parameters:
-        pass
-
-
-def _nothing(site: Site) -> None:
+def _nothing(worker: Worker) -> None:
     pass

@@ -28,15 +28,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipeline.errors import DeadlineError, TrainingError
+from pipeline.training.rows import Batch
 from pipeline.training.worker import Worker
 from pipeline.waiting import wait_for
 
 Operation = Callable[..., Any]
+Device = Literal["cpu", "cuda"]
+StagedPart = dict[int, list[Batch]]
+"""The micro-batches of each share that some model of this rank takes, by the share's number."""
 Order = tuple[Operation, tuple[Any, ...]]
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
@@ -87,22 +91,58 @@ class Failure:
 
 @dataclass
 class Site:
-    """What operations act on in one process: its place in the world and its models."""
+    """What operations act on in one process: its place in the world, its models and its rows.
+
+    Attributes:
+        control: the group of orders and outcomes.
+        background: a group for what goes on while operations run, such as writing a checkpoint.
+        staged: rows that wait here for operations, by the number of their staging: the parts, in order.
+    """
 
     rank: int
     ranks: int
-    mesh: DeviceMesh
+    device: Device
     store: Store
     control: dist.ProcessGroup
+    background: dist.ProcessGroup
     patience: Patience
     workers: dict[str, Worker] = field(default_factory=dict)
+    staged: dict[int, list[StagedPart]] = field(default_factory=dict)
     number: int = 0
+    _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
 
     def worker(self, name: str) -> Worker:
         """The model of that name; `TrainingError` with the known names if there is none."""
         if name not in self.workers:
             raise TrainingError(f"no model {name!r}; there are: {', '.join(self.workers) or 'none'}")
         return self.workers[name]
+
+    def mesh_of(self, name: str, replicas: int = 1) -> DeviceMesh:
+        """The ranks over which a model of this name is sharded, in one dimension: every `replicas`-th of the world.
+
+        Its group is of that name alone, so that what models do at the same time cannot mix. Collective over all ranks.
+        """
+        if (name, replicas) not in self._groups:
+            patience = timedelta(seconds=self.patience.operation)
+            made = [dist.new_group(list(range(first, self.ranks, replicas)), patience) for first in range(replicas)]
+            self._groups[name, replicas] = made[self.rank % replicas]
+        group = self._groups[name, replicas]
+        return DeviceMesh.from_group(group, self.device, mesh_dim_names=("shard",))
+
+    def stream_of(self, name: str) -> torch.cuda.Stream | None:
+        """A stream for a model that computes in a thread beside others, after all that is queued; None on the CPU.
+
+        On a stream that threads share, each would wait for the collectives of all, and ranks that queue them in
+        different orders would wait for each other forever.
+        """
+        if self.device == "cpu":
+            return None
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._streams[name]
+        stream.wait_stream(torch.cuda.current_stream())
+        return stream
 
     def send(self, orders: Sequence[bytes]) -> None:
         """Controller: hand every rank its order (see `write_orders`)."""
@@ -180,14 +220,15 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 @contextmanager
-def joined(device: Literal["cpu", "cuda"], patience: Patience) -> Iterator[Site]:
+def joined(device: Device, patience: Patience) -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
-    control has a gloo group of its own, whose time-out may be long without hiding a stuck collective.
+    control has a gloo group of its own, whose time-out may be long without hiding a stuck collective, and so has what
+    goes on in the background.
     """
     store, rank, ranks = next(iter(rendezvous("env://")))
-    backend = "gloo"
+    backend, operation = "gloo", timedelta(seconds=patience.operation)
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
         backend = "cpu:gloo,cuda:nccl"
@@ -196,11 +237,11 @@ def joined(device: Literal["cpu", "cuda"], patience: Patience) -> Iterator[Site]
         store=PrefixStore("world", store),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=patience.operation),
+        timeout=operation,
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
-        mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
-        yield Site(rank, ranks, mesh, PrefixStore("control", store), control, patience)
+        background = dist.new_group(backend="gloo", timeout=operation)
+        yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:
         dist.destroy_process_group()

@@ -79,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = ModelConfig(path=chosen.model, init="random")
     with joined("cpu", Patience()) as site:
-        worker = Worker(ModelSpec("policy", model, OptimConfig()), site.mesh)
+        worker = Worker(ModelSpec("policy", model, OptimConfig()), site.mesh_of("policy"))
         batch = make_batch(chosen.rows, worker.info.vocabulary)
         shares = {
             packed: [batch.take(bins) for bins in packing.split(batch.lengths, site.ranks, budget)[site.rank]]

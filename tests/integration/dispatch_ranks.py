@@ -149,7 +149,7 @@ def an_export_is_a_model_that_transformers_loads(dispatch: Dispatch, path: Path)
     dispatch.forward_backward("policy", batch, GRPO)
     dispatch.optim_step("policy")
     target = path.parent / "export"
-    dispatch.export_hf("policy", target)
+    dispatch.save_hf_model("policy", target)
     assert (target / "tokenizer.json").read_text() == (path / "tokenizer.json").read_text()
     network = AutoModelForCausalLM.from_pretrained(target)
     for row, found in zip(batch.rows, dispatch.forward("policy", batch), strict=True):

@@ -28,9 +28,9 @@ class Ranks:
         self.asked: list[str] = []
         self.after_export: Callable[[], object] = lambda: None
 
-    def export_hf(self, name: str, path: Path) -> None:
+    def save_hf_model(self, name: str, path: Path) -> None:
         """Writes a file; `after_export` is what happens before the export is over."""
-        self.asked.append("export_hf")
+        self.asked.append("save_hf_model")
         path.mkdir()
         (path / "model.safetensors").write_text(name)
         self.after_export()
@@ -108,7 +108,7 @@ def test_the_owner_may_write(run: FakeRun, owner: Trainer) -> None:
     for write in (Trainer.log, Trainer.export, Trainer.finish, Trainer.open_metrics):
         write(owner)
     assert len(run.paths.metrics.read_text().splitlines()) == 1
-    assert owner.ranks.asked == ["export_hf"]
+    assert owner.ranks.asked == ["save_hf_model"]
     assert run.paths.finished.exists()
 
 

@@ -1,0 +1,110 @@
+"""What each rank does when the controller asks.
+
+Owns the rank's side of every operation of the dispatch: bring the parts that it needs to the device, then run it on the
+models of this process. Promises that evictions come before arrivals, that models which compute at the same time do so
+in threads and process groups of their own, and that a model which is removed leaves nothing behind. Must not know when
+what is done, nor what moves: orders say that.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.losses import Level, Objective
+from pipeline.training.offload import Memory, empty_cache
+from pipeline.training.ranks import Operation, Site
+from pipeline.training.residency import Move
+from pipeline.training.spec import ModelSpec
+from pipeline.training.staging import Data, micro_batches
+from pipeline.training.worker import ModelInfo, Worker
+
+T = TypeVar("T")
+
+
+def moved(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -> Any:
+    """Move parts of models, then run the operation."""
+    for move in moves:
+        worker = site.worker(move.name)
+        if move.to == "device":
+            worker.load(move.part)
+        else:
+            worker.offload(move.part)
+    if any(move.to == "offloaded" for move in moves):
+        empty_cache(torch.device(site.device))
+    return operation(site, *args)
+
+
+def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
+    remove_model(site, name)
+    site.workers[name] = Worker(spec, site.mesh_of(name, spec.replicas))
+    return site.workers[name].info
+
+
+def remove_model(site: Site, name: str) -> None:
+    if site.workers.pop(name, None) is not None:
+        gc.collect()  # FSDP's hooks are cycles
+        empty_cache(torch.device(site.device))
+
+
+def forward(site: Site, name: str, data: Data, packed: bool) -> list[NDArray[np.float32]]:
+    return site.worker(name).forward(micro_batches(site, data), packed)
+
+
+def forward_each(site: Site, data: Mapping[str, Data], packed: bool) -> dict[str, list[NDArray[np.float32]]]:
+    """`forward` of several models at once; all of them end, then the first failure is raised."""
+    streams = [site.stream_of(name) for name in data]
+    with ThreadPoolExecutor(len(data), thread_name_prefix="forward") as threads:
+        given = zip(streams, data.items(), strict=True)
+        running = [threads.submit(_forward_on, stream, site, *each, packed) for stream, each in given]
+    for stream in streams:
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+    return {name: answers.result() for name, answers in zip(data, running, strict=True)}
+
+
+def forward_backward(
+    site: Site, name: str, data: Data, packed: bool, loss: Objective, loss_weight: float, level: Level
+) -> dict[str, float]:
+    return site.worker(name).forward_backward(micro_batches(site, data), packed, loss, loss_weight, level)
+
+
+def copy_parameters(site: Site, source: str, target: str) -> None:
+    site.worker(target).copy_from(site.worker(source))
+
+
+def on_model(site: Site, name: str, function: Callable[..., T], *args: Any) -> T:
+    return function(site.worker(name), *args)
+
+
+def take_parameters(site: Site, name: str) -> None:
+    take_rest(site, site.worker(name).full_parameters())
+
+
+def take_rest(site: Site, parameters: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in parameters:
+        pass
+
+
+def memory(site: Site) -> dict[str, Memory]:
+    return {name: worker.memory() for name, worker in site.workers.items()}
+
+
+def give_back_cache(site: Site) -> None:
+    empty_cache(torch.device(site.device))
+
+
+def nothing(site: Site) -> None:
+    pass
+
+
+def _forward_on(
+    stream: torch.cuda.Stream | None, site: Site, name: str, data: Data, packed: bool
+) -> list[NDArray[np.float32]]:
+    with torch.cuda.stream(stream):
+        return forward(site, name, data, packed)
