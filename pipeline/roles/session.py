@@ -1,8 +1,8 @@
 """One attempt of the trainer, from its newest commit to `training_finished`.
 
 Owns the wiring of the controller: which jobs run on which dispatch, with which streams, servers, checkpoints and sinks,
-and the order of the end: last commit, exported model, weight groups torn down, and only then the event [B7, B8]. Must
-not know losses, ranks or how weights travel.
+and the order of the end: last commit, exported model, weight groups torn down, device memory given back, and only then
+the event [B7, B8]. Must not know losses, ranks or how weights travel.
 """
 
 import logging
@@ -24,9 +24,11 @@ from pipeline.training.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.publisher import Publisher
+from pipeline.training.release import release
 from pipeline.training.rl import ReinforcementLearning
 from pipeline.training.runner import Algorithm, Runner
 from pipeline.training.sft import SupervisedFineTuning
+from pipeline.training.speed import machine_of
 from pipeline.weights.link import Meeting
 from pipeline.weights.sender import WeightSender
 
@@ -57,6 +59,7 @@ class Session:
             except Interrupted as reason:
                 log.info("%s; what is done is committed", reason)
                 return
+        release(self._dispatch)
         self._context.events.publish("training_finished", self._context.placement.name)
 
     def _open(self, opened: ExitStack) -> None:
@@ -91,7 +94,8 @@ class Session:
         done = position.done
         for job in (position.job, *position.rest):
             write_job(self._context.run.training_job(job.name), job)
-            Runner(self, self._config.training.checkpoint_every).run(self._algorithm(job), done)
+            machine = machine_of(self._dispatch, self._config, job)
+            Runner(self, self._config.training.checkpoint_every, machine).run(self._algorithm(job), done)
             done = 0
 
     def _algorithm(self, job: Job) -> Algorithm:

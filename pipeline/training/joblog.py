@@ -21,6 +21,7 @@ from typing import Any
 ENDS = ("finished", "failed")
 """The events after which an execution writes nothing more."""
 Line = dict[str, Any]
+_INFINITE = (float("inf"), float("-inf"))
 
 
 class JobLog:
@@ -35,9 +36,10 @@ class JobLog:
         self.path.unlink(missing_ok=True)
 
     def write(self, event: str, **details: Any) -> None:
-        """Add a line, in one write."""
+        """Add a line, in one write; a number that is not finite is null."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **details})
+        whole = {name: None if value != value or value in _INFINITE else value for name, value in details.items()}
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **whole})
         with self.path.open("a") as file:
             file.write(line + "\n")
 

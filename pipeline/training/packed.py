@@ -27,6 +27,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -136,7 +137,7 @@ class PackedRows:
                 self._views[name] = np.frombuffer(self._maps[name], array.dtype)
             self._check_counts()
         except BaseException:
-            self.close()
+            self._abandon()
             raise
         self._starts = np.concatenate([[0], np.cumsum(self._views["lengths"])])
         self._prompts = _by_prompt(self._views["prompts"])
@@ -147,12 +148,10 @@ class PackedRows:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. After an error, whose traceback holds rows, what they map is left to its end instead."""
-        try:
+        if error is None:
             self.close()
-        except TrainingError:
-            if error is None:
-                raise
+        else:
+            self._abandon()
 
     def __len__(self) -> int:
         return self.manifest.rows
@@ -205,6 +204,11 @@ class PackedRows:
             except BufferError:
                 self._close_unreferenced(name)
             del self._maps[name]
+
+    def _abandon(self) -> None:
+        """Close after an error. What the frames of its traceback hold is unmapped when they are gone."""
+        with suppress(TrainingError):
+            self.close()
 
     def _close_unreferenced(self, name: str) -> None:
         """Rows in a reference cycle, such as that of an exception, live until they are collected."""

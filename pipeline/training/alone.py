@@ -1,0 +1,88 @@
+"""The algorithms of jobs that stand alone.
+
+Owns where such a job's rows come from: packed files, or the task's demonstrations. The learning itself is that of a
+run: `pipeline.training.sft` and `pipeline.training.update`.
+"""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+
+from pipeline.config import RunConfig
+from pipeline.errors import TrainingError
+from pipeline.training.demonstrations import TaskDemonstrations
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.jobs import Job, RlJob, SftJob
+from pipeline.training.jobstate import JobState
+from pipeline.training.packed import PackedRows
+from pipeline.training.rl import MOST_SKIPPED
+from pipeline.training.rows import Row
+from pipeline.training.runner import Algorithm
+from pipeline.training.sft import Demonstrate, SupervisedFineTuning
+from pipeline.training.update import PolicyUpdate, is_lost
+
+
+def algorithm_of(
+    job: Job, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows | None
+) -> Algorithm:
+    """What trains the job: on the packed rows, or without them on the task's demonstrations."""
+    if isinstance(job, SftJob):
+        rows = partial(_in_turn, packed) if packed else TaskDemonstrations(config)
+        return FineTuningAlone(job, dispatch, rows, state)
+    if packed is None:
+        raise TrainingError("a job of RL that stands alone trains packed rows")
+    return LearningAlone(job, config, dispatch, state, packed)
+
+
+def _in_turn(packed: PackedRows, step: int, count: int) -> list[Row]:
+    return packed.rows(packed.cycle(step, count))
+
+
+class FineTuningAlone(SupervisedFineTuning):
+    """The `Algorithm` of an `SftJob` that stands alone: a fresh one goes on with the moments of the one before."""
+
+    def __init__(self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, state: JobState) -> None:
+        super().__init__(job, dispatch, rows, dispatch.idle)
+        self._state = state
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        if step == 0:
+            self._state.inherit()
+
+
+class LearningAlone:
+    """The `Algorithm` of an `RlJob` on packed rows, whose advantages (or rewards) they bring."""
+
+    def __init__(self, job: RlJob, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows) -> None:
+        self.job = job
+        self._state, self._packed = state, packed
+        self._update = PolicyUpdate(dispatch, config)
+        self._skipped = 0
+
+    @property
+    def whole(self) -> bool:
+        """See `PolicyUpdate.whole`."""
+        return self._update.whole
+
+    def begin(self, step: int) -> None:
+        self._update.begin(self.job.optim, self.job.steps, step)
+        if step == 0:
+            self._state.inherit()
+
+    def step(self, step: int) -> Mapping[str, float]:
+        started = time.monotonic()
+        rows = self._packed.rows(self._packed.of_prompts(step, self.job.prompts))
+        metrics = self._update.run(rows, step)
+        self._skipped = self._skipped + 1 if is_lost(metrics) else 0
+        timing = {"seconds/train": time.monotonic() - started}
+        return metrics | timing | {"tokens/batch": float(sum(map(len, rows)))}
+
+    def follow_up(self, done: int) -> Mapping[str, float]:
+        """Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        if self._skipped >= MOST_SKIPPED:
+            raise TrainingError(f"the gradient was not finite in {self._skipped} steps in a row; lower optim.lr")
+        return {}
+
+    def end(self) -> None:
+        """Nothing is left to do."""

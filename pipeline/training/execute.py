@@ -1,0 +1,227 @@
+"""Executing jobs that stand alone: from the file of a job, or a folder of them, to the announcement that it is done.
+
+Owns the order of an execution and of its end [D7]. Promises that nothing is trained before all that the job names is
+there and checked; that an execution which is cut short anywhere before its announcement can be started again, and goes
+on from its last commit; and that by the time a job is announced as finished
+
+1. its model is at `output`, whole, and its state is committed,
+2. nothing maps its packed files any more,
+3. every rank has given its device memory back,
+4. its data folder is removed, and its file has left the queue.
+
+A job that fails keeps its data. Rank 0 alone looks at folders and files; the others learn of a job by what they are
+told to do. Run by torchrun:
+
+    python -m pipeline.training.execute <job file or folder> <config as JSON>
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
+from pipeline.errors import CheckpointError, ConfigError, RollcallError, TrainingError
+from pipeline.models import model_directory
+from pipeline.training import folders
+from pipeline.training.alone import algorithm_of
+from pipeline.training.dispatch import Dispatch, lead_or_serve
+from pipeline.training.joblog import JobLog
+from pipeline.training.jobqueue import JobQueue
+from pipeline.training.jobs import Job, Packed, RlJob, Stream, read_job
+from pipeline.training.jobstate import JobState
+from pipeline.training.packed import PackedRows, remove_packed
+from pipeline.training.release import release
+from pipeline.training.runner import Runner
+from pipeline.training.spec import models_of
+from pipeline.training.speed import machine_of
+
+log = logging.getLogger(__name__)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def serve(path: Path, dispatch: Dispatch, config: RunConfig) -> None:
+    """Execute the job of a file, or those of a folder until none is left that can be executed.
+
+    Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
+    needs nothing of the failed one; then `TrainingError` at the end says what failed and what waits.
+    """
+    if not path.is_dir():
+        execute(path, dispatch, config)
+        return
+    queue, failures = JobQueue(path), []
+    while (file := queue.next()) is not None:
+        try:
+            execute(file, dispatch, config, put_away=queue.done)
+        except RollcallError as error:
+            failures.append(file.name)
+            queue.failed(file, one_line(error))
+            if dispatch.broken:
+                raise
+    if failures:
+        waits = "".join(f"; {file.name} waits for {needed}" for file, needed in queue.left.items())
+        raise TrainingError(f"failed: {', '.join(failures)} (see {path / 'failed'}){waits}")
+
+
+def execute(
+    file: Path, dispatch: Dispatch, config: RunConfig, put_away: Callable[[Path], None] = lambda file: None
+) -> None:
+    """Do the job of a file and announce it; raises what it failed with, which its log then says too.
+
+    `put_away` is called with the file right before the announcement.
+    """
+    job = read_job(file)
+    identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
+    _check_standing_alone(file, job)
+    told = JobLog(Path(job.log))
+    told.clear()
+    told.write("started", job=str(file), kind=job.kind, steps=job.steps)
+    log.info("%s: %s", file, job.kind)
+    try:
+        Execution(job, identity, dispatch, config, told).run()
+        put_away(file)
+    except RollcallError as error:
+        _forget_models(dispatch)
+        told.write("failed", error=one_line(error))
+        raise
+    told.write("finished", job=str(file), output=job.output)
+    log.info("%s: finished", file)
+    _forget_models(dispatch)
+
+
+class Execution:
+    """One execution of one job, and its `runner.Book`."""
+
+    def __init__(self, job: Job, identity: str, dispatch: Dispatch, config: RunConfig, told: JobLog) -> None:
+        self._job, self._dispatch, self._told = job, dispatch, told
+        self._output = Path(job.output)
+        for folder in filter(None, (job.output, job.checkpoint)):
+            folders.mend(Path(folder))
+        self._config = starting_from(job, config)
+        self._state = JobState(job, identity, dispatch)
+
+    def run(self) -> None:
+        """Train what is left of the job, write its model, and give everything back."""
+        job = self._job
+        done = self._state.find()
+        models = models_of(self._config, job.kind, job.optim, job.steps)
+        for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
+            self._dispatch.init_model(name, models[name])
+        if done:
+            self._state.restore()
+        if done < job.steps:
+            self._train(done)
+        self._export()
+        release(self._dispatch)
+        if isinstance(job.inputs, Packed):
+            remove_packed(Path(job.inputs.folder))
+
+    def _train(self, done: int) -> None:
+        """The steps that are left. When this returns, nothing maps the packed files."""
+        job, training = self._job, self._config.training
+        machine = machine_of(self._dispatch, self._config, job)
+        runner = Runner(self, training.checkpoint_every, machine)
+        if not isinstance(job.inputs, Packed):
+            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, None), done)
+            return
+        with PackedRows(Path(job.inputs.folder)) as packed:
+            longest = min(self._config.model.max_length, training.micro_batch_tokens)
+            packed.check(self._dispatch.models["policy"].vocabulary, longest)
+            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed), done)
+
+    def _export(self) -> None:
+        part = folders.unfinished(self._output)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        self._dispatch.save_hf_model("policy", part)
+        folders.replace(self._output, part)
+
+    @property
+    def whole(self) -> bool:
+        """See `runner.Book`."""
+        return not self._dispatch.broken
+
+    def commit(self, job: Job, done: int, wait: bool) -> None:
+        """See `runner.Book`; always durable."""
+        self._state.commit(done)
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """See `runner.Book`."""
+        self._told.write("step", step=step, of=job.steps, **metrics)
+        log.info("%s step %d of %d: loss %.4g", job.kind, step, job.steps, metrics.get("loss", float("nan")))
+
+
+def starting_from(job: Job, config: RunConfig) -> RunConfig:
+    """The config whose model is what the job starts from; `CheckpointError` if the job's checkpoint is not there."""
+    model = config.model
+    if job.checkpoint:
+        model = _from_adapter(job, model) if model.lora.rank else _from_model(job, model)
+    model = model.model_copy(update={"path": str(model_directory(model))})
+    return config.model_copy(update={"model": model})
+
+
+def _from_adapter(job: Job, model: ModelConfig) -> ModelConfig:
+    _insist(job, ADAPTER_FILES, "an adapter, which model.lora.rank asks for")
+    lora: LoraConfig = model.lora.model_copy(update={"adapter": job.checkpoint})
+    return model.model_copy(update={"lora": lora})
+
+
+def _from_model(job: Job, model: ModelConfig) -> ModelConfig:
+    _insist(job, ("config.json", "*.safetensors"), "a model; for an adapter set model.lora.rank")
+    return model.model_copy(update={"path": job.checkpoint, "init": "pretrained"})
+
+
+def _insist(job: Job, patterns: tuple[str, ...], what: str) -> None:
+    folder = Path(job.checkpoint)
+    missing = [pattern for pattern in patterns if not list(folder.glob(pattern))]
+    if missing:
+        raise CheckpointError(f"checkpoint {folder} has no {', '.join(missing)}: expected {what}")
+
+
+def _check_standing_alone(file: Path, job: Job) -> None:
+    for name in ("optimizer_state", "output", "log"):
+        if not getattr(job, name):
+            raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
+    if isinstance(job.inputs, Stream):
+        mend = "pack the rows, or start a run: python launchers/submit.py"
+        raise ConfigError(f"{file}: inputs.kind", "stream", "packed, in a job that stands alone", mend)
+    if isinstance(job, RlJob) and job.output == job.optimizer_state:
+        raise ConfigError(f"{file}: output", job.output, "another folder than optimizer_state")
+
+
+def _forget_models(dispatch: Dispatch) -> None:
+    """The next job makes its own."""
+    if not dispatch.broken:
+        for name in list(dispatch.models):
+            dispatch.remove_model(name)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def main(arguments: list[str]) -> None:
+    """One process of torchrun."""
+    from pipeline import logs, process
+    from pipeline.packing import Budget
+
+    process.die_with_parent()
+    path, config = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1]))
+    logs.configure("trainer")
+    training = config.training
+    budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
+
+    def lead(dispatch: Dispatch) -> None:
+        try:
+            serve(path, dispatch, config)
+        except RollcallError as error:
+            log.error("%s", one_line(error))
+            raise SystemExit(error.exit_code) from None
+
+    lead_or_serve(lead, budget, device=config.resources.device, colocated=training.offload)
+    process.leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

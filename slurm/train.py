@@ -1,0 +1,193 @@
+"""Jobs that stand alone, sent to a machine: this one, or a node of the cluster.
+
+Owns the two backends, which do the same: `Trainer`, a torchrun over the processes of one node. Promises that nothing
+is started unless every job can be read and the config allows it; that the launcher tells what the logs of the jobs say,
+under the paths that the jobs name; and that Ctrl-C ends what was started here, while a job of Slurm goes on.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.helpers import Checkpointable
+from submitit.slurm.slurm import SlurmJob, _make_sbatch_string
+
+from pipeline import process
+from pipeline.checks import check_config
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RollcallError, SchedulerError, TrainingError
+from pipeline.models import longest_sequence
+from pipeline.paths import RunPaths
+from pipeline.training.joblog import JobLog, Line
+from pipeline.training.jobqueue import waiting
+from pipeline.training.jobs import read_job
+from slurm.commands import find_slurm
+from slurm.compose import compose_config
+from slurm.environment import child_environment, submission_environment
+from slurm.executors import RunJob
+
+_PAUSE = 0.2
+_LONG_MINUTES = 1 << 20
+"""Submitit gives up a job that Slurm ends near its limit; ours goes on with what is left, however often."""
+_SHOWN = ("loss", "reward/mean", "grad_norm", "tokens_per_second")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `train.py <job file or folder> [key=value …]`."""
+    try:
+        if not argv or "=" in argv[0]:
+            raise ConfigError(
+                "jobs", None, "a job file, or a folder of them, as the first argument", "see docs/jobs.md"
+            )
+        path = Path(argv[0]).resolve()
+        config = checked(path, compose_config([f"name={path.stem}", *argv[1:]]))
+        trainer = Trainer(path, config)
+        return trainer() if config.cluster.kind == "local" else submit(trainer)
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def checked(path: Path, config: RunConfig) -> RunConfig:
+    """The config, if every job that waits can be read and one node can execute it; else `ConfigError`."""
+    if not waiting_at(path):
+        raise ConfigError("jobs", str(path), "a job file, or a folder with at least one *.json", "see docs/jobs.md")
+    for file in waiting_at(path):
+        read_job(file)
+    check_config(config, longest_sequence(config.model))
+    if config.resources.trainer.nodes > 1:
+        mend = "a job that stands alone has one node; what needs more is a run: python launchers/submit.py"
+        raise ConfigError("resources.trainer.nodes", config.resources.trainer.nodes, "1", mend)
+    return config
+
+
+def waiting_at(path: Path) -> list[Path]:
+    """The job files that a trainer of this path will execute, as far as they are there by now."""
+    return waiting(path) if path.is_dir() else [path] if path.is_file() else []
+
+
+@dataclass(frozen=True)
+class Trainer(Checkpointable):
+    """What every backend calls on the node; it returns when the jobs are done. Requeued, it does what is left."""
+
+    path: Path
+    config: RunConfig
+
+    @property
+    def output(self) -> Path:
+        """Standard output and error of all processes."""
+        return self.path / "trainer.out" if self.path.is_dir() else self.path.with_suffix(".out")
+
+    def __call__(self) -> int:
+        """Exit code 0; `TrainingError` with the last lines of the output if the processes ended otherwise."""
+        trainer = self.config.resources.trainer
+        command = [
+            *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+            *("--nproc-per-node", str(trainer.processes), "-m", "pipeline.training.execute"),
+            *(str(self.path), self.config.model_dump_json()),
+        ]
+        threads = {"OMP_NUM_THREADS": str(trainer.threads), "TOKENIZERS_PARALLELISM": "false"}
+        child = process.Child(command, self.output, child_environment(threads))
+        try:
+            follow(self.path, lambda: child.poll() is not None)
+        finally:
+            code = child.stop(self.config.cluster.stop_seconds)
+        if code:
+            said = "\n".join(process.tail(self.output))
+            raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
+        return 0
+
+
+def submit(trainer: Trainer) -> int:
+    """Queue one job of Slurm that calls the trainer, and follow it; its exit code."""
+    try:
+        job = executor_of(trainer).submit(trainer)
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise SchedulerError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
+    print(f"submitted job {job.job_id}; its output: {trainer.output}", flush=True)
+    try:
+        follow(trainer.path, lambda: bool(job.done()))
+    except KeyboardInterrupt:
+        print(f"job {job.job_id} goes on; end it with scancel {job.job_id}", file=sys.stderr)
+        return 130
+    failure = job.exception()
+    if failure is not None:
+        raise TrainingError(f"job {job.job_id}: {failure}")
+    return 0
+
+
+class OneNode(SlurmExecutor):
+    """Submitit's Slurm executor for one node.
+
+    Differs from its base in a time limit that may be the partition's own, in an sbatch that hears nothing of a job
+    around this process, and in a handle that asks Slurm itself whether the job is over.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        super().__init__(folder, max_num_timeout=config.cluster.max_restarts)
+        self._time = config.cluster.time or None
+        handle = partial(RunJob, run=RunPaths(folder), scheduler=find_slurm())
+        self.job_class = cast(type[SlurmJob[Any]], handle)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        parameters = {**self.parameters, "time": self._time}
+        return _make_sbatch_string(command=command, folder=self.folder, **parameters)
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        unwanted = os.environ.keys() - submission_environment().keys()
+        return ["env", *(f"--unset={name}" for name in sorted(unwanted)), "sbatch", str(submission_file_path)]
+
+
+def executor_of(trainer: Trainer) -> OneNode:
+    """What asks Slurm for the node, as `cluster.*` and `resources.trainer.*` say."""
+    cluster, resources = trainer.config.cluster, trainer.config.resources.trainer
+    executor = OneNode(trainer.output.with_suffix(".submitit"), trainer.config)
+    names = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "exclusive", "mail_user", "mail_type")
+    wanted = {name: getattr(cluster, name) for name in names} | {
+        "job_name": trainer.config.name,
+        "mem": cluster.memory,
+        "gpus_per_node": resources.gpus * resources.processes,
+        "cpus_per_task": cluster.cpus or resources.processes * resources.threads,
+        "signal_delay_s": cluster.notice_seconds,
+        "setup": list(cluster.setup),
+        "srun_args": list(cluster.srun_args),
+        "additional_parameters": dict(cluster.sbatch),
+    }
+    executor.update_parameters(
+        nodes=1,
+        ntasks_per_node=1,
+        time=_LONG_MINUTES,
+        **{key: value for key, value in wanted.items() if value},
+    )
+    return executor
+
+
+def follow(path: Path, over: Callable[[], bool]) -> None:
+    """Print what the logs of the jobs say until the trainer is over."""
+    logs: dict[Path, JobLog] = {}
+    while True:
+        gone = over()  # asked before reading: what was written until then is read
+        for file in waiting_at(path):
+            if file not in logs:
+                logs[file] = JobLog(Path(read_job(file).log))
+        for file, log in logs.items():
+            for line in log.new_lines():
+                print(f"{file.stem}: {describe(line)}", flush=True)
+        if gone:
+            return
+        time.sleep(_PAUSE)
+
+
+def describe(line: Line) -> str:
+    """A line of a job's log, for people."""
+    if line["event"] == "step":
+        numbers = " ".join(f"{name} {line[name]:.4g}" for name in _SHOWN if line.get(name) is not None)
+        return f"step {line['step']} of {line['of']}  {numbers}"
+    return " ".join(filter(None, [line["event"], line.get("error") or line.get("output")]))
