@@ -91,14 +91,13 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
 
     Attributes:
         group: the group as the actor sent it.
-        advantages: one for each sample, in order; empty unless `outcome` is `train`.
-        reference_logprobs: float32[T] as bytes for each sample, or empty when no reference model is used.
+        advantages: one for each sample, in order, or its reward (see `pipeline.advantages`); empty unless `outcome` is
+            `train`.
         outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`).
     """
 
     group: Group
     advantages: tuple[float, ...] = ()
-    reference_logprobs: tuple[bytes, ...] = ()
     outcome: str = "train"
 
 

@@ -1,8 +1,8 @@
 """Reinforcement learning from groups that the actor sampled with weights up to `max_lag` steps old.
 
-This file is the algorithm: take a batch of groups, one optimizer step, send the weights to the servers, evaluate now
-and then. It knows nothing of ranks (`dispatch`), of how groups come (`batches`), nor of how weights travel
-(`publisher`).
+This file is the loop around the algorithm of `update`: take a batch of groups, train it, send the weights to the
+servers, evaluate now and then. It knows nothing of ranks (`dispatch`), of how groups come (`batches`), nor of how
+weights travel (`publisher`).
 """
 
 import time
@@ -19,10 +19,13 @@ from pipeline.training.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import RlJob
 from pipeline.training.publisher import Publisher
-from pipeline.training.rows import Batch, Row
+from pipeline.training.rows import Row
+from pipeline.training.update import PolicyUpdate, is_lost
 
 MOST_SKIPPED = 5
-"""Steps in a row whose gradient may be not finite."""
+"""Steps in a row none of whose gradients may be finite."""
+FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"
+"""What becomes of the groups of a step that taught nothing."""
 
 
 class ReinforcementLearning:
@@ -38,8 +41,9 @@ class ReinforcementLearning:
         evaluations: Evaluations,
     ) -> None:
         self.job = job
-        self._config, self._dispatch, self._batches = config, dispatch, batches
+        self._config, self._batches = config, batches
         self._publisher, self._evaluations = publisher, evaluations
+        self._update = PolicyUpdate(dispatch, config)
         self._skipped = 0
 
     def begin(self, step: int) -> None:
@@ -47,8 +51,7 @@ class ReinforcementLearning:
 
         Only a fresh job waits for that: it says where RL starts from.
         """
-        if step == 0:
-            self._dispatch.reset_optimizer("policy", self.job.optim, steps=self.job.steps)
+        self._update.begin(self.job.optim, self.job.steps, step)
         self._publisher.start(step)
         self._publisher.settle()
         self._batches.tell_progress(step)
@@ -61,18 +64,11 @@ class ReinforcementLearning:
         started = time.monotonic()
         groups = self._batches.next(version=step)
         waited = time.monotonic() - started
-        loss = self._config.loss
-        batch = Batch.of(
-            rows_of(groups),
-            loss.normalise,
-            temperature=self._config.rollout.temperature,
-            max_length=self._config.model.max_length,
-        )
-        metrics = self._dispatch.forward_backward("policy", batch, loss)
-        metrics |= self._dispatch.optim_step("policy")
+        rows = rows_of(groups, masked="length" if self._config.training.overlong == "mask" else None)
+        metrics = self._update.run(rows, step)
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}
-        counts = {"tokens/batch": float(sum(batch.lengths)), "set_aside": float(self._batches.counts.total())}
+        counts = {"tokens/batch": float(sum(map(len, rows))), "set_aside": float(self._batches.counts.total())}
         return metrics | describe(groups, step) | timing | counts
 
     def follow_up(self, done: int) -> Mapping[str, float]:
@@ -97,35 +93,35 @@ class ReinforcementLearning:
             self._evaluations.request(self.job.steps)
         self._evaluations.wait()
 
-    def committed(self) -> None:
-        self._batches.acknowledge()
+    @property
+    def whole(self) -> bool:
+        """See `PolicyUpdate.whole`."""
+        return self._update.whole
 
     def _is_due(self, version: int) -> bool:
         every = self._config.training.eval_every
         return (version == 0 or (every > 0 and version % every == 0)) and self._evaluations.wants(version)
 
     def _outcome(self, metrics: Mapping[str, float]) -> str:
-        """What becomes of the groups of a step: a skipped one taught nothing."""
-        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
-        return "failed: gradient not finite" if self._skipped else TRAINED
+        self._skipped = self._skipped + 1 if is_lost(metrics) else 0
+        if self._skipped:
+            return FAILED
+        return TRAINED if metrics["optimizer_steps"] else UNTRAINED
 
 
-def rows_of(groups: Sequence[PreparedGroup]) -> list[Row]:
-    """One row for each sample, in order."""
-    rows: list[Row] = []
-    for prepared in groups:
-        references = prepared.reference_logprobs or (b"",) * len(prepared.group.samples)
-        for sample, advantage, reference in zip(prepared.group.samples, prepared.advantages, references, strict=True):
-            row = Row(
-                tokens=sample.token_array(),
-                mask=sample.sampled_array(),
-                advantages=advantage,
-                behaviour=sample.logprob_array(),
-                reference=np.frombuffer(reference, "<f4") if reference else None,
-                prompt=prepared.group.position,
-            )
-            rows.append(row)
-    return rows
+def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[Row]:
+    """One row for each sample, in order; of those that ended as `masked` says no token counts."""
+    return [
+        Row(
+            tokens=sample.token_array(),
+            mask=np.zeros(len(sample.sampled), np.uint8) if sample.finish == masked else sample.sampled_array(),
+            advantages=advantage,
+            behaviour=sample.logprob_array(),
+            prompt=prepared.group.position,
+        )
+        for prepared in groups
+        for sample, advantage in zip(prepared.group.samples, prepared.advantages, strict=True)
+    ]
 
 
 def describe(groups: Sequence[PreparedGroup], version: int) -> dict[str, float]:

@@ -14,8 +14,9 @@ from pipeline.paths import AttemptPaths
 from pipeline.records import Group, PreparedGroup, Sample
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches
-from pipeline.training.jobs import Job, RlJob
+from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.rl import ReinforcementLearning
+from pipeline.training.rows import Batch
 from pipeline.training.runner import Runner
 from slurm.compose import compose_config
 
@@ -35,15 +36,31 @@ class LostBoard(Board):
         super().post_progress(version, settled)
 
 
+class Staged:
+    """Rows on no rank at all."""
+
+    def __init__(self, parts: list[Batch]) -> None:
+        self.parts = parts
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.parts[index]
+
+
 class CountingDispatch:
     """A model that is the number of its optimizer steps."""
 
-    steps = 0
+    steps, broken = 0, False
+
+    def stage(self, parts: list[Batch]) -> Staged:
+        return Staged(parts)
+
+    def unstage(self, staged: Staged) -> None:
+        """Nothing is held."""
 
     def reset_optimizer(self, *_: object, **__: object) -> None:
         self.steps = 0
 
-    def forward_backward(self, *_: object) -> dict[str, float]:
+    def forward_backward(self, *_: object, **__: object) -> dict[str, float]:
         return {}
 
     def optim_step(self, *_: object) -> dict[str, float]:
@@ -60,7 +77,7 @@ class Book:
         self._dispatch, self._ledger = dispatch, ledger
         self.commits: list[tuple[int, int, int]] = []
 
-    def commit(self, job: Job, done: int) -> None:
+    def commit(self, job: Job, done: int, wait: bool) -> None:
         self.commits.append((done, self._dispatch.steps, self._ledger.settled))
 
     def note(self, *_: object) -> None:
@@ -71,14 +88,15 @@ class Book:
 def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledger_made(
     tmp_path: Path, lost_after: int
 ) -> None:
-    config = compose_config(["experiment=demo", f"training.prompts_per_step={PROMPTS}", "training.eval_every=0"])
+    sizes = [f"training.prompts_per_step={PROMPTS}", f"training.steps={STEPS}", "training.eval_every=0"]
+    config = compose_config(["experiment=demo", *sizes])
     dispatch, ledger = CountingDispatch(), Ledger()
     publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         streams.publish_many("prepared", [prepared(position) for position in range(PROMPTS * STEPS)])
         board = LostBoard(streams, dispatch, lost_after)
         batches = GroupBatches(streams, board, ledger, config, lambda: None)
-        job = RlJob(steps=STEPS, prompts=PROMPTS, optim=config.optim)
+        job: Any = jobs_of(config)[-1]
         anything: Any = dispatch
         algorithm = ReinforcementLearning(job, config, anything, batches, publisher, Mock())
         book = Book(dispatch, ledger)

@@ -64,7 +64,6 @@ prepared = built(
     PreparedGroup,
     group=groups,
     advantages=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
-    reference_logprobs=st.lists(st.binary(max_size=8), max_size=3).map(tuple),
     outcome=reasons,
 )
 results = built(

@@ -1,0 +1,317 @@
+"""A step of RL on real models in a world of one process: its order, its numbers, and that it learns."""
+
+import copy
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import Qwen3Config
+
+from pipeline.config import RunConfig
+from pipeline.errors import TrainingError
+from pipeline.losses import ValueObjective
+from pipeline.packing import Budget
+from pipeline.training import credit
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.ranks import Patience, joined
+from pipeline.training.rows import Batch, Row
+from pipeline.training.spec import models_of
+from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
+from pipeline.training.worker import Worker
+from tests.fakes.configs import make_config
+
+pytestmark = pytest.mark.integration
+VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
+
+
+@pytest.fixture(scope="module")
+def dispatch() -> Iterator[Dispatch]:
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**world, "MASTER_PORT": probe.getsockname()[1]}.items():
+            patch.setenv(name, str(value))
+        probe.close()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with joined("cpu", Patience(operation=60, control=60, grace=1)) as site:
+            yield Dispatch(site, Budget(tokens=512))
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    ).save_pretrained(path)
+    return path
+
+
+def a_config(path: Path, loss: dict[str, Any], lr: float = 1e-2, **training: Any) -> RunConfig:
+    return make_config(
+        model={"path": str(path), "init": "random", "max_length": 8},
+        loss=loss,
+        critic={"lr": 1e-2},
+        optim={"lr": lr},
+        training={"steps": 40, "prompts_per_step": PROMPTS, **training},
+        rollout={"temperature": 0.9},
+    )
+
+
+def begun(dispatch: Dispatch, config: RunConfig) -> PolicyUpdate:
+    """A fresh job on a fresh policy."""
+    for name in list(dispatch.models):
+        dispatch.remove_model(name)
+    dispatch.init_model("policy", models_of(config, "rl", config.optim, config.training.steps)["policy"])
+    update = PolicyUpdate(dispatch, config)
+    update.begin(config.optim, config.training.steps, 0)
+    return update
+
+
+def a_row(tokens: Sequence[int], sampled: int, advantage: float, prompt: int, seed: int = 0) -> Row:
+    """A row whose last `sampled` tokens were sampled, at log-probabilities near those of a fresh model."""
+    mask = np.zeros(len(tokens), np.uint8)
+    mask[len(tokens) - sampled :] = 1
+    noise = np.random.default_rng([seed, *tokens]).normal(-np.log(VOCABULARY), 0.2, len(tokens))
+    return Row(np.array(tokens, np.int32), mask, advantage, (noise * mask).astype(np.float32), prompt=prompt)
+
+
+def some_rows(seed: int = 0) -> list[Row]:
+    """Of four prompts, with one to three sampled tokens each."""
+    draw = np.random.default_rng(seed)
+    rows = []
+    for prompt in range(PROMPTS):
+        for _ in range(SAMPLES):
+            sampled = int(draw.integers(1, 4))
+            tokens = [prompt, *draw.integers(0, VOCABULARY, 1 + sampled).tolist()]
+            rows.append(a_row(tokens, sampled, float(draw.normal()), prompt, seed))
+    return rows
+
+
+def parameters(dispatch: Dispatch, name: str = "policy") -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in dispatch.full_parameters(name)}
+
+
+def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def taken(worker: Worker) -> int:
+    return int(worker.state()["progress"]["taken"])
+
+
+def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: Dispatch, model: Path) -> None:
+    update = begun(dispatch, a_config(model, {"name": "grpo", "proximal": "recompute"}))
+    metrics = update.run(some_rows(), 0)
+    assert (metrics["ratio_min"], metrics["ratio_max"], metrics["log_ratio_max"]) == (1.0, 1.0, 0.0)
+    assert metrics["mismatch"] > 0.01
+    assert metrics["optimizer_steps"] == 1
+
+
+def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at_its_begin(
+    dispatch: Dispatch, model: Path
+) -> None:
+    loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1, "kl_in": "reward"}
+    config = a_config(model, loss, update_epochs=2, mini_batches=2)
+    update, rows = begun(dispatch, config), some_rows()
+    metrics = update.run(rows, 3)
+    assert metrics["optimizer_steps"] == 4
+    assert dispatch.pass_through("policy", taken) == dispatch.pass_through("critic", taken) == [4]
+    found, values = parameters(dispatch), parameters(dispatch, "critic")
+    begun(dispatch, config)
+    by_hand(dispatch, config, rows, step=3)
+    for name, tensor in parameters(dispatch).items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    for name, tensor in parameters(dispatch, "critic").items():
+        torch.testing.assert_close(values[name], tensor, rtol=0, atol=1e-6)
+
+
+def by_hand(dispatch: Dispatch, config: RunConfig, rows: list[Row], step: int) -> None:
+    """The same with whole batches that travel with every call."""
+    whole = Batch.of(rows, temperature=config.rollout.temperature)
+    said = {name: dispatch.forward(name, whole) for name in ("policy", "reference", "critic")}
+    due = credit.assign(rows, config.loss, said["policy"], said["reference"], said["critic"])
+    assert due.returns is not None
+    complete = [
+        Row(row.tokens, row.mask, advantages, row.behaviour, None, row.prompt, proximal, values, returns)
+        for row, advantages, proximal, values, returns in zip(
+            rows, due.advantages, said["policy"], said["critic"], due.returns, strict=True
+        )
+    ]
+    parts = cut_by_prompt(rows, 2, [config.seed, step])
+    for epoch in range(2):
+        for number in in_order_of(epoch, 2, [config.seed, step]):
+            batch = Batch.of([complete[place] for place in parts[number]], temperature=config.rollout.temperature)
+            dispatch.forward_backward("critic", batch, ValueObjective(config.critic.clip))
+            dispatch.optim_step("critic")
+            dispatch.forward_backward("policy", batch, config.loss)
+            dispatch.optim_step("policy")
+
+
+def test_a_fresh_job_copies_the_policy_into_reference_and_critic(dispatch: Dispatch, model: Path) -> None:
+    config = a_config(model, {"name": "ppo", "advantage": "gae", "kl": 0.1})
+    update = begun(dispatch, config)
+    update.run(some_rows(), 0)
+    assert not alike(parameters(dispatch), parameters(dispatch, "reference"))
+    PolicyUpdate(dispatch, config).begin(config.optim, config.training.steps, 0)
+    assert alike(parameters(dispatch), parameters(dispatch, "reference"))
+    assert alike(backbone(parameters(dispatch)), backbone(parameters(dispatch, "critic")))
+    assert dispatch.pass_through("policy", taken) == [0]
+    assert update.run(some_rows(), 0)["reference_kl"] == 0
+
+
+def backbone(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name.removeprefix("model."): tensor for name, tensor in named.items() if "head" not in name}
+    assert len(found) > 20
+    return found
+
+
+def test_the_reference_becomes_the_policy_of_its_time(dispatch: Dispatch, model: Path) -> None:
+    update = begun(dispatch, a_config(model, {"name": "grpo", "kl": 0.1, "reference_every": 2}))
+    divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(5)]
+    assert [divergence == 0 for divergence in divergences] == [True, False, True, False, True]
+
+
+def test_a_batch_without_a_counted_token_trains_nothing(dispatch: Dispatch, model: Path) -> None:
+    loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1}
+    update = begun(dispatch, a_config(model, loss, mini_batches=2))
+    before = parameters(dispatch)
+    blank = [Row(row.tokens, row.mask * 0, row.advantages, row.behaviour, prompt=row.prompt) for row in some_rows()]
+    assert update.run(blank, 0) == {"optimizer_steps": 0, "skipped": 0}
+    assert alike(parameters(dispatch), before)
+    half = [*blank[: 2 * SAMPLES], *some_rows()[2 * SAMPLES :]]
+    assert update.run(half, 1)["optimizer_steps"] in (1, 2)
+    assert not alike(parameters(dispatch), before)
+
+
+@pytest.mark.parametrize("normalise", ["token", "prompt"])
+def test_rows_that_do_not_count_change_nothing(dispatch: Dispatch, model: Path, normalise: str) -> None:
+    config = a_config(model, {"name": "grpo", "normalise": normalise})
+    rows = some_rows()
+    begun(dispatch, config).run(rows, 0)
+    alone = parameters(dispatch)
+    cut_off = Row(np.arange(8, dtype=np.int32), np.zeros(8, np.uint8), 5.0, np.zeros(8, np.float32), prompt=99)
+    begun(dispatch, config).run([cut_off, *rows], 0)
+    assert alike(parameters(dispatch), alone)
+
+
+def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: Dispatch, model: Path) -> None:
+    update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae"}))
+    before = parameters(dispatch)
+    rows = some_rows()
+    rows[3] = a_row([1, 2, 3], 1, float("nan"), 0)
+    with pytest.raises(TrainingError, match="row 3: advantages holds a value that is not finite"):
+        update.run(rows, 0)
+    assert update.whole
+    assert alike(parameters(dispatch), before)
+    assert update.run(some_rows(), 0)["skipped"] == 0
+
+
+def test_models_are_not_whole_when_a_step_ends_in_between(
+    dispatch: Dispatch, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = begun(dispatch, a_config(model, {"name": "grpo"}, mini_batches=2))
+    steps: list[str] = []
+
+    def fail_second(name: str) -> dict[str, float]:
+        steps.append(name)
+        if len(steps) == 2:
+            raise TrainingError("the disk is full")
+        return Dispatch.optim_step(dispatch, name)
+
+    monkeypatch.setattr(dispatch, "optim_step", fail_second)
+    assert update.whole
+    with pytest.raises(TrainingError, match="the disk is full"):
+        update.run(some_rows(), 0)
+    assert not update.whole
+
+
+def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: Dispatch, model: Path) -> None:
+    loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "kl_in": "reward", "reference_every": 3}
+    config = a_config(model, loss, update_epochs=2, mini_batches=4)
+    update, names = begun(dispatch, config), ("policy", "reference", "critic")
+    for step in range(2):
+        update.run(some_rows(step), step)
+    kept = {name: dispatch.pass_through(name, snapshot)[0] for name in names}
+    uninterrupted = [update.run(some_rows(step), step) for step in (2, 3, 4)]
+    ended = {name: parameters(dispatch, name) for name in ("policy", "critic")}
+    update = begun(dispatch, config)
+    for name in names:
+        dispatch.pass_through(name, Worker.load_state, kept[name])
+    update = PolicyUpdate(dispatch, config)
+    update.begin(config.optim, config.training.steps, 2)
+    assert [update.run(some_rows(step), step) for step in (2, 3, 4)] == uninterrupted
+    assert all(alike(parameters(dispatch, name), ended[name]) for name in ended)
+
+
+def snapshot(worker: Worker) -> dict[str, Any]:
+    return copy.deepcopy(worker.state())
+
+
+def test_ppo_with_a_critic_learns_what_is_rewarded(dispatch: Dispatch, model: Path) -> None:
+    loss = {"name": "ppo", "advantage": "gae", "proximal": "recompute"}
+    config = a_config(model, loss, lr=5e-3, update_epochs=2, mini_batches=2)
+    update, draw = begun(dispatch, config), np.random.default_rng(0)
+    rewards, errors = [], []
+    for step in range(22):
+        rows = play(dispatch, draw)
+        errors.append(abs(update.run(rows, step)["critic/error"]))
+        rewards.append(np.mean([row.advantages for row in rows]))
+    assert np.mean(rewards[:3]) < 0.15
+    assert np.mean(rewards[-3:]) > 0.4
+    assert np.mean(errors) < 0.1
+
+
+def play(dispatch: Dispatch, draw: np.random.Generator, samples: int = 16) -> list[Row]:
+    """Two tokens sampled from the policy for each prompt p; each that is p + 5, then p + 6, earns a half."""
+    rows: list[tuple[list[int], list[float], int]] = [
+        ([prompt], [0.0], prompt) for prompt in range(PROMPTS) for _ in range(samples)
+    ]
+    for _ in range(2):
+        chosen = sample([tokens for tokens, _, _ in rows], dispatch, draw)
+        rows = [
+            ([*tokens, token], [*logprobs, logprob], prompt)
+            for (tokens, logprobs, prompt), (token, logprob) in zip(rows, chosen, strict=True)
+        ]
+    return [
+        Row(
+            np.array(tokens, np.int32),
+            np.array([0, 1, 1], np.uint8),
+            ((tokens[1] == prompt + 5) + (tokens[2] == prompt + 6)) / 2,
+            np.array(logprobs, np.float32),
+            prompt=prompt,
+        )
+        for tokens, logprobs, prompt in rows
+    ]
+
+
+def sample(starts: list[list[int]], dispatch: Dispatch, draw: np.random.Generator) -> list[tuple[int, float]]:
+    """A next token for each start, and its log-probability."""
+    every = sorted({tuple(start) for start in starts})
+    candidates = [
+        Row(np.array([*start, token], np.int32), np.array([*[0] * len(start), 1], np.uint8))
+        for start in every
+        for token in range(VOCABULARY)
+    ]
+    answers = dispatch.forward("policy", Batch.of(candidates, temperature=0.9))
+    table: NDArray[np.float64] = np.array([answer[-1] for answer in answers], np.float64).reshape(len(every), -1)
+    found = []
+    for start in starts:
+        logprobs = table[every.index(tuple(start))]
+        weights = np.exp(logprobs)
+        token = int(draw.choice(VOCABULARY, p=weights / weights.sum()))
+        found.append((token, float(logprobs[token])))
+    return found
