@@ -19,9 +19,9 @@ from transformers import Qwen3Config
 from pipeline.checkpoints import newest_committed
 from pipeline.checkpoints.background import Saver, saver
 from pipeline.checkpoints.sharded import commit as real_commit
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.errors import CheckpointError
-from pipeline.losses import ValueObjective
+from pipeline.losses import SFT, ValueObjective
 from pipeline.packing import Budget
 from pipeline.paths import RunPaths
 from pipeline.training.commits import Commits
@@ -29,12 +29,14 @@ from pipeline.training.dispatch import Dispatch, lead_or_serve
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.ranks import Patience
 from pipeline.training.rows import Batch, Row
+from pipeline.training.spec import ModelSpec
 from pipeline.training.worker import Worker
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration.checkpoint_processes import Stop, Unsaveable
 
 SAVED, STEPS, VOCABULARY = 3, 6, 17
+TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
 NAMES = ("policy", "reference", "critic")
 PATIENCE = Patience(operation=30, control=30, grace=2)
 Algorithm = Callable[[Dispatch, Commits, Path], None]
@@ -70,6 +72,32 @@ def world(rank: int, algorithm: Algorithm, run: Path, attempt: str, out: Path) -
 
     def lead(dispatch: Dispatch) -> None:
         algorithm(dispatch, Commits(paths, config, dispatch), out)
+
+    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE)
+
+
+def train_and_export(rank: int, model: Path) -> None:
+    """Make the demo's tiny model, take some large steps, and save it as `model`."""
+
+    def lead(dispatch: Dispatch) -> None:
+        tiny = ModelConfig(path=str(TINY), init="random")
+        dispatch.init_model("policy", ModelSpec("policy", tiny, OptimConfig(lr=3e-2), steps=3))
+        for step in range(3):
+            dispatch.forward_backward("policy", Batch.of(rows(step), "token"), SFT)
+            dispatch.optim_step("policy")
+        dispatch.save_hf_model("policy", model)
+
+    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE)
+
+
+def logprobs_of(rank: int, model: Path, tokens: list[list[int]], out: Path) -> None:
+    """Write the log-probabilities of all tokens but the first, by the model in that directory."""
+    masks = [np.arange(len(row)) > 0 for row in tokens]
+    batch = Batch.of([Row(np.array(row, np.int32), mask) for row, mask in zip(tokens, masks, strict=True)], "token")
+
+    def lead(dispatch: Dispatch) -> None:
+        dispatch.init_model("policy", ModelSpec("policy", ModelConfig(path=str(model)), None))
+        out.write_text(json.dumps([row.tolist() for row in dispatch.forward("policy", batch)]))
 
     lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE)
 
