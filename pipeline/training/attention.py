@@ -88,7 +88,8 @@ def attend(
 
 
 def _kernel_takes(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    size = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
 
 
 def _attend_lengths(
