@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.packing import Budget, pack, pad, restore, split
+from pipeline.packing import Budget, pack, pad, restore, shares_of, split
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=0, max_size=60)
 rank_counts = st.integers(1, 5)
@@ -49,6 +49,12 @@ def test_results_come_back_in_the_order_of_the_rows(lengths: list[int], ranks: i
     shares = split(lengths, ranks, budget)
     answers = [[f"row {index}" for one in bins for index in one] for bins in shares]
     assert restore(shares, answers) == [f"row {index}" for index in range(len(lengths))]
+
+
+def test_shares_fall_to_places_in_order_and_to_all_replicas_of_a_place() -> None:
+    assert [list(shares_of(rank, 4, size=4, shares=4)) for rank in range(4)] == [[0], [1], [2], [3]]
+    assert [list(shares_of(rank, 4, size=2, shares=4)) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [list(shares_of(rank, 2, size=1, shares=2)) for rank in range(2)] == [[0, 1], [0, 1]]
 
 
 def test_a_short_rank_gets_an_empty_micro_batch() -> None:
