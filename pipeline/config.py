@@ -275,11 +275,9 @@ class WarmStartConfig(Section):
 class TrainingConfig(Section):
     """How long and in which portions to train."""
 
-    steps: Positive = Field(description="Optimizer steps of RL.")
-    prompts_per_step: Positive = Field(description="Groups (prompts) that one optimizer step trains.")
-    max_lag: NotNegative = Field(
-        1, description="Most optimizer steps between the weights that sampled and those that train."
-    )
+    steps: Positive = Field(description="Steps of RL; each trains one batch.")
+    prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
+    max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
     update_epochs: Positive = Field(1, description="How often each batch is trained.")
     mini_batches: Positive = Field(
         1, description="Optimizer steps of one such epoch; each trains as many of the batch's prompts."
@@ -306,7 +304,7 @@ class TrainingConfig(Section):
         "basic", description="What is measured of each batch; see docs/metrics.md."
     )
     eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
-    checkpoint_every: Positive = Field(50, description="Optimizer steps between checkpoints.")
+    checkpoint_every: Positive = Field(50, description="Steps between checkpoints.")
     checkpoints: str = Field(
         "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
     )

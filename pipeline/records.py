@@ -33,7 +33,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         logprobs: float32[T] as bytes: the behaviour policy's log-probability (nats, at the sampling temperature) of
             each sampled token, 0 elsewhere.
         reward: the task's reward of the episode.
-        version_min, version_max: oldest and newest weight version (optimizer steps) that may have sampled a token.
+        version_min, version_max: oldest and newest weight version (steps done) that may have sampled a token.
         finish: `stop` when the policy ended the episode, `length` when it was cut off.
         turns: model turns in the episode.
         seconds: wall time of the episode.

@@ -3,7 +3,7 @@
 Owns the rule of `training.max_lag` [C4]: at admission (`Gate`, in the actor) and at the trainer (`lag`). A pure
 state machine: numbers in, a limit out; it owns no task, client or clock, and is neither backpressure nor completion.
 
-Words: the trainer's version v is the optimizer steps it has done; one step trains P groups. A group is outstanding from
+Words: the trainer's version v is the steps it has done; one step trains P groups. A group is outstanding from
 the moment it is issued until the trainer settles it (trained, filtered or failed). A sample made by weights w and
 trained at version v has lag v − w.
 
@@ -86,7 +86,7 @@ class Gate:
 
 
 def lag(version: int, group: Group) -> int:
-    """Optimizer steps between the oldest weights that sampled a group and those that train it, `version`.
+    """Steps between the oldest weights that sampled a group and those that train it, `version`.
 
     The trainer refuses a group whose lag is above `max_lag`. Negative after the trainer went back to a checkpoint; 0
     for a group without samples.

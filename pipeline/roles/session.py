@@ -100,7 +100,8 @@ class Session:
 
     def _algorithm(self, job: Job) -> Algorithm:
         if isinstance(job, SftJob):
-            return SupervisedFineTuning(job, self._dispatch, TaskDemonstrations(self._config), self._pulse)
+            demonstrate, level = TaskDemonstrations(self._config), self._config.training.metrics
+            return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level)
         return ReinforcementLearning(
             job, self._config, self._dispatch, self._batches, self._publisher, self._evaluations
         )

@@ -10,6 +10,7 @@ from functools import partial
 
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
+from pipeline.losses import Level
 from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.jobs import Job, RlJob, SftJob
@@ -28,7 +29,7 @@ def algorithm_of(
     """What trains the job: on the packed rows, or without them on the task's demonstrations."""
     if isinstance(job, SftJob):
         rows = partial(_in_turn, packed) if packed else TaskDemonstrations(config)
-        return FineTuningAlone(job, dispatch, rows, state)
+        return FineTuningAlone(job, dispatch, rows, config.training.metrics, state)
     if packed is None:
         raise TrainingError("a job of RL that stands alone trains packed rows")
     return LearningAlone(job, config, dispatch, state, packed)
@@ -41,8 +42,8 @@ def _in_turn(packed: PackedRows, step: int, count: int) -> list[Row]:
 class FineTuningAlone(SupervisedFineTuning):
     """The `Algorithm` of an `SftJob` that stands alone: a fresh one goes on with the moments of the one before."""
 
-    def __init__(self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, state: JobState) -> None:
-        super().__init__(job, dispatch, rows, dispatch.idle)
+    def __init__(self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, level: Level, state: JobState) -> None:
+        super().__init__(job, dispatch, rows, dispatch.idle, level)
         self._state = state
 
     def begin(self, step: int) -> None:

@@ -57,7 +57,7 @@ class GroupBatches:
         self._covered: list[str] = []
 
     def next(self, version: int) -> list[PreparedGroup]:
-        """The groups of the next optimizer step, in their order of arrival, for weights of `version`.
+        """The groups of the next step, in their order of arrival, for weights of `version`.
 
         Raises `Interrupted` when the attempt is ending, `DeadlineError` when no batch came for `training.data_seconds`.
         """
@@ -78,7 +78,7 @@ class GroupBatches:
     def trained(self, step: int, outcome: str = TRAINED) -> None:
         """Settle the groups of the last `next`: step `step`, counted from 0, made of them what `outcome` says.
 
-        It talks to nobody, so an optimizer step and its settlements happen together or not at all.
+        It talks to nobody, so a step and its settlements happen together or not at all.
         """
         for position, entry in self._fresh.items():
             self.ledger.settle(position, outcome, step)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Algorithm(Protocol):
-    """One kind of job. `step` numbers optimizer steps from 0."""
+    """One kind of job. `step` numbers steps from 0."""
 
     @property
     def job(self) -> Job: ...
@@ -33,7 +33,7 @@ class Algorithm(Protocol):
         ...
 
     def step(self, step: int) -> Mapping[str, float]:
-        """Do optimizer step `step`; its metrics. Raises `Interrupted` only if the step was not done at all."""
+        """Do step `step`; its metrics. Raises `Interrupted` only if the step was not done at all."""
         ...
 
     def follow_up(self, done: int) -> Mapping[str, float]:

@@ -6,7 +6,7 @@ as if it had not stopped.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.losses import SFT
+from pipeline.losses import SFT, Level
 from pipeline.training.batches import Pulse
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.jobs import SftJob
@@ -25,9 +25,15 @@ class SupervisedFineTuning:
         dispatch: Dispatch,
         demonstrate: Demonstrate,
         pulse: Pulse,
+        level: Level = "basic",
     ) -> None:
         self.job = job
-        self._dispatch, self._demonstrate, self._pulse = dispatch, demonstrate, pulse
+        self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
+
+    @property
+    def whole(self) -> bool:
+        """Always: a step is one optimizer step."""
+        return True
 
     def begin(self, step: int) -> None:
         if step == 0:
@@ -36,8 +42,9 @@ class SupervisedFineTuning:
     def step(self, step: int) -> Mapping[str, float]:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
-        metrics = self._dispatch.forward_backward("policy", batch, SFT)
-        return metrics | self._dispatch.optim_step("policy")
+        metrics = self._dispatch.forward_backward("policy", batch, SFT, level=self._level)
+        metrics |= self._dispatch.optim_step("policy")
+        return metrics | {"tokens/batch": float(sum(batch.lengths))}
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Nobody else needs to know."""
@@ -45,6 +52,3 @@ class SupervisedFineTuning:
 
     def end(self) -> None:
         """Nothing is left to do."""
-
-    def committed(self) -> None:
-        """Demonstrations are made anew at every start: nothing to give up."""

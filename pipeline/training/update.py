@@ -6,7 +6,7 @@ Owns the algorithm. It knows nothing of ranks (`dispatch`), of where samples com
     2. what the models say as the step begins: the policy's own log-probabilities (`loss.proximal=recompute`, or a KL in
        the reward), the reference model's (`loss.kl`), the critic's values (`loss.advantage=gae`)
     3. what each token deserves (`credit`)
-    4. `update_epochs` times over the mini-batches, an optimizer step of the critic, then the same for the policy
+    4. `update_epochs` times over the mini-batches, optimizer steps: first all of the critic, then all of the policy
 
 Promises that a step depends on its rows, its number and the config alone, so one that is done again after a crash does
 the same; and that a batch without a counted token trains nothing and harms nothing.
