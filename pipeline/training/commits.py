@@ -24,14 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import torch.distributed as dist
 
 from pipeline import files
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, root_of
 from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.sharded import load
 from pipeline.config import RunConfig
-from pipeline.errors import DeadlineError
+from pipeline.errors import CheckpointError, DeadlineError
 from pipeline.ledger import Ledger
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import SubmittedJob
@@ -140,21 +139,33 @@ class Commits:
         self.on_durable(flight.covered)
 
     def finish(self) -> None:
-        """Wait for the commit under way, if there is one, then `collect`."""
+        """Wait for the commit under way, if there is one, then `collect`.
+
+        Once a rank is lost it waits only shortly, and raises nothing: what lost the rank is the error to tell.
+        """
         if self._flight is None:
             return
-        seconds = LAST_SECONDS if self._dispatch.broken else COMMIT_SECONDS
+        if self._dispatch.broken:
+            self._finish_alone(self._flight.name)
+            return
         try:
-            wait_for(f"the commit of {self._flight.name}", self._is_over, seconds)
+            wait_for(f"the commit of {self._flight.name}", self._is_over, COMMIT_SECONDS)
         except DeadlineError:
             self._flight = None
             raise
         self.collect()
 
     def _is_over(self) -> bool:
-        if not self._dispatch.broken:
-            self._dispatch.idle()
+        self._dispatch.idle()
         return saver.idle
+
+    def _finish_alone(self, name: str) -> None:
+        try:
+            wait_for(f"the commit of {name}", lambda: saver.idle, LAST_SECONDS)
+            self.collect()
+        except (CheckpointError, DeadlineError) as error:
+            self._flight = None
+            log.warning("%s is not committed: %s", name, error)
 
     def export(self) -> None:
         """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises.
@@ -196,17 +207,12 @@ def stage_model(site: Site, name: str) -> None:
 
 def start_save(site: Site, root: str, attempt: str, state: TrainerState, names: Sequence[str], keep: int) -> None:
     """On every rank: begin to write what was staged."""
-    saver.start(root, attempt, state, names, keep, background(site))
+    saver.start(root, attempt, state, names, keep, site.background)
 
 
 def load_model(site: Site, checkpoint: Checkpoint, name: str) -> None:
     """On every rank: fill a model and its optimizer from a checkpoint."""
     worker = site.worker(name)
     tensors = worker.state()
-    load(checkpoint, {name: tensors}, group=background(site))
+    load(checkpoint, {name: tensors}, group=site.background)
     worker.load_state(tensors)
-
-
-def background(site: Site) -> dist.ProcessGroup:
-    """The group of saves: control is busy with what the controller asks meanwhile."""
-    return site.background

@@ -5,6 +5,8 @@ tensor of every model and optimizer, whole.
 """
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -20,11 +22,11 @@ from pipeline.checkpoints import newest_committed
 from pipeline.checkpoints.background import Saver, saver
 from pipeline.checkpoints.sharded import commit as real_commit
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, TrainingError
 from pipeline.losses import SFT, ValueObjective
 from pipeline.packing import Budget
 from pipeline.paths import RunPaths
-from pipeline.training.commits import Commits
+from pipeline.training.commits import LAST_SECONDS, Commits
 from pipeline.training.dispatch import Dispatch, lead_or_serve
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.ranks import Patience
@@ -117,7 +119,7 @@ def first(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     commits.finish()
     assert durable == [("entry",)]
     leave(dispatch, steps, out)
-    stop_in_the_next_save(dispatch, out / "reached")
+    stop_in_the_next_save(out / "reached")
     settle(commits, STEPS)
     commits.commit(job, STEPS, ())
     for step in range(STEPS, STEPS + 1000):
@@ -157,6 +159,25 @@ def fail(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     assert newest.manifest.step == STEPS
     train(dispatch, STEPS, STEPS + 1)
     commits.commit(job, STEPS + 1, (), wait=True)
+
+
+def lose_a_rank(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+    """Rank 1 is lost while it has its part of a commit to write: what is told is that, soon, and nothing is durable."""
+    job, durable = start(commits, SAVED), []
+    commits.on_durable = durable.append
+    dispatch.pass_through("policy", stop_on_rank_1, out)
+    commits.commit(job, STEPS, ())
+    with pytest.raises(TrainingError):
+        dispatch.pass_through("policy", leave_on_rank_1)
+    assert dispatch.broken
+    began = time.monotonic()
+    commits.finish()
+    assert time.monotonic() - began < LAST_SECONDS + 2
+    assert durable == []
+    newest = newest_committed(commits._root)
+    assert newest is not None
+    assert newest.manifest.step == SAVED
+    out.write_text("told")
 
 
 def start(commits: Commits, done: int) -> Job:
@@ -256,8 +277,18 @@ def hold_commits() -> Event:
 _patch = pytest.MonkeyPatch()
 
 
-def stop_in_the_next_save(dispatch: Dispatch, mark: Path) -> None:
+def stop_in_the_next_save(mark: Path) -> None:
     _replace_staging(lambda: {"stop": Stop(mark)})
+
+
+def stop_on_rank_1(worker: Worker, out: Path) -> None:
+    if torch.distributed.get_rank() == 1:
+        stop_in_the_next_save(out.with_name("reached"))
+
+
+def leave_on_rank_1(worker: Worker) -> None:
+    if torch.distributed.get_rank() == 1:
+        os._exit(9)
 
 
 def unsaveable_on_rank_1(worker: Worker) -> None:

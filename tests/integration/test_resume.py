@@ -128,3 +128,18 @@ def test_what_two_ranks_saved_goes_bit_for_bit_to_four_one_and_two(by_four: Path
     newest = newest_committed(str(by_four / "checkpoints"), hashes=True)
     assert newest is not None
     assert (newest.name, newest.manifest.attempt, newest.manifest.world_size) == ("rl-7", "3-0", 2)
+
+
+def test_a_rank_that_is_lost_in_the_middle_of_a_commit_is_told_soon_and_the_commit_does_not_count(
+    killed: Path,
+) -> None:
+    run = killed.with_name("lost")
+    shutil.copytree(killed, run)
+    controller, lost = start_ranks(2, worlds.world, worlds.lose_a_rank, run, "1-1", run / "told")
+    try:
+        for process in (controller, lost):
+            process.join(60)
+        assert (controller.exitcode, lost.exitcode) == (0, 9)
+    finally:
+        end_ranks([controller, lost])
+    assert (run / "told").exists()
