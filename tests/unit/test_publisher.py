@@ -1,0 +1,55 @@
+"""What the trainer does around an update of the servers, with the dispatch and the sender written down."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.publisher import Publisher
+from pipeline.weights.sender import Report, WeightSender
+
+
+class Recorder:
+    """Stands in for dispatch and sender; `calls` is what was asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def prepare_weight_sync(self, name: str) -> None:
+        self.calls.append(f"prepare {name}")
+
+    def full_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        self.calls.append(f"gather {name}")
+        yield "w", torch.ones(2)
+
+    def finish_weight_sync(self, name: str) -> None:
+        self.calls.append(f"finish {name}")
+
+    def start(self, version: int, parameters: Any) -> None:
+        self.calls.append(f"start {version} with {len(list(parameters))}")
+
+    def settle(self, pulse: Any) -> Report:
+        self.calls.append("settle")
+        return Report(1, 0.5, {"a": 0.1, "b": 0.2}, {"c": "late"})
+
+
+def a_publisher() -> tuple[Publisher, list[str]]:
+    recorder = Recorder()
+    publisher = Publisher(cast(Dispatch, recorder), cast(WeightSender, recorder), lambda: None)
+    return publisher, recorder.calls
+
+
+def test_the_policy_is_gathered_between_its_coming_to_the_device_and_the_return_of_what_gathering_took() -> None:
+    publisher, calls = a_publisher()
+    publisher.start(1)
+    assert calls == ["prepare policy", "gather policy", "start 1 with 1", "finish policy"]
+
+
+def test_a_version_is_settled_once_and_says_how_many_servers_have_it() -> None:
+    publisher, calls = a_publisher()
+    assert publisher.settle() == {}
+    publisher.start(1)
+    assert publisher.settle() == {"sync/seconds": 0.5, "sync/servers": 2.0}
+    assert publisher.settle() == {}
+    assert calls.count("settle") == 1
