@@ -68,14 +68,14 @@ def config_of(model: Path) -> RunConfig:
     )
 
 
-def world(rank: int, algorithm: Algorithm, run: Path, attempt: str, out: Path) -> None:
-    """One attempt of the run in this world; the controller runs `algorithm`."""
+def world(rank: int, algorithm: Algorithm, run: Path, attempt: str, out: Path, colocated: bool = False) -> None:
+    """One attempt of the run in this world; the controller runs `algorithm`, its models perhaps taking turns."""
     config, paths = config_of(run / "model"), RunPaths(run).attempt("resume-1", attempt)
 
     def lead(dispatch: Dispatch) -> None:
         algorithm(dispatch, Commits(paths, config, dispatch), out)
 
-    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE)
+    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE, colocated=colocated)
 
 
 def train_and_export(rank: int, model: Path) -> None:

@@ -54,7 +54,8 @@ def half_written(run: Path, processes: Sequence[BaseProcess]) -> Callable[[], bo
 
 @pytest.fixture(scope="module")
 def by_two(killed: Path) -> Path:
-    return resumed(killed, 2)
+    """With models that take turns on the device, which must change nothing."""
+    return resumed(killed, 2, colocated=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +63,11 @@ def by_four(killed: Path) -> Path:
     return resumed(killed, 4)
 
 
-def resumed(killed: Path, ranks: int) -> Path:
+def resumed(killed: Path, ranks: int, *, colocated: bool = False) -> Path:
     """A copy of the run after a second attempt went on from the commit; `resume/` holds what that computed."""
     run = killed.with_name(f"by-{ranks}")
     shutil.copytree(killed, run)
-    run_ranks(ranks, worlds.world, worlds.resume, run, "1-1", run / "resume")
+    run_ranks(ranks, worlds.world, worlds.resume, run, "1-1", run / "resume", colocated)
     return run
 
 
