@@ -128,7 +128,8 @@ class PolicyUpdate:
             self._dispatch.amend(staged, "returns", _by_part(due.returns, mini_batches))
 
     def _ask(self, staged: Staged) -> dict[str, list[Tokens]]:
-        """What each model that is needed says of every mini-batch's rows, all of them at once."""
+        """What each model that is needed says of every mini-batch's rows: all of them at once, or where they take turns
+        on the device, one after the other, so that each comes there once."""
         asked = {
             "policy": self._loss.proximal == "recompute" or credit.is_taxed(self._loss),
             "reference": self._loss.kl > 0,
@@ -137,6 +138,8 @@ class PolicyUpdate:
         names = [name for name, needed in asked.items() if needed]
         if not names:
             return {}
+        if self._config.training.offload:
+            return {name: [self._dispatch.forward(name, part) for part in staged.parts] for name in names}
         answers = [self._dispatch.forward_each(names, part) for part in staged.parts]
         return {name: [answer[name] for answer in answers] for name in names}
 

@@ -1,7 +1,7 @@
 """An optimizer step of RL whose streams are lost at the worst moment."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,8 +14,9 @@ from pipeline.paths import AttemptPaths
 from pipeline.records import Group, PreparedGroup, Sample
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches
-from pipeline.training.jobs import Job, jobs_of
-from pipeline.training.rl import ReinforcementLearning
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.jobs import Job, RlJob, jobs_of
+from pipeline.training.rl import ReinforcementLearning, rows_of
 from pipeline.training.rows import Batch
 from pipeline.training.runner import Runner
 from slurm.compose import compose_config
@@ -96,16 +97,37 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
         streams.publish_many("prepared", [prepared(position) for position in range(PROMPTS * STEPS)])
         board = LostBoard(streams, dispatch, lost_after)
         batches = GroupBatches(streams, board, ledger, config, lambda: None)
-        job: Any = jobs_of(config)[-1]
-        anything: Any = dispatch
-        algorithm = ReinforcementLearning(job, config, anything, batches, publisher, Mock())
+        job = cast(RlJob, jobs_of(config)[-1])
+        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock())
         book = Book(dispatch, ledger)
         with pytest.raises(StreamError):
             Runner(book, commit_every=100).run(algorithm, 0)
     assert book.commits == [(lost_after, lost_after, PROMPTS * lost_after)]
 
 
-def prepared(position: int) -> PreparedGroup:
+def test_samples_that_were_cut_off_count_no_token_when_they_are_masked() -> None:
+    groups = [prepared(0, "stop"), prepared(1, "length")]
+    assert [row.counted for row in rows_of(groups, masked="length")] == [1, 0]
+    assert [row.counted for row in rows_of(groups)] == [1, 1]
+
+
+def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: Path) -> None:
+    sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=2", "training.eval_every=0"]
+    config = compose_config(["experiment=demo", "training.overlong=mask", *sizes])
+    dispatch, ledger, job = CountingDispatch(), Ledger(), cast(RlJob, jobs_of(config)[-1])
+    publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
+    with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
+        groups = [prepared(position, "length" if position < PROMPTS else "stop") for position in range(2 * PROMPTS)]
+        streams.publish_many("prepared", groups)
+        batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None)
+        book = Book(dispatch, ledger)
+        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock())
+        Runner(book, commit_every=1).run(algorithm, 0)
+    assert ledger.outcomes == {"filtered: no token counts": PROMPTS, "trained": PROMPTS}
+    assert book.commits == [(1, 0, PROMPTS), (2, 1, 2 * PROMPTS)]
+
+
+def prepared(position: int, finish: Literal["stop", "length"] = "stop") -> PreparedGroup:
     sample = Sample(
         tokens=np.array([1, 2], "<i4").tobytes(),
         sampled=bytes([0, 1]),
@@ -113,7 +135,7 @@ def prepared(position: int) -> PreparedGroup:
         reward=1.0,
         version_min=position // PROMPTS,
         version_max=position // PROMPTS,
-        finish="stop",
+        finish=finish,
     )
     group = Group(position=position, prompt=position, samples=(sample,))
     return PreparedGroup(group=group, advantages=(0.0,), outcome="train")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
@@ -47,25 +47,28 @@ def dispatch() -> Iterator[Dispatch]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    Qwen3Config(
+    config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
         tie_word_embeddings=True,
-    ).save_pretrained(path)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
 
-def a_config(path: Path, loss: dict[str, Any], lr: float = 1e-2, **training: Any) -> RunConfig:
+def a_config(path: Path, loss: dict[str, Any], rank: int = 0, **training: Any) -> RunConfig:
     return make_config(
-        model={"path": str(path), "init": "random", "max_length": 8},
+        model={"path": str(path), "max_length": 8, "lora": {"rank": rank}},
         loss=loss,
         critic={"lr": 1e-2},
-        optim={"lr": lr},
+        optim={"lr": 1e-2},
         training={"steps": 40, "prompts_per_step": PROMPTS, **training},
         rollout={"temperature": 0.9},
     )
@@ -121,11 +124,12 @@ def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: Dispatch, model: Pat
     assert metrics["optimizer_steps"] == 1
 
 
+@pytest.mark.parametrize("offload", [False, True])
 def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at_its_begin(
-    dispatch: Dispatch, model: Path
+    dispatch: Dispatch, model: Path, offload: bool
 ) -> None:
     loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1, "kl_in": "reward"}
-    config = a_config(model, loss, update_epochs=2, mini_batches=2)
+    config = a_config(model, loss, update_epochs=2, mini_batches=2, offload=offload)
     update, rows = begun(dispatch, config), some_rows()
     metrics = update.run(rows, 3)
     assert metrics["optimizer_steps"] == 4
@@ -175,14 +179,22 @@ def test_a_fresh_job_copies_the_policy_into_reference_and_critic(dispatch: Dispa
 
 def backbone(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {name.removeprefix("model."): tensor for name, tensor in named.items() if "head" not in name}
-    assert len(found) > 20
+    assert len(found) > 10
     return found
 
 
 def test_the_reference_becomes_the_policy_of_its_time(dispatch: Dispatch, model: Path) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo", "kl": 0.1, "reference_every": 2}))
-    divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(5)]
-    assert [divergence == 0 for divergence in divergences] == [True, False, True, False, True]
+    divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(4)]
+    assert [divergence == 0 for divergence in divergences] == [True, False, True, False]
+
+
+def test_with_adapters_the_reference_is_the_base_until_it_is_refreshed(dispatch: Dispatch, model: Path) -> None:
+    loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "reference_every": 2}
+    update = begun(dispatch, a_config(model, loss, rank=2))
+    assert all(".lora_A." in name or ".lora_B." in name for name in parameters(dispatch))
+    divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(3)]
+    assert [divergence == 0 for divergence in divergences] == [True, False, True]
 
 
 def test_a_batch_without_a_counted_token_trains_nothing(dispatch: Dispatch, model: Path) -> None:
@@ -240,20 +252,19 @@ def test_models_are_not_whole_when_a_step_ends_in_between(
 
 
 def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: Dispatch, model: Path) -> None:
-    loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "kl_in": "reward", "reference_every": 3}
-    config = a_config(model, loss, update_epochs=2, mini_batches=4)
+    loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "kl_in": "reward", "reference_every": 2}
+    config = a_config(model, loss, update_epochs=2, mini_batches=2)
     update, names = begun(dispatch, config), ("policy", "reference", "critic")
-    for step in range(2):
-        update.run(some_rows(step), step)
+    update.run(some_rows(0), 0)
     kept = {name: dispatch.pass_through(name, snapshot)[0] for name in names}
-    uninterrupted = [update.run(some_rows(step), step) for step in (2, 3, 4)]
+    uninterrupted = [update.run(some_rows(step), step) for step in (1, 2)]
     ended = {name: parameters(dispatch, name) for name in ("policy", "critic")}
     update = begun(dispatch, config)
     for name in names:
         dispatch.pass_through(name, Worker.load_state, kept[name])
     update = PolicyUpdate(dispatch, config)
-    update.begin(config.optim, config.training.steps, 2)
-    assert [update.run(some_rows(step), step) for step in (2, 3, 4)] == uninterrupted
+    update.begin(config.optim, config.training.steps, 1)
+    assert [update.run(some_rows(step), step) for step in (1, 2)] == uninterrupted
     assert all(alike(parameters(dispatch, name), ended[name]) for name in ended)
 
 
@@ -263,15 +274,15 @@ def snapshot(worker: Worker) -> dict[str, Any]:
 
 def test_ppo_with_a_critic_learns_what_is_rewarded(dispatch: Dispatch, model: Path) -> None:
     loss = {"name": "ppo", "advantage": "gae", "proximal": "recompute"}
-    config = a_config(model, loss, lr=5e-3, update_epochs=2, mini_batches=2)
+    config = a_config(model, loss, update_epochs=2)
     update, draw = begun(dispatch, config), np.random.default_rng(0)
     rewards, errors = [], []
-    for step in range(22):
+    for step in range(18):
         rows = play(dispatch, draw)
         errors.append(abs(update.run(rows, step)["critic/error"]))
         rewards.append(np.mean([row.advantages for row in rows]))
     assert np.mean(rewards[:3]) < 0.15
-    assert np.mean(rewards[-3:]) > 0.4
+    assert np.mean(rewards[-3:]) > 0.6
     assert np.mean(errors) < 0.1
 
 
