@@ -33,6 +33,7 @@ from pipeline.training.jobs import Job, Packed, RlJob, Stream, read_job
 from pipeline.training.jobstate import JobState
 from pipeline.training.packed import PackedRows, remove_packed
 from pipeline.training.release import release
+from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
@@ -127,7 +128,8 @@ class Execution:
             return
         with PackedRows(Path(job.inputs.folder)) as packed:
             longest = min(self._config.model.max_length, training.micro_batch_tokens)
-            packed.check(self._dispatch.models["policy"].vocabulary, longest)
+            needed: tuple[Column, ...] = ("behaviour",) if isinstance(job, RlJob) else ()
+            packed.check(self._dispatch.models["policy"].vocabulary, longest, needed)
             runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed), done)
 
     def _export(self) -> None:

@@ -9,6 +9,7 @@ where that is memory itself). Must not know what the tensors are, nor when to mo
 
 import ctypes
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,6 +147,7 @@ class _File:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="rollcall-offload-", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)  # a model that is away may be dropped
 
     def put(self, data: Tensor) -> None:
         view, written = _view(data), 0

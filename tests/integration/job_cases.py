@@ -1,0 +1,79 @@
+"""Jobs that the tests execute: a tiny model, packed rows, and files of jobs beside them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline.config import RunConfig
+from pipeline.training.packed import write_packed
+from pipeline.training.rows import Row
+from tests.fakes.configs import make_config
+
+VOCABULARY, ROWS, PROMPTS, STEPS = 17, 12, 4, 4
+
+
+def write_model(path: Path) -> None:
+    """A tiny Qwen3 with weights, and something in place of a tokenizer."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+
+
+def config_of(model: Path, lora: int = 0, **training: Any) -> RunConfig:
+    return make_config(
+        model={"path": str(model), "max_length": 16, "lora": {"rank": lora}},
+        training={"steps": 1, "prompts_per_step": 1, "micro_batch_tokens": 64, "checkpoint_every": 2, **training},
+    )
+
+
+def make_rows(seed: int = 3) -> list[Row]:
+    """Ragged rows, three for each prompt, with advantages and the log-probabilities of another policy."""
+    draw, rows = np.random.default_rng(seed), []
+    for index in range(ROWS):
+        length = int(draw.integers(4, 12))
+        mask = np.ones(length, np.uint8)
+        mask[:2] = 0
+        behaviour = (draw.normal(size=length) * 0.1 - 2.8).astype(np.float32)
+        tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
+        rows.append(Row(tokens, mask, float(draw.normal()), behaviour, prompt=index % PROMPTS))
+    return rows
+
+
+def write_job(folder: Path, kind: str, name: str = "", rows: list[Row] | None = None, /, **changed: Any) -> Path:
+    """`<folder>/<name>.json` (the name of its kind by default) with everything it names beside it, its rows packed."""
+    name = name or kind
+    data = folder / f"{name}-data"
+    write_packed(data, make_rows() if rows is None else rows, VOCABULARY)
+    portion = {"batch": 5} if kind == "sft" else {"prompts": 3}
+    tree = {
+        "kind": kind,
+        "version": 1,
+        "inputs": {"kind": "packed", "folder": data.name},
+        "optimizer_state": f"{kind}-state",
+        "output": f"{name}-model",
+        "log": f"{name}.jsonl",
+        "schedule": {"steps": STEPS, **portion, "optim": {"lr": 1e-3}},
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(tree | changed))
+    return path
+
+
+def events(log: Path) -> list[str]:
+    """The events of a job's log, in order."""
+    return [json.loads(line)["event"] for line in log.read_text().splitlines()]

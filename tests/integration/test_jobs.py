@@ -1,0 +1,460 @@
+"""Jobs that stand alone, executed on real models in a world of one process, and of two."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from pipeline.config import RunConfig
+from pipeline.errors import CheckpointError, ConfigError, TrainingError
+from pipeline.packing import Budget
+from pipeline.training import execute as execution
+from pipeline.training import folders
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.execute import execute, serve
+from pipeline.training.joblog import JobLog
+from pipeline.training.jobstate import JobState
+from pipeline.training.ranks import Patience, joined
+from pipeline.training.worker import Worker
+from pipeline.waiting import wait_for
+from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.integration.job_cases import STEPS, config_of, events, make_rows, write_job, write_model
+from tests.integration.job_ranks import KILLED_AT, execute_on_rank
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+@pytest.fixture(scope="module")
+def dispatch() -> Iterator[Dispatch]:
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**world, "MASTER_PORT": probe.getsockname()[1]}.items():
+            patch.setenv(name, str(value))
+        probe.close()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with joined("cpu", Patience(operation=60, control=60, grace=1)) as site:
+            yield Dispatch(site, Budget(tokens=64))
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def config(model: Path) -> RunConfig:
+    return config_of(model)
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same(one: Path, other: Path, tolerance: float = 0.0) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        np.testing.assert_allclose(tensor, theirs[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def moments_taken(worker: Worker) -> set[float]:
+    """How many steps AdamW counts for its parameters."""
+    assert worker.optimizer is not None
+    return {float(state["step"]) for state in worker.optimizer.adamw.state.values()}
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_job_trains_its_rows_and_leaves_a_model_and_nothing_else(
+    kind: str, dispatch: Dispatch, config: RunConfig, model: Path, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, kind)
+    execute(file, dispatch, config)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        file.name, f"{kind}-state", f"{kind}-model", f"{kind}.jsonl"
+    }  # fmt: skip
+    assert events(tmp_path / f"{kind}.jsonl") == ["started", *["step"] * STEPS, "finished"]
+    changed = [
+        name for name, tensor in weights(tmp_path / f"{kind}-model").items() if (tensor != weights(model)[name]).any()
+    ]
+    assert len(changed) == len(weights(model))
+    assert not dispatch.models
+
+
+def test_supervised_jobs_learn_their_rows(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    schedule = {"steps": 12, "batch": 12, "optim": {"lr": 5e-3}}
+    execute(write_job(tmp_path, "sft", schedule=schedule), dispatch, config)
+    lines = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["event"] == "step"]
+    assert losses[-1] < losses[0] - 1
+
+
+class Trace:
+    """What was the case whenever one of the acts of a completion began."""
+
+    def __init__(self, dispatch: Dispatch, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, dict[str, bool]]] = []
+        self._dispatch, self._data, self._output = dispatch, data, output
+        self._watch(monkeypatch, Dispatch, "save_hf_model", "export")
+        self._watch(monkeypatch, Dispatch, "offload_all", "offload")
+        self._watch(monkeypatch, execution, "remove_packed", "remove data")
+        self._watch(monkeypatch, JobLog, "write", "announce", only=lambda *args: args[1] == "finished")
+
+    def _watch(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        act: str,
+        only: Callable[..., bool] = lambda *args: True,
+    ) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if only(*args):
+                self.seen.append((act, self._situation()))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def _situation(self) -> dict[str, bool]:
+        held = sum(memory.model + memory.optimizer for memory in self._dispatch.memory()[0].values())
+        return {
+            "mapped": str(self._data) in Path("/proc/self/maps").read_text(),
+            "on device": held > 0,
+            "data there": self._data.exists(),
+            "model there": self._output.exists(),
+        }
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_job_is_announced_when_nothing_is_held_any_more(
+    kind: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_job(tmp_path, kind)
+    trace = Trace(dispatch, tmp_path / f"{kind}-data", tmp_path / f"{kind}-model", monkeypatch)
+    execute(file, dispatch, config)
+
+    def situation(mapped: bool, on_device: bool, data: bool, model: bool) -> dict[str, bool]:
+        return {"mapped": mapped, "on device": on_device, "data there": data, "model there": model}
+
+    assert trace.seen == [
+        ("export", situation(mapped=False, on_device=True, data=True, model=False)),
+        ("offload", situation(mapped=False, on_device=True, data=True, model=True)),
+        ("remove data", situation(mapped=False, on_device=False, data=True, model=True)),
+        ("announce", situation(mapped=False, on_device=False, data=False, model=True)),
+    ]
+
+
+def test_a_rank_that_still_holds_memory_is_not_announced(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_job(tmp_path, "sft")
+    monkeypatch.setattr(Worker, "offload", lambda worker, part: None)
+    with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy after its offload"):
+        execute(file, dispatch, config)
+    assert events(tmp_path / "sft.jsonl")[-1] == "failed"
+    assert (tmp_path / "sft-data").exists()
+
+
+def crash_in(owner: Any, name: str, *, after: bool, at: int = 1) -> Callable[[pytest.MonkeyPatch], None]:
+    """Crash at call number `at` of a function, before or after it did its work."""
+
+    def arm(monkeypatch: pytest.MonkeyPatch) -> None:
+        original, calls = getattr(owner, name), []
+
+        def crashing(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            if len(calls) == at and not after:
+                raise Crash
+            result = original(*args, **kwargs)
+            if len(calls) == at:
+                raise Crash
+            return result
+
+        monkeypatch.setattr(owner, name, crashing)
+
+    return arm
+
+
+CRASHES = {
+    "before the first commit": crash_in(JobState, "commit", after=False),
+    "after the first commit": crash_in(JobState, "commit", after=True),
+    "after the last commit": crash_in(JobState, "commit", after=True, at=2),
+    "while the model is written": crash_in(Dispatch, "save_hf_model", after=True),
+    "after the model has its name": crash_in(folders, "replace", after=True),
+    "before the data goes": crash_in(execution, "remove_packed", after=False),
+    "after the data went": crash_in(execution, "remove_packed", after=True),
+    "before the announcement": crash_in(JobLog, "write", after=False, at=STEPS + 2),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dispatch: Dispatch, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of a job that nothing happened to."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    execute(write_job(folder, "rl"), dispatch, config_of(model))
+    return folder / "rl-model"
+
+
+@pytest.mark.parametrize("point", CRASHES)
+def test_a_job_that_crashed_before_its_announcement_is_done_when_it_runs_again(
+    point: str, uninterrupted: Path, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, "rl")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        CRASHES[point](monkeypatch)
+        with pytest.raises(Crash):
+            execute(file, dispatch, config)
+    assert "finished" not in events(tmp_path / "rl.jsonl")
+    execute(file, dispatch, config)
+    assert events(tmp_path / "rl.jsonl")[-1] == "finished"
+    assert_same(tmp_path / "rl-model", uninterrupted)
+    assert not (tmp_path / "rl-data").exists()
+
+
+def test_a_job_that_is_done_trains_nothing_when_it_runs_again(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, "sft")
+    execute(file, dispatch, config)
+    execute(file, dispatch, config)
+    assert events(tmp_path / "sft.jsonl") == ["started", "finished"]
+
+
+def test_a_file_that_is_written_anew_is_a_new_job(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    execute(write_job(tmp_path, "sft"), dispatch, config)
+    first = weights(tmp_path / "sft-model")
+    execute(write_job(tmp_path, "sft", checkpoint="sft-model"), dispatch, config)
+    assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * STEPS, "finished"]
+    assert any((tensor != first[name]).any() for name, tensor in weights(tmp_path / "sft-model").items())
+    assert {path.name for path in (tmp_path / "sft-state").iterdir()} == {"OWNER", "sft-6", "sft-8"}
+
+
+def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_schedule(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[set[float], dict[str, int]]] = []
+    inherited = JobState.inherit
+
+    def look(state: JobState) -> None:
+        inherited(state)
+        (taken,) = dispatch.pass_through("policy", moments_taken)
+        (progress,) = dispatch.pass_through("policy", progress_of)
+        seen.append((taken, progress))
+
+    monkeypatch.setattr(JobState, "inherit", look)
+    execute(write_job(tmp_path, "rl", "first"), dispatch, config)
+    execute(write_job(tmp_path, "rl", "second", checkpoint="first-model"), dispatch, config)
+    assert seen == [({0.0}, {"taken": 0, "skipped": 0}), ({float(STEPS)}, {"taken": 0, "skipped": 0})]
+
+
+def progress_of(worker: Worker) -> dict[str, int]:
+    assert worker.optimizer is not None
+    return worker.optimizer.progress()
+
+
+def test_the_policy_of_a_job_is_its_checkpoint_whatever_its_state_holds(
+    dispatch: Dispatch, config: RunConfig, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(write_job(tmp_path, "rl", "first"), dispatch, config)
+    monkeypatch.setattr(Dispatch, "optim_step", lambda dispatch, name: {"skipped": 0.0, "grad_norm": 0.0, "lr": 0.0})
+    execute(write_job(tmp_path, "rl", "second"), dispatch, config)
+    assert_same(tmp_path / "second-model", model)
+
+
+def test_the_states_of_sft_and_rl_are_not_mixed(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    execute(write_job(tmp_path, "sft"), dispatch, config)
+    with pytest.raises(CheckpointError, match="is the state of sft jobs; give this rl job another optimizer_state"):
+        execute(write_job(tmp_path, "rl", optimizer_state="sft-state"), dispatch, config)
+    assert (tmp_path / "rl-data").exists()
+
+
+def test_adapters_are_made_and_gone_on_from(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
+    config = config_of(model, lora=2)
+    execute(write_job(tmp_path, "sft"), dispatch, config)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in (tmp_path / "sft-model").iterdir()}
+    execute(write_job(tmp_path, "rl", checkpoint="sft-model"), dispatch, config)
+    first, second = weights(tmp_path / "sft-model"), weights(tmp_path / "rl-model")
+    assert first.keys() == second.keys()
+    assert all(0 < abs(second[name] - first[name]).max() < 0.02 for name in first)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (0, r"checkpoint .*gone has no config\.json, \*\.safetensors: expected a model"),
+        (2, r"checkpoint .*gone has no adapter_config\.json, adapter_model\.safetensors: expected an adapter"),
+    ],
+)
+def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
+    lora: int, said: str, dispatch: Dispatch, model: Path, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, "rl", checkpoint="gone")
+    with pytest.raises(CheckpointError, match=said):
+        execute(file, dispatch, config_of(model, lora=lora))
+    assert {path.name for path in tmp_path.iterdir()} == {"rl.json", "rl-data", "rl.jsonl"}
+    assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "behaviour.bin").open("r+b") as file:
+        file.truncate(8)
+
+
+def spoil(folder: Path) -> None:
+    """NaN in an advantage, by a program that writes its own folders: with the right hash."""
+    import hashlib
+
+    from pipeline import files
+
+    numbers = np.fromfile(folder / "advantages.bin", "<f4")
+    numbers[7] = np.nan
+    numbers.tofile(folder / "advantages.bin")
+    manifest = files.read_document(folder / "manifest.json", dict[str, Any])
+    assert manifest is not None
+    manifest["arrays"]["advantages"]["sha256"] = hashlib.sha256(numbers.tobytes()).hexdigest()
+    files.write_document(folder / "manifest.json", manifest)
+
+
+def claim_another_vocabulary(folder: Path) -> None:
+    from pipeline import files
+
+    manifest = files.read_document(folder / "manifest.json", dict[str, Any])
+    files.write_document(folder / "manifest.json", {**(manifest or {}), "vocabulary": 151936})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, r"behaviour\.bin has 8 bytes; its manifest says \d+: it is truncated or torn"),
+        (spoil, "row 7: advantages holds a value that is not finite"),
+        (claim_another_vocabulary, "was packed for a vocabulary of 151936; the model has 17"),
+        (lambda folder: (folder / "manifest.json").unlink(), "holds no packed rows"),
+    ],
+    ids=["truncated", "not finite", "another vocabulary", "no manifest"],
+)
+def test_bad_input_is_named_and_nothing_is_lost(
+    damage: Callable[[Path], None], said: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, "rl")
+    damage(tmp_path / "rl-data")
+    before = {path.name for path in (tmp_path / "rl-data").iterdir()}
+    with pytest.raises(TrainingError, match=said):
+        execute(file, dispatch, config)
+    assert {path.name for path in (tmp_path / "rl-data").iterdir()} == before
+    assert not (tmp_path / "rl-model").exists()
+    assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
+
+
+def test_a_sample_longer_than_the_budget_is_named(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
+    config = config_of(model, micro_batch_tokens=8)
+    with pytest.raises(TrainingError, match=r"row \d+ has \d+ tokens; the longest that can be trained has 8"):
+        execute(write_job(tmp_path, "sft"), dispatch, config)
+    assert (tmp_path / "sft-data" / "manifest.json").exists()
+
+
+def test_rl_without_what_the_sampling_policy_said_is_refused(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    rows = [replace(row, behaviour=None) for row in make_rows()]
+    with pytest.raises(TrainingError, match="has no behaviour, which this job needs"):
+        execute(write_job(tmp_path, "rl", "rl", rows), dispatch, config)
+    assert (tmp_path / "rl-data").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer_state", "output", "log"])
+def test_a_job_that_stands_alone_says_where_everything_goes(
+    name: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='': expected a path"):
+        execute(write_job(tmp_path, "sft", **{name: ""}), dispatch, config)
+
+
+def test_a_stream_belongs_to_a_run(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected packed, in a job that stands alone"):
+        execute(write_job(tmp_path, "rl", inputs={"kind": "stream"}), dispatch, config)
+
+
+def test_a_queue_goes_on_after_a_failure_and_says_so_at_its_end(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    files = [
+        write_job(tmp_path, "rl", "1", checkpoint="gone"),
+        write_job(tmp_path, "sft", "2"),
+        write_job(tmp_path, "sft", "3", checkpoint="1-model", optimizer_state="other-state"),
+    ]
+    for age, file in enumerate(files):
+        os.utime(file, (1e9 + age, 1e9 + age))
+    with pytest.raises(TrainingError, match=r"failed: 1\.json .*; 3\.json waits for .*1-model"):
+        serve(tmp_path, dispatch, config)
+    assert (tmp_path / "failed" / "1.json").exists()
+    assert "gone" in (tmp_path / "failed" / "1.error").read_text()
+    assert (tmp_path / "1-data").exists()
+    assert (tmp_path / "done" / "2.json").exists()
+    assert (tmp_path / "3.json").exists()
+
+
+def test_two_ranks_are_killed_and_one_ends_the_job(model: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    file = write_job(tmp_path, "rl")
+    ranks = start_ranks(2, execute_on_rank, file, model, True)
+    try:
+        wait_for("the ranks to be at the step", (tmp_path / KILLED_AT).exists, 60)
+        for rank in ranks:
+            assert rank.pid is not None
+            os.kill(rank.pid, signal.SIGKILL)
+    finally:
+        end_ranks(ranks)
+    assert events(tmp_path / "rl.jsonl")[-1] == "step"
+    assert (tmp_path / "rl-data").exists()
+    run_ranks(1, execute_on_rank, file, model)
+    assert events(tmp_path / "rl.jsonl") == ["started", "step", "finished"]
+    assert_same(tmp_path / "rl-model", uninterrupted, tolerance=1e-6)
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_launcher_executes_a_folder_of_jobs_and_tells_what_their_logs_say(model: Path, tmp_path: Path) -> None:
+    write_job(tmp_path, "sft")
+    settings = ("model.init=pretrained", "model.max_length=48", "resources.trainer.processes=2")
+    ended = launch(str(tmp_path), f"model.path={model}", *settings)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "sft: started"
+    assert [line.partition("  ")[0] for line in lines[1:-1]] == [
+        f"sft: step {n} of {STEPS}" for n in range(1, STEPS + 1)
+    ]
+    assert lines[-1] == f"sft: finished {tmp_path / 'sft-model'}"
+    assert (tmp_path / "done" / "sft.json").exists()
+
+
+def test_the_launcher_refuses_what_it_cannot_read_before_anything_starts(tmp_path: Path) -> None:
+    write_job(tmp_path, "sft", kind="dpo")
+    ended = launch(str(tmp_path))
+    assert ended.returncode == 2
+    assert "kind='dpo': expected one of sft, rl" in ended.stderr
+    assert not (tmp_path / "trainer.out").exists()
