@@ -5,7 +5,7 @@ buffer), that the model changes at once or not at all, and that no wait is longe
 `update_weights` needs a paused server. Must not know HTTP or roles.
 
     start_weight_update    begins to receive; returns at once
-    update_weights         waits for the last byte, loads the model
+    update_weights         waits for the last byte, loads the model, or keeps the adapter
     finish_weight_update   ends an update, also one that was left half done
 """
 

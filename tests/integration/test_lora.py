@@ -1,14 +1,18 @@
 """Adapters on their way from a trainer to a real vLLM server, and what it serves then."""
 
+import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pipeline.config import LoraConfig
+from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
-from pipeline.training.lora import add_adapters, is_trained
+from pipeline.rollouts.server import ROUTE, Completion, Request
+from pipeline.training.lora import add_adapters, is_trained, save_adapter
 from pipeline.waiting import Deadline, wait_for
 from pipeline.weights.control import Control
 from tests.integration.servers import (
@@ -99,3 +103,28 @@ def test_a_server_that_lost_its_adapter_gets_it_again_between_two_updates(server
             control.post("/update_weight_version", Deadline("an answer", 10), new_version="default")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE
+
+
+def test_a_saved_adapter_is_what_vllm_loads_by_itself(server: Served, tmp_path: Path) -> None:
+    model = an_adapted(server.model, 8)
+    tensors = {name: tensor.detach() for name, tensor in parameters(model)}
+    save_adapter(tmp_path / "saved", tensors, ModelConfig(path=str(server.model), lora=LORA))
+    ask(server, "/v1/load_lora_adapter", {"lora_name": "saved", "lora_path": str(tmp_path / "saved")})
+    request = json.loads(Request(PROBE, 1, 1.0, 24, []).body("salt"))
+    (choice,) = json.loads(ask(server, ROUTE, request | {"model": "saved"}))["choices"]
+    logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
+    completion = Completion(tuple(choice["token_ids"]), logprobs, "length", 0, 0, server.endpoint, 0.0)
+    assert distance(model, PROBE, completion) < CLOSE
+    assert distance(an_adapted(server.model, 9), PROBE, completion) > APART
+
+
+def ask(server: Served, route: str, body: dict[str, Any]) -> bytes:
+    """The server's answer to a POST, whatever its form."""
+    headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+    link = HTTPConnection(server.endpoint, timeout=60)
+    link.request("POST", route, json.dumps(body), headers)
+    response = link.getresponse()
+    answer = response.read()
+    link.close()
+    assert response.status == 200, answer
+    return answer
