@@ -1,6 +1,6 @@
-"""What each process of torchrun runs for `test_dispatch`: scenarios on the controller, each with its own assertions.
+"""What each rank runs for `test_dispatch`: scenarios on the controller, each with its own assertions.
 
-    torchrun --nproc-per-node 2 -m tests.integration.dispatch_ranks <model directory> <file for the results> [breakage]
+    torchrun --nproc-per-node 2 -m tests.integration.dispatch_ranks <model directory> <file for the results> [names]
 
 Writes what became of each scenario: None, or the traceback. A `breakage` ends the world, so it is the only one.
 """
@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +23,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import LossConfig, OptimConfig
-from pipeline.errors import TrainingError
+from pipeline.config import OptimConfig
 from pipeline.losses import SFT
-from pipeline.packing import Budget
 from pipeline.training.dispatch import Dispatch, lead_or_serve
 from pipeline.training.model import build
-from pipeline.training.ranks import Patience
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.worker import Worker
 from pipeline.waiting import wait_for
-from tests.integration.training_cases import VOCABULARY, make_batch, make_rows, model_config, policy_spec
+from tests.integration.dispatch_cases import BUDGET, GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
+from tests.integration.dispatch_residency import RESIDENCY
+from tests.integration.dispatch_staging import STAGING
+from tests.integration.training_cases import VOCABULARY, make_batch, make_rows, model_config
 from tests.integration.training_ranks import gradients
 
-Scenario = Callable[[Dispatch, Path], None]
-GRPO = LossConfig(name="grpo", clip_low=0.2, clip_high=0.3)
-OPTIM = OptimConfig(lr=1e-2, warmup_steps=1)
-PATIENCE = Patience(operation=30, control=4, grace=1)
 _saved: dict[str, Any] = {}
-
-
-def fresh(dispatch: Dispatch, path: Path, seed: int = 0) -> Batch:
-    dispatch.init_model("policy", policy_spec(path, optim=OPTIM, seed=seed, steps=10))
-    return make_batch("grpo")
-
-
-def parameters(dispatch: Dispatch) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in dispatch.full_parameters("policy")}
-
-
-def refusal(call: Callable[[], object]) -> str:
-    """The text of the `TrainingError` that the call must raise."""
-    with pytest.raises(TrainingError) as refused:
-        call()
-    return str(refused.value)
 
 
 def calls_accumulate_until_the_step(dispatch: Dispatch, path: Path) -> None:
@@ -171,10 +150,6 @@ def a_loaded_state_continues_bit_by_bit(dispatch: Dispatch, path: Path) -> None:
     assert all(torch.equal(again[name], ended[name]) for name in ended)
 
 
-def step(dispatch: Dispatch, batch: Batch) -> dict[str, float]:
-    return dispatch.forward_backward("policy", batch, GRPO) | dispatch.optim_step("policy")
-
-
 def remember(worker: Worker) -> None:
     _saved.update(copy.deepcopy(worker.state()))
 
@@ -262,6 +237,8 @@ SCENARIOS: dict[str, Scenario] = {
         bad_input_is_refused_before_anything_is_sent,
         what_cannot_travel_harms_nobody,
         a_batch_smaller_than_the_world_trains,
+        *STAGING,
+        *RESIDENCY,
     )
 }
 
@@ -326,9 +303,10 @@ def outcome_of(scenario: Scenario, dispatch: Dispatch, path: Path) -> str | None
     return None
 
 
-def main() -> None:
-    path, results = Path(sys.argv[1]), Path(sys.argv[2])
-    chosen = {name: BREAKAGES[name] for name in sys.argv[3:]} or SCENARIOS
+def work(rank: int, path: Path, results: Path, *names: str) -> None:
+    """Run the scenarios or breakages of these names, or all scenarios."""
+    known = SCENARIOS | BREAKAGES
+    chosen = {name: known[name] for name in names or SCENARIOS}
     torch.set_num_threads(1)
 
     def algorithm(dispatch: Dispatch) -> None:
@@ -338,8 +316,8 @@ def main() -> None:
         outcomes = {name: outcome_of(scenario, dispatch, path) for name, scenario in chosen.items()}
         results.write_text(json.dumps(outcomes))
 
-    lead_or_serve(algorithm, Budget(96), patience=PATIENCE)
+    lead_or_serve(algorithm, BUDGET, patience=PATIENCE)
 
 
 if __name__ == "__main__":
-    main()
+    work(int(os.environ["RANK"]), Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.dispatch_ranks import BREAKAGES, SCENARIOS
+from tests.integration import dispatch_ranks, forked_ranks
 from tests.integration.training_cases import write_model
 
 pytestmark = pytest.mark.integration
+DEATH = "a_rank_dies_in_an_operation"
+"""Torchrun has a part in this one."""
 
 
 @pytest.fixture(scope="module")
@@ -24,24 +26,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(model: Path) -> dict[str, str | None]:
     """What became of each scenario, all in one world."""
-    return run_ranks(model, model.parent / "outcomes.json")
+    results = model.parent / "outcomes.json"
+    forked_ranks.run_ranks(2, dispatch_ranks.work, model, results)
+    return read(results)
 
 
-def run_ranks(model: Path, results: Path, *breakage: str) -> dict[str, str | None]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "tests.integration.dispatch_ranks", str(model), str(results), *breakage]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert results.exists(), done.stderr[-4000:]
+def read(results: Path) -> dict[str, str | None]:
     outcomes: dict[str, str | None] = json.loads(results.read_text())
     return outcomes
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", dispatch_ranks.SCENARIOS)
 def test_scenario(scenario: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[scenario] is None, outcomes[scenario]
 
 
-@pytest.mark.parametrize("breakage", BREAKAGES)
+@pytest.mark.parametrize("breakage", sorted(dispatch_ranks.BREAKAGES.keys() - {DEATH}))
 def test_breakage(breakage: str, model: Path, tmp_path: Path) -> None:
-    (outcome,) = run_ranks(model, tmp_path / "outcome.json", breakage).values()
-    assert outcome is None, outcome
+    results = tmp_path / "outcome.json"
+    ranks = forked_ranks.start_ranks(2, dispatch_ranks.work, model, results, breakage)
+    ranks[0].join(forked_ranks.JOIN_SECONDS)
+    forked_ranks.end_ranks(ranks)
+    assert read(results) == {breakage: None}
+
+
+def test_torchrun_lets_the_controller_tell_of_a_rank_that_died(model: Path, tmp_path: Path) -> None:
+    results = tmp_path / "outcome.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "tests.integration.dispatch_ranks", str(model), str(results), DEATH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert results.exists(), done.stderr[-4000:]
+    assert read(results) == {DEATH: None}
