@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
             )
         path = Path(argv[0]).resolve()
         config = checked(path, compose_config([f"name={path.stem}", *argv[1:]]))
+        for file in waiting_at(path):
+            JobLog(Path(read_job(file).log)).clear()
         trainer = Trainer(path, config)
-        return trainer() if config.cluster.kind == "local" else submit(trainer)
+        return run_here(trainer) if config.cluster.kind == "local" else submit(trainer)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -103,6 +106,15 @@ class Trainer(Checkpointable):
             said = "\n".join(process.tail(self.output))
             raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
         return 0
+
+
+def run_here(trainer: Trainer) -> int:
+    """Call the trainer on this machine; its exit code."""
+    try:
+        return trainer()
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
+        return 130
 
 
 def submit(trainer: Trainer) -> int:
@@ -176,7 +188,8 @@ def follow(path: Path, over: Callable[[], bool]) -> None:
         gone = over()  # asked before reading: what was written until then is read
         for file in waiting_at(path):
             if file not in logs:
-                logs[file] = JobLog(Path(read_job(file).log))
+                with suppress(ConfigError):  # gone since it was listed, or for the trainer to refuse
+                    logs[file] = JobLog(Path(read_job(file).log))
         for file, log in logs.items():
             for line in log.new_lines():
                 print(f"{file.stem}: {describe(line)}", flush=True)

@@ -24,6 +24,7 @@ from pipeline.training import folders
 from pipeline.training.dispatch import Dispatch
 from pipeline.training.execute import execute, serve
 from pipeline.training.joblog import JobLog
+from pipeline.training.jobs import read_job
 from pipeline.training.jobstate import JobState
 from pipeline.training.ranks import Patience, joined
 from pipeline.training.worker import Worker
@@ -108,6 +109,15 @@ def test_supervised_jobs_learn_their_rows(dispatch: Dispatch, config: RunConfig,
     lines = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["event"] == "step"]
     assert losses[-1] < losses[0] - 1
+
+
+def test_demonstrations_need_no_packed_rows(dispatch: Dispatch, tmp_path: Path) -> None:
+    config = config_of(Path("tiny_qwen3"))
+    model = config.model.model_copy(update={"init": "random", "max_length": 48})
+    file = write_job(tmp_path, "sft", inputs={"kind": "demonstrations"})
+    execute(file, dispatch, config.model_copy(update={"model": model}))
+    assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * STEPS, "finished"]
+    assert (tmp_path / "sft-model" / "tokenizer.json").exists()
 
 
 class Trace:
@@ -289,6 +299,22 @@ def test_the_states_of_sft_and_rl_are_not_mixed(dispatch: Dispatch, config: RunC
     with pytest.raises(CheckpointError, match="is the state of sft jobs; give this rl job another optimizer_state"):
         execute(write_job(tmp_path, "rl", optimizer_state="sft-state"), dispatch, config)
     assert (tmp_path / "rl-data").exists()
+
+
+def test_of_two_executions_of_a_job_the_earlier_one_may_write_no_more(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, commit = write_job(tmp_path, "sft"), JobState.commit
+
+    def overtaken(state: JobState, done: int) -> None:
+        JobState(read_job(file), "another execution", dispatch).find()
+        commit(state, done)
+
+    monkeypatch.setattr(JobState, "commit", overtaken)
+    with pytest.raises(CheckpointError, match="must write nothing more"):
+        execute(file, dispatch, config)
+    assert (tmp_path / "sft-data").exists()
+    assert not (tmp_path / "sft-model").exists()
 
 
 def test_adapters_are_made_and_gone_on_from(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
