@@ -120,9 +120,10 @@ class Critic(Model):
 def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
     """The model of a directory with float32 weights, on the CPU; equal on every rank.
 
-    Random weights depend on the seed alone. With `config.lora.rank` the policy has adapters, and only they have
-    gradients. Raises `ConfigError` when the directory holds no model that transformers knows, or one whose
-    log-probabilities this module would get wrong: its logits are not hidden states times the head.
+    Random weights depend on the seed alone, and nothing else is random: dropout is off. With `config.lora.rank` the
+    policy has adapters, and only they have gradients. Raises `ConfigError` when the directory holds no model that
+    transformers knows, or one whose log-probabilities this module would get wrong: its logits are not hidden states
+    times the head.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError("model.path", config.path, "a directory with config.json")
@@ -134,6 +135,9 @@ def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
             torch.manual_seed(seed)
             network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **options)
     refuse_unsupported(network)
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     if kind == "critic":
         if config.lora.rank:
             raise TrainingError("a critic is trained whole: model.lora.rank of its spec must be 0")

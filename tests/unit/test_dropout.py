@@ -1,0 +1,22 @@
+"""A trainer draws no numbers but those that its seed and step name, so a checkpoint keeps no random state."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from pipeline.config import ModelConfig
+from pipeline.training import model
+
+
+def test_a_model_whose_config_asks_for_dropout_is_trained_without(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5
+    )
+    config.save_pretrained(tmp_path)
+    built = model.build(ModelConfig(path=str(tmp_path), init="random"), 0)
+    assert built.training
+    dropped = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]
+    assert len(dropped) >= 3
+    ones = torch.ones(64)
+    assert all(torch.equal(module(ones), ones) for module in dropped)
