@@ -88,7 +88,6 @@ def execute(
         raise
     told.write("finished", job=str(file), output=job.output)
     log.info("%s: finished", file)
-    _forget_models(dispatch)
 
 
 class Execution:
@@ -192,7 +191,7 @@ def _check_standing_alone(file: Path, job: Job) -> None:
 
 
 def _forget_models(dispatch: Dispatch) -> None:
-    """The next job makes its own."""
+    """What a job that failed leaves; the next one makes its own."""
     if not dispatch.broken:
         for name in list(dispatch.models):
             dispatch.remove_model(name)

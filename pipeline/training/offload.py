@@ -78,6 +78,14 @@ class Movable:
         self._kept.close()
         self._kept, self._away = None, []
 
+    def discard(self) -> None:
+        """Give all bytes back for good, wherever they are: the tensors hold nothing any more."""
+        if self._kept is not None:
+            self._kept.close()
+        self._kept, self._away = None, []
+        for storage in self._storages():
+            storage.resize_(0)
+
     def _storages(self) -> list[UntypedStorage]:
         found = [local(tensor).untyped_storage() for tensor in self._tensors()]
         return list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())

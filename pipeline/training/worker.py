@@ -198,6 +198,12 @@ class Worker:
         """Bring an offloaded part back."""
         self._parts[part].load()
 
+    def discard(self) -> None:
+        """Give the memory of all parts back, for a model that nobody needs any more: nothing is kept of it."""
+        for part in self._parts.values():
+            part.discard()
+        empty_cache(self.device)
+
     def memory(self) -> Memory:
         """What this process holds, and what this model does."""
         return Memory(allocated(self.device), self._parts["model"].resident, self._parts["optimizer"].resident)

@@ -26,6 +26,7 @@ from pipeline.training.execute import execute, serve
 from pipeline.training.joblog import JobLog
 from pipeline.training.jobs import read_job
 from pipeline.training.jobstate import JobState
+from pipeline.training.offload import local
 from pipeline.training.ranks import Patience, joined
 from pipeline.training.worker import Worker
 from pipeline.waiting import wait_for
@@ -120,6 +121,17 @@ def test_demonstrations_need_no_packed_rows(dispatch: Dispatch, tmp_path: Path) 
     assert (tmp_path / "sft-model" / "tokenizer.json").exists()
 
 
+REMEMBERED: list[torch.UntypedStorage] = []
+
+
+def remember_storages(worker: Worker) -> None:
+    """The storages of a model and its moments: who holds them sees whether their bytes are given back."""
+    assert worker.optimizer is not None
+    REMEMBERED[:] = [
+        local(each).untyped_storage() for each in (*worker.model.parameters(), *worker.optimizer.moments())
+    ]
+
+
 class Trace:
     """What was the case whenever one of the acts of a completion began."""
 
@@ -127,7 +139,7 @@ class Trace:
         self.seen: list[tuple[str, dict[str, bool]]] = []
         self._dispatch, self._data, self._output = dispatch, data, output
         self._watch(monkeypatch, Dispatch, "save_hf_model", "export")
-        self._watch(monkeypatch, Dispatch, "offload_all", "offload")
+        self._watch(monkeypatch, execution, "release", "release")
         self._watch(monkeypatch, execution, "remove_packed", "remove data")
         self._watch(monkeypatch, JobLog, "write", "announce", only=lambda *args: args[1] == "finished")
 
@@ -149,7 +161,9 @@ class Trace:
         monkeypatch.setattr(owner, name, watched)
 
     def _situation(self) -> dict[str, bool]:
-        held = sum(memory.model + memory.optimizer for memory in self._dispatch.memory()[0].values())
+        if self._dispatch.models:
+            self._dispatch.pass_through("policy", remember_storages)
+        held = sum(storage.nbytes() for storage in REMEMBERED)  # also when nobody else knows of them
         return {
             "mapped": str(self._data) in Path("/proc/self/maps").read_text(),
             "on device": held > 0,
@@ -171,7 +185,7 @@ def test_a_job_is_announced_when_nothing_is_held_any_more(
 
     assert trace.seen == [
         ("export", situation(mapped=False, on_device=True, data=True, model=False)),
-        ("offload", situation(mapped=False, on_device=True, data=True, model=True)),
+        ("release", situation(mapped=False, on_device=True, data=True, model=True)),
         ("remove data", situation(mapped=False, on_device=False, data=True, model=True)),
         ("announce", situation(mapped=False, on_device=False, data=False, model=True)),
     ]
@@ -181,8 +195,8 @@ def test_a_rank_that_still_holds_memory_is_not_announced(
     dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_job(tmp_path, "sft")
-    monkeypatch.setattr(Worker, "offload", lambda worker, part: None)
-    with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy after its offload"):
+    monkeypatch.setattr(Worker, "discard", lambda worker: None)
+    with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy, which nobody needs any more"):
         execute(file, dispatch, config)
     assert events(tmp_path / "sft.jsonl")[-1] == "failed"
     assert (tmp_path / "sft-data").exists()
