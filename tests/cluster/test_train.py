@@ -45,9 +45,8 @@ def test_a_job_that_fails_on_its_node_fails_here_with_its_reason(cluster: SlurmC
     assert (tmp_path / "rl-data").exists()
 
 
-def test_what_slurm_refuses_is_one_line(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_what_slurm_refuses_is_said(cluster: SlurmCluster, tmp_path: Path) -> None:
     file = write_job(tmp_path, "sft")
     ended = train(cluster, str(file), "cluster.partition=no-such-partition")
     assert ended.returncode == 1
-    assert ended.stderr.startswith("error: sbatch refused the job: ")
-    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.splitlines()[-1].startswith("error: sbatch refused the job: ")
