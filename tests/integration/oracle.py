@@ -1,22 +1,25 @@
 """The trainer's arithmetic once more: one process, float64, one row and one token at a time.
 
-Shares no code with `pipeline`: its own Qwen3 forward from the published architecture, its own losses, denominators and
-AdamW. Slow and plain on purpose; nothing is packed, padded, cut, sharded or reduced.
+Shares no code with `pipeline`: its own Qwen3 forward from the published architecture, its own adapters and value head,
+its own losses (`oracle_losses`), denominators and AdamW. Slow and plain on purpose; nothing is packed, padded, cut,
+sharded or reduced.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from tests.integration.oracle_losses import Goal, Sequence64, mean, policy_losses, value_losses
 
 Parameters = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the forward needs to know of the architecture."""
+    """What the forward needs to know of the architecture; `scale` is alpha / rank of the adapters."""
 
     layers: int
     heads: int
@@ -24,34 +27,7 @@ class Shape:
     size: int
     theta: float = 10_000.0
     eps: float = 1e-6
-
-
-@dataclass(frozen=True)
-class Sequence64:
-    """One row: plain Python numbers, `None` where a number is not counted."""
-
-    tokens: list[int]
-    counted: list[bool]
-    advantages: list[float]
-    behaviour: list[float]
-    reference: list[float]
-    prompt: int
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A loss in numbers: what `LossConfig` and `Batch.of` mean."""
-
-    name: str
-    normalise: str
-    temperature: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    ratio_cap: float = 5.0
-    kl: float = 0.0
-    kl_estimator: str = "k3"
-    entropy: float = 0.0
-    max_length: int = 1
+    scale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +42,7 @@ class Adam:
 
 @dataclass
 class Training:
-    """What three steps did: the loss and the gradients before each step, and the parameters after the last."""
+    """What some steps did: the loss and the gradients before each step, and the parameters after the last."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Parameters] = field(default_factory=list)
@@ -87,12 +63,20 @@ def rotated(x: Tensor, theta: float) -> Tensor:
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
 
 
-def attention(p: Parameters, prefix: str, x: Tensor, shape: Shape) -> Tensor:
+def linear(p: Mapping[str, Tensor], name: str, x: Tensor, shape: Shape) -> Tensor:
+    """x [T, in] by the layer's matrix, to which an adapter adds alpha / rank · B A."""
+    matrix = p[f"{name}.weight"]
+    if f"{name}.lora_A.weight" in p:
+        matrix = matrix + shape.scale * p[f"{name}.lora_B.weight"] @ p[f"{name}.lora_A.weight"]
+    return x @ matrix.T
+
+
+def attention(p: Mapping[str, Tensor], prefix: str, x: Tensor, shape: Shape) -> Tensor:
     """x: [T, E] of one row; each token sees itself and those before it."""
     length = len(x)
-    query = (x @ p[f"{prefix}.q_proj.weight"].T).view(length, shape.heads, shape.size)
-    key = (x @ p[f"{prefix}.k_proj.weight"].T).view(length, shape.groups, shape.size)
-    value = (x @ p[f"{prefix}.v_proj.weight"].T).view(length, shape.groups, shape.size)
+    query = linear(p, f"{prefix}.q_proj", x, shape).view(length, shape.heads, shape.size)
+    key = linear(p, f"{prefix}.k_proj", x, shape).view(length, shape.groups, shape.size)
+    value = linear(p, f"{prefix}.v_proj", x, shape).view(length, shape.groups, shape.size)
     query = rotated(normed(query, p[f"{prefix}.q_norm.weight"], shape.eps), shape.theta)
     key = rotated(normed(key, p[f"{prefix}.k_norm.weight"], shape.eps), shape.theta)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -101,65 +85,55 @@ def attention(p: Parameters, prefix: str, x: Tensor, shape: Shape) -> Tensor:
         group = head * shape.groups // shape.heads
         scores = query[:, head] @ key[:, group].T / math.sqrt(shape.size)
         heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ value[:, group])
-    return torch.cat(heads, -1) @ p[f"{prefix}.o_proj.weight"].T
+    return linear(p, f"{prefix}.o_proj", torch.cat(heads, -1), shape)
 
 
-def predictions(p: Parameters, tokens: Sequence[int], shape: Shape, temperature: float) -> Tensor:
-    """Log-probabilities of every token of the vocabulary after each prefix of one row: [T, V]."""
+def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tensor:
+    """The last hidden states after each prefix of one row: [T, E]."""
     x = p["model.embed_tokens.weight"][torch.tensor(tokens)]
     for layer in range(shape.layers):
         name = f"model.layers.{layer}"
         x = x + attention(p, f"{name}.self_attn", normed(x, p[f"{name}.input_layernorm.weight"], shape.eps), shape)
         y = normed(x, p[f"{name}.post_attention_layernorm.weight"], shape.eps)
-        gate, up = y @ p[f"{name}.mlp.gate_proj.weight"].T, y @ p[f"{name}.mlp.up_proj.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ p[f"{name}.mlp.down_proj.weight"].T
+        gate, up = linear(p, f"{name}.mlp.gate_proj", y, shape), linear(p, f"{name}.mlp.up_proj", y, shape)
+        x = x + linear(p, f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up, shape)
+    return normed(x, p["model.norm.weight"], shape.eps)
+
+
+def predictions(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape, temperature: float) -> Tensor:
+    """Log-probabilities of every token of the vocabulary after each prefix of one row: [T, V]."""
     head = p.get("lm_head.weight", p["model.embed_tokens.weight"])
-    logits = normed(x, p["model.norm.weight"], shape.eps) @ head.T / temperature
+    logits = states(p, tokens, shape) @ head.T / temperature
     return logits - logits.logsumexp(-1, keepdim=True)
 
 
-def row_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
+def values(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tensor:
+    """What a critic says after each prefix of one row: [T]."""
+    return (states(p, tokens, shape) * p["head.weight"][0]).sum(-1) + p["head.bias"][0]
+
+
+def answers(p: Mapping[str, Tensor], row: Sequence64, shape: Shape, goal: Goal) -> list[float]:
+    """What `forward` must return for a row: the number of each counted token, 0 elsewhere."""
+    with torch.no_grad():
+        if goal.name == "value":
+            given = values(p, row.tokens, shape)
+            found = [given[t - 1] for t in range(1, len(row.tokens))]
+        else:
+            table = predictions(p, row.tokens, shape, goal.temperature)
+            found = [table[t - 1, row.tokens[t]] for t in range(1, len(row.tokens))]
+    return [0.0] + [float(x) if counted else 0.0 for x, counted in zip(found, row.counted[1:], strict=True)]
+
+
+def losses_of(p: Mapping[str, Tensor], row: Sequence64, shape: Shape, goal: Goal) -> list[Tensor]:
     """The loss of each counted token of a row, unweighted, in order."""
-    places = [t for t, counted in enumerate(row.counted) if counted]
-    logprobs = [table[t - 1, row.tokens[t]] for t in places]
-    if goal.name == "sft":
-        return [-logprob for logprob in logprobs]
-    logs = [logprob - row.behaviour[t] for logprob, t in zip(logprobs, places, strict=True)]
-    if goal.name == "gspo" and logs:
-        logs = [torch.stack(logs).mean()] * len(logs)
-    losses = []
-    for t, logprob, log in zip(places, logprobs, logs, strict=True):
-        loss = token_loss(logprob, log.exp(), row.advantages[t], goal)
-        if goal.kl:
-            loss = loss + goal.kl * divergence(logprob - row.reference[t], goal.kl_estimator)
-        if goal.entropy:
-            loss = loss + goal.entropy * (table[t - 1].exp() * table[t - 1]).sum()
-        losses.append(loss)
-    return losses
+    if goal.name == "value":
+        return value_losses(values(p, row.tokens, shape), row, goal)
+    return policy_losses(predictions(p, row.tokens, shape, goal.temperature), row, goal)
 
 
-def token_loss(logprob: Tensor, ratio: Tensor, advantage: float, goal: Goal) -> Tensor:
-    if goal.name == "reinforce":
-        return -min(ratio.item(), goal.ratio_cap) * advantage * logprob
-    low, high = 1 - goal.clip_low, 1 + goal.clip_high
-    within = low <= ratio.item() <= high
-    bounded = ratio if within else torch.tensor(low if ratio.item() < low else high, dtype=torch.float64)
-    free, held = ratio * advantage, bounded * advantage
-    return -(free if free.item() <= held.item() else held)
-
-
-def divergence(difference: Tensor, estimator: str) -> Tensor:
-    formulas: dict[str, Callable[[Tensor], Tensor]] = {
-        "k1": lambda d: d,
-        "k2": lambda d: d * d / 2,
-        "k3": lambda d: torch.exp(-d) - 1 + d,
-    }
-    return formulas[estimator](difference)
-
-
-def batch_loss(p: Parameters, rows: Sequence[Sequence64], shape: Shape, goal: Goal) -> Tensor:
+def batch_loss(p: Mapping[str, Tensor], rows: Sequence[Sequence64], shape: Shape, goal: Goal) -> Tensor:
     """The mean of means that `goal.normalise` names, over all rows at once."""
-    of_rows = [row_losses(predictions(p, row.tokens, shape, goal.temperature), row, goal) for row in rows]
+    of_rows = [losses_of(p, row, shape, goal) for row in rows]
     if goal.normalise == "fixed":
         return mean([loss for losses in of_rows for loss in losses], len(rows) * goal.max_length)
     if goal.normalise == "token":
@@ -172,18 +146,23 @@ def batch_loss(p: Parameters, rows: Sequence[Sequence64], shape: Shape, goal: Go
     return mean([mean(losses) for losses in prompts.values() if losses])
 
 
-def mean(values: list[Tensor], count: int = 0) -> Tensor:
-    return torch.stack(values).sum() / (count or len(values))
-
-
-def train(start: Parameters, rows: Sequence[Sequence64], shape: Shape, goal: Goal, adam: Adam, steps: int) -> Training:
-    """`steps` steps of AdamW with a constant rate on the same rows."""
+def train(
+    start: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor],
+    rows: Sequence[Sequence64],
+    shape: Shape,
+    goal: Goal,
+    adam: Adam,
+    steps: int,
+) -> Training:
+    """`steps` steps of AdamW with a constant rate on the same rows; the `frozen` parameters stay as they are."""
     p = {name: value.double().clone().requires_grad_() for name, value in start.items()}
+    fixed = {name: value.double() for name, value in frozen.items()}
     first = {name: torch.zeros_like(value) for name, value in p.items()}
     second = {name: torch.zeros_like(value) for name, value in p.items()}
     done = Training()
     for step in range(1, steps + 1):
-        loss = batch_loss(p, rows, shape, goal)
+        loss = batch_loss({**fixed, **p}, rows, shape, goal)
         slopes = dict(zip(p, torch.autograd.grad(loss, list(p.values())), strict=True))
         norm = math.sqrt(sum(float((slope * slope).sum()) for slope in slopes.values()))
         done.losses.append(loss.item())

@@ -1,43 +1,46 @@
 """The real trainer (FSDP2 over gloo, under torchrun) against a float64 computation that shares no code with it.
 
-Tolerances, float32 against float64: log-probabilities and losses 1e-5, gradients 3e-5 of the largest entry of their
-tensor plus 1e-6, parameters after three AdamW steps 5e-6.
+Every loss meets every world size, packed and padded, cut by rows and by tokens; every switch meets several losses.
+Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilities, values and losses 1e-5, gradients
+3e-5 of the largest entry of their tensor plus 1e-6 and 3e-5 of their whole length, parameters after three AdamW steps
+5e-6 and 2e-5 of the whole way. The full product of all that, and compiled layers, are trials:
+
+    python -m pytest -m trial tests/integration/test_training_oracle.py
 """
 
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from numpy.typing import NDArray
 
-from pipeline.losses import Supervised
-from pipeline.training.rows import Row
-from tests.integration import oracle
-from tests.integration.training_cases import (
-    CASES,
-    LOSSES,
-    MAX_LENGTH,
+from pipeline.config import LossConfig
+from pipeline.losses import ValueObjective
+from tests.integration.oracle_losses import CLIPPED
+from tests.integration.training_cases import RECIPES, STEPS, make_rows, write_models
+from tests.integration.training_ranks import read_results
+from tests.integration.training_truth import FLOAT32, answers, errors, excess
+from tests.integration.training_ways import (
     MUTATIONS,
-    OPTIM,
-    STEPS,
+    WORLDS,
     Case,
     Mutation,
     Result,
-    make_rows,
-    write_model,
+    all_cases,
+    cases,
+    compiled_cases,
 )
 
 pytestmark = pytest.mark.integration
-SHAPE = oracle.Shape(layers=2, heads=2, groups=1, size=32)
 Results = Callable[[int], dict[object, Result]]
-TIED = {1: False, 2: True}
-"""Whether the head is tied to the embedding, for each number of ranks."""
+NEAR = {"rel": 1e-4, "abs": 1e-6}
+ALWAYS = {"loss", "grad_norm", "lr", "skipped"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,113 +53,126 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for ranks, tied in TIED.items():
-        write_model(folder / str(ranks), tied)
-    return {ranks: folder / str(ranks) for ranks in TIED}
+    write_models(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def results(models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What 1 or 2 ranks computed, by case or mutation; each world is started when it is first asked for."""
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What the ranks computed, by case or mutation; each world is started when it is first asked for."""
     folder = tmp_path_factory.mktemp("ranks")
-    return cache(lambda ranks: run_ranks(models[ranks], ranks, folder / str(ranks)))
+    return cache(lambda ranks: run_ranks(models, ranks, folder / str(ranks)))
 
 
-def run_ranks(model: Path, ranks: int, results: Path) -> dict[object, Result]:
+def run_ranks(
+    models: Path, ranks: int, results: Path, choice: str = "some", seconds: float = 240
+) -> dict[object, Result]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, "-m", "tests.integration.training_ranks", str(model), str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    command = [*torchrun, "-m", "tests.integration.training_ranks", str(models), str(results), "--cases", choice]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    outcome: dict[object, Result] = pickle.loads(results.read_bytes())
-    return outcome
+    return read_results(results)
 
 
-@cache
-def expected(model: Path, loss: str) -> oracle.Training:
-    rows = [plain(row) for row in make_rows()]
-    adam = oracle.Adam(OPTIM.lr, OPTIM.beta1, OPTIM.beta2, OPTIM.eps, OPTIM.weight_decay, OPTIM.clip_norm)
-    return oracle.train(load_file(model / "model.safetensors"), rows, SHAPE, goal(loss), adam, STEPS)
+def check(result: Result, models: Path, case: Case, ranks: int) -> None:
+    """Assert that the result is the oracle's, and that every switch of the case did something."""
+    assert excess(errors(result, case.model(models), case.recipe), FLOAT32) == {}
+    shards = ranks // case.replicas
+    assert result.seen["shards"] == ranks * shards
+    assert result.seen["units"] == ranks * (3 if case.layers else 1)
+    assert result.seen.get("evicted", 0) == (ranks * STEPS if case.offload else 0)
+    assert (result.seen["graphs"] > 0) == case.compile
+    if not case.compile:
+        assert (result.seen.get("recomputed", 0) > 0) == case.checkpointing
 
 
-def goal(loss: str) -> oracle.Goal:
-    objective, normalise, temperature = LOSSES[loss]
-    if isinstance(objective, Supervised):
-        return oracle.Goal("sft", normalise, temperature)
-    return oracle.Goal(
-        objective.name,
-        normalise,
-        temperature,
-        objective.clip_low,
-        objective.clip_high,
-        objective.ratio_cap,
-        objective.kl,
-        objective.kl_estimator,
-        objective.entropy,
-        MAX_LENGTH,
-    )
-
-
-def plain(row: Row) -> oracle.Sequence64:
-    assert row.behaviour is not None
-    assert row.reference is not None
-    return oracle.Sequence64(
-        tokens=row.tokens.tolist(),
-        counted=[bool(counted) for counted in row.mask],
-        advantages=np.broadcast_to(np.asarray(row.advantages, np.float64), len(row)).tolist(),
-        behaviour=row.behaviour.astype(np.float64).tolist(),
-        reference=row.reference.astype(np.float64).tolist(),
-        prompt=row.prompt,
-    )
-
-
-def compare(result: Result, truth: oracle.Training) -> None:
-    """Assert that losses, gradients, norms and parameters agree within the tolerances above."""
-    for step in range(STEPS):
-        assert result.metrics[step]["loss"] == pytest.approx(truth.losses[step], abs=1e-5, rel=1e-5)
-        assert result.metrics[step]["grad_norm"] == pytest.approx(truth.norms[step], rel=1e-4)
-        assert set(result.gradients[step]) == set(truth.gradients[step])
-        for name, slope in truth.gradients[step].items():
-            bound = 1e-6 + 3e-5 * slope.abs().max().item()
-            np.testing.assert_allclose(result.gradients[step][name], slope, rtol=0, atol=bound, err_msg=name)
-    for name, value in truth.parameters.items():
-        np.testing.assert_allclose(result.parameters[name], value, rtol=0, atol=5e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("ranks", TIED)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_and_micro_batches_compute_what_the_oracle_does(
-    case: Case, ranks: int, models: dict[int, Path], results: Results
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WORLDS for case in cases(ranks)], ids=str)
+def test_ranks_micro_batches_and_switches_compute_what_the_oracle_does(
+    case: Case, ranks: int, models: Path, results: Results
 ) -> None:
-    compare(results(ranks)[case], expected(models[ranks], case.loss))
+    check(results(ranks)[case], models, case, ranks)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_notices(mutation: Mutation, models: dict[int, Path], results: Results) -> None:
-    with pytest.raises(AssertionError):
-        compare(results(2)[mutation], expected(models[2], MUTATIONS[mutation].loss))
+def test_the_comparison_notices(mutation: Mutation, models: Path, results: Results) -> None:
+    result = results(2)[mutation]
+    assert result.seen["mutated"] > 0, "the mutation changed nothing"
+    case = MUTATIONS[mutation]
+    found = excess(errors(result, case.model(models), case.recipe), FLOAT32)
+    assert {"parameter", "update"} <= set(found)
+    assert "answer" not in found, "the forward pass before the mutation was right"
 
 
-@pytest.mark.parametrize("ranks", TIED)
-def test_log_probabilities_come_back_in_the_order_of_the_rows(
-    ranks: int, models: dict[int, Path], results: Results
-) -> None:
-    start = {name: value.double() for name, value in load_file(models[ranks] / "model.safetensors").items()}
-    temperature = LOSSES["grpo"][2]
-    tables = [oracle.predictions(start, row.tokens.tolist(), SHAPE, temperature) for row in make_rows()]
-    for case in CASES:
-        if case.loss == "grpo":
-            for row, table, found in zip(make_rows(), tables, results(ranks)[case].logprobs, strict=True):
-                truth = torch.zeros(len(row), dtype=torch.float64)
-                truth[1:] = table[:-1].gather(1, torch.tensor(row.tokens[1:].astype(np.int64))[:, None])[:, 0]
-                np.testing.assert_allclose(found, truth * torch.tensor(row.mask), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_metrics_do_not_depend_on_ranks_micro_batches_or_level(recipe: str, results: Results) -> None:
+    whole: dict[str, float] = {}
+    levels: Counter[str] = Counter()
+    for ranks in WORLDS:
+        for case in cases(ranks):
+            if case.recipe == recipe and case.tied:
+                metrics = results(ranks)[case].metrics[0]
+                expected = {name: whole.setdefault(name, value) for name, value in metrics.items()}
+                assert metrics == pytest.approx(expected, **NEAR), case
+                assert (set(metrics) == ALWAYS) == (case.level == "none"), case
+                assert ("entropy" in metrics) == measures_entropy(case), case
+                levels[case.level] += 1
+    assert levels.total() >= 4
+    assert len(levels) >= 2
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_metrics_do_not_depend_on_ranks_or_micro_batches(loss: str, results: Results) -> None:
-    cases = [case for case in CASES if case.loss == loss]
-    for ranks in TIED:
-        reference = results(ranks)[cases[0]].metrics[0]
-        for case in cases[1:]:
-            assert results(ranks)[case].metrics[0] == pytest.approx(reference, rel=1e-4, abs=1e-6)
+def measures_entropy(case: Case) -> bool:
+    """A bonus measures it anyway; a critic has none."""
+    objective = RECIPES[case.recipe].objective
+    if isinstance(objective, ValueObjective) or case.level == "none":
+        return False
+    return case.level == "with_entropy" or objective.entropy > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_rows_meet_both_sides_of_every_bound(recipe: str, models: Path) -> None:
+    """A bound that never binds would be right wherever it is."""
+    for values, bound in bounded(recipe, models / "tied"):
+        assert (values < bound).any()
+        assert (values > bound).any()
+
+
+def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float]]:
+    """What the recipe's loss bounds, of each counted token, with the bound."""
+    objective, rows = RECIPES[name].objective, make_rows(name)
+    counted = np.concatenate([row.mask for row in rows]).astype(bool)
+
+    def of_rows(values: Sequence[object]) -> NDArray[np.float64]:
+        return np.concatenate([np.asarray(value, np.float64) for value in values])[counted]
+
+    given = of_rows(answers(model, name))
+    if isinstance(objective, ValueObjective) and objective.clip:
+        yield np.abs(given - of_rows([row.values for row in rows])), objective.clip
+    if isinstance(objective, LossConfig):
+        behaviour = of_rows([row.behaviour for row in rows])
+        proximal = of_rows([row.proximal for row in rows]) if RECIPES[name].proximal else behaviour
+        if objective.name in (*CLIPPED, "cispo"):
+            yield np.exp(given - proximal), 1 - objective.clip_low
+            yield np.exp(given - proximal), 1 + objective.clip_high
+        if objective.correction != "none":
+            yield np.exp(proximal - behaviour), objective.correction_cap
+            yield np.exp(proximal - behaviour), 1 / objective.correction_cap
+
+
+@pytest.mark.trial
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_full_product_computes_what_the_oracle_does(ranks: int, models: Path, tmp_path: Path) -> None:
+    computed = run_ranks(models, ranks, tmp_path / "results", "all", seconds=2900)
+    for case in all_cases(ranks):
+        check(computed[case], models, case, ranks)
+
+
+@pytest.mark.trial
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_layers_compute_what_the_oracle_does(ranks: int, models: Path, tmp_path: Path) -> None:
+    computed = run_ranks(models, ranks, tmp_path / "results", "compiled", seconds=1400)
+    for case in compiled_cases(ranks):
+        check(computed[case], models, case, ranks)

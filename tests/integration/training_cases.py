@@ -1,86 +1,70 @@
-"""What the oracle and the ranks compute both: the model, the rows, the losses, and how rows are cut."""
+"""What the oracle and the ranks compute both: the recipes (what is trained for), the model, and the rows."""
 
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.losses import SFT, Objective
-from pipeline.packing import Budget
+from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
+from pipeline.losses import SFT, Objective, ValueObjective
 from pipeline.training.rows import Batch, Normalise, Row
 from pipeline.training.spec import ModelSpec
 
-VOCABULARY, STEPS = 17, 3
+STEPS = 3
+VOCABULARY, LAYERS, HEADS, GROUPS, SIZE = 17, 2, 2, 1, 32
+ALPHA, MAX_LENGTH = 6.0, 12
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
-MAX_LENGTH = 12
-
-LOSSES: dict[str, tuple[Objective, Normalise, float]] = {
-    "grpo": (LossConfig(name="grpo", clip_low=0.2, clip_high=0.3), "token", 0.8),
-    "gspo": (LossConfig(name="gspo", clip_low=0.1, clip_high=0.2), "sequence", 1.0),
-    "reinforce": (LossConfig(name="reinforce", ratio_cap=1.2), "fixed", 1.3),
-    "ppo": (LossConfig(name="ppo", kl=0.2, entropy=0.1), "prompt", 0.8),
-    "sft": (SFT, "token", 1.0),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to compute a loss: at most `rows` rows in a micro-batch; layers as FSDP units of their own or not."""
-
-    loss: str
-    rows: int
-    packed: bool
-    layer_units: bool = False
-
-    @property
-    def budget(self) -> Budget:
-        return Budget(tokens=96, rows=self.rows, packed=self.packed)
-
-    def __str__(self) -> str:
-        layout = "packed" if self.packed else "padded"
-        return f"{self.loss}-{layout}-{self.rows}" + ("-layers" if self.layer_units else "")
-
-
-CASES = [Case(*values) for values in product(LOSSES, (1, 2, 8), (True, False))]
-CASES += [Case(loss, 2, True, layer_units=True) for loss in ("grpo", "sft")]
-
 Arrays = dict[str, NDArray[np.float32]]
 
 
-@dataclass
-class Result:
-    """What the ranks computed in one case."""
+@dataclass(frozen=True)
+class Recipe:
+    """What a model is trained for.
 
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    gradients: list[Arrays] = field(default_factory=list)
-    parameters: Arrays = field(default_factory=dict)
+    Attributes:
+        objective, normalise, temperature: of the loss.
+        proximal: whether the ratio is taken over other log-probabilities than those of the sampling policy.
+        lora: rank of the adapters that alone are trained; 0: all parameters are.
+    """
+
+    objective: Objective
+    normalise: Normalise
+    temperature: float = 1.0
+    proximal: bool = False
+    lora: int = 0
+
+    @property
+    def model(self) -> Literal["policy", "critic"]:
+        return "critic" if isinstance(self.objective, ValueObjective) else "policy"
 
 
-Mutation = Literal[
-    "local_normalisation",
-    "dropped_micro_batch",
-    "duplicated_shard",
-    "averaged_gradients",
-    "leaking_attention",
-    "wrong_positions",
-    "shifted_targets",
-]
-PACKED, PADDED = Case("grpo", 2, True), Case("grpo", 2, False)
-MUTATIONS: dict[Mutation, Case] = {
-    "local_normalisation": PADDED,
-    "dropped_micro_batch": PACKED,
-    "duplicated_shard": PACKED,
-    "averaged_gradients": PADDED,
-    "leaking_attention": PACKED,
-    "wrong_positions": PACKED,
-    "shifted_targets": PADDED,
+def _loss(name: str, **settings: object) -> LossConfig:
+    return LossConfig.model_validate({"name": name, **settings})
+
+
+RECIPES: dict[str, Recipe] = {
+    "reinforce": Recipe(_loss("reinforce", ratio_cap=1.2), "fixed", 1.3),
+    "ppo": Recipe(_loss("ppo", kl=0.2, entropy=0.1), "prompt", 0.8, proximal=True),
+    "grpo": Recipe(_loss("grpo", clip_low=0.2, clip_high=0.3), "token", 0.8),
+    "gspo": Recipe(_loss("gspo", clip_low=0.1, clip_high=0.2), "sequence"),
+    "dr_grpo": Recipe(_loss("dr_grpo", kl=0.1, kl_estimator="k2"), "fixed"),
+    "dapo": Recipe(_loss("dapo", clip_high=0.28, correction="truncate", correction_cap=1.3), "token", proximal=True),
+    "cispo": Recipe(_loss("cispo", correction="mask", correction_cap=1.4, entropy=0.1), "token", 0.9, proximal=True),
+    "rloo": Recipe(_loss("rloo", ratio_cap=1.5), "sequence", 1.1),
+    "reinforce_pp": Recipe(_loss("reinforce_pp", kl=0.3, kl_in="reward", kl_estimator="k1"), "token"),
+    "dro": Recipe(_loss("dro", beta=0.2, kl=0.1, kl_estimator="k1"), "prompt", proximal=True),
+    "sft": Recipe(SFT, "token"),
+    "value": Recipe(ValueObjective(clip=0.4), "token"),
+    "value_free": Recipe(ValueObjective(clip=0.0), "sequence"),
+    "lora": Recipe(_loss("grpo", entropy=0.05), "token", 0.8, lora=2),
+    "lora_sft": Recipe(SFT, "prompt", lora=3),
 }
 
 
@@ -90,10 +74,10 @@ def write_model(path: Path, tied: bool) -> None:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=SIZE,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         initializer_range=0.2,
@@ -103,17 +87,23 @@ def write_model(path: Path, tied: bool) -> None:
         Qwen3ForCausalLM(config).save_pretrained(path)
 
 
-def model_config(path: Path) -> ModelConfig:
-    return ModelConfig(path=str(path), init="pretrained")
+def write_models(folder: Path) -> None:
+    """The model whose head is its embedding, and one with a head of its own."""
+    write_model(folder / "tied", tied=True)
+    write_model(folder / "untied", tied=False)
+
+
+def model_config(path: Path, lora: int = 0) -> ModelConfig:
+    return ModelConfig(path=str(path), init="pretrained", lora=LoraConfig(rank=lora, alpha=ALPHA))
 
 
 def policy_spec(path: Path, **changed: Any) -> ModelSpec:
-    return ModelSpec("policy", model_config(path), **{"optim": OPTIM, "steps": STEPS, **changed})
+    return ModelSpec(**{"kind": "policy", "model": model_config(path), "optim": OPTIM, "steps": STEPS, **changed})
 
 
-def make_rows() -> list[Row]:
+def make_rows(name: str = "grpo") -> list[Row]:
     """Nine ragged rows of three prompts: one counts nothing, one has several turns, one an advantage for each token."""
-    draw = np.random.default_rng(3)
+    recipe, draw = RECIPES[name], np.random.default_rng(3)
     rows = []
     for index, length in enumerate((3, 11, 2, 7, 5, 9, 4, 6, 8)):
         mask = np.ones(length, np.uint8)
@@ -122,18 +112,51 @@ def make_rows() -> list[Row]:
             mask[:] = 0
         if index == 5:
             mask[3:6] = 0
+        tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
+        of_tokens = draw.normal(size=(5, length)).astype(np.float32)
+        behaviour = of_tokens[0] * 0.7 - 3
         row = Row(
-            tokens=draw.integers(0, VOCABULARY, length).astype(np.int32),
+            tokens=tokens,
             mask=mask,
-            advantages=draw.normal(size=length).astype(np.float32) if index == 8 else float(draw.normal()),
-            behaviour=(draw.normal(size=length) * 0.7 - 3).astype(np.float32),
-            reference=(draw.normal(size=length) * 0.7 - 3).astype(np.float32),
+            advantages=of_tokens[1] if index == 8 else float(of_tokens[1, 0]),
+            behaviour=behaviour,
+            proximal=behaviour + of_tokens[2] * 0.4 if recipe.proximal else None,
+            reference=of_tokens[3] * 0.7 - 3,
+            values=of_tokens[4] if recipe.model == "critic" else None,
+            returns=of_tokens[2] + of_tokens[4] if recipe.model == "critic" else None,
             prompt=index // 3,
         )
         rows.append(row)
     return rows
 
 
-def make_batch(loss: str) -> Batch:
-    _, normalise, temperature = LOSSES[loss]
-    return Batch.of(make_rows(), normalise, temperature=temperature, max_length=MAX_LENGTH)
+def make_batch(name: str = "grpo") -> Batch:
+    recipe = RECIPES[name]
+    return Batch.of(make_rows(name), recipe.normalise, temperature=recipe.temperature, max_length=MAX_LENGTH)
+
+
+def drawn(name: str, shape: Sequence[int]) -> NDArray[np.float32]:
+    """The numbers that a parameter which no file has (a value head, adapters) starts with: none of them 0."""
+    return (np.random.default_rng(crc32(name.encode())).normal(size=shape) * 0.2).astype(np.float32)
+
+
+def start_of(recipe: Recipe, path: Path) -> tuple[Arrays, Arrays]:
+    """Trained and frozen parameters before the first step, under Hugging Face names (adapters: as peft ends them)."""
+    file: Arrays = load_file(path / "model.safetensors")
+    if recipe.lora:
+        return _adapters(file, recipe.lora), file
+    if recipe.model == "critic":
+        width = file["model.norm.weight"].shape[0]
+        file.pop("lm_head.weight", None)
+        return file | {"head.weight": drawn("head.weight", (1, width)), "head.bias": drawn("head.bias", (1,))}, {}
+    return file, {}
+
+
+def _adapters(file: Arrays, rank: int) -> Arrays:
+    made: Arrays = {}
+    for name, matrix in file.items():
+        if name.endswith("_proj.weight"):
+            layer = name.removesuffix(".weight")
+            for part, shape in (("lora_A", (rank, matrix.shape[1])), ("lora_B", (matrix.shape[0], rank))):
+                made[f"{layer}.{part}.weight"] = drawn(f"{layer}.{part}.weight", shape)
+    return made

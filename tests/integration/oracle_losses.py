@@ -1,0 +1,137 @@
+"""The losses of the oracle, from their definitions: plain numbers in, one float64 scalar for each counted token out.
+
+Shares no code with `pipeline`. In each formula r = exp(logprob − proximal) is the ratio, A the advantage, and sg(·) a
+number without a gradient.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CLIPPED = ("grpo", "ppo", "dapo", "dr_grpo", "reinforce_pp")
+"""Names whose loss is −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A)."""
+
+
+@dataclass(frozen=True)
+class Sequence64:
+    """One row: plain Python numbers; those at tokens that are not counted do not matter."""
+
+    tokens: list[int]
+    counted: list[bool]
+    advantages: list[float]
+    behaviour: list[float]
+    proximal: list[float]
+    reference: list[float]
+    values: list[float]
+    returns: list[float]
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A loss in numbers: what the configured loss and its normalisation mean."""
+
+    name: str
+    normalise: str
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ratio_cap: float = 5.0
+    kl: float = 0.0
+    kl_estimator: str = "k3"
+    entropy: float = 0.0
+    max_length: int = 1
+    correction: str = "none"
+    correction_cap: float = 2.0
+    beta: float = 0.05
+    value_clip: float = 0.2
+
+
+def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
+    """From the log-probabilities [T, V] of the whole vocabulary after each prefix of the row."""
+    places = [t for t, counted in enumerate(row.counted) if counted]
+    logprobs = [table[t - 1, row.tokens[t]] for t in places]
+    if goal.name == "sft":
+        return [-logprob for logprob in logprobs]
+    logs = [logprob - row.proximal[t] for t, logprob in zip(places, logprobs, strict=True)]
+    losses = []
+    for place, t in enumerate(places):
+        loss = policy_loss(logprobs[place], logs, place, row.advantages[t], row.behaviour[t], goal)
+        loss = loss * correction(row.proximal[t] - row.behaviour[t], goal)
+        if goal.kl:
+            loss = loss + goal.kl * divergence(logprobs[place] - row.reference[t], goal.kl_estimator)
+        if goal.entropy:
+            loss = loss + goal.entropy * (table[t - 1].exp() * table[t - 1]).sum()
+        losses.append(loss)
+    return losses
+
+
+def policy_loss(
+    logprob: Tensor, logs: list[Tensor], place: int, advantage: float, behaviour: float, goal: Goal
+) -> Tensor:
+    """Of the counted token at `place`, whose row has the log ratios `logs`; without correction, KL and entropy."""
+    ratio, whole = logs[place].exp(), torch.stack(logs).sum()
+    if goal.name in CLIPPED:
+        return clipped(ratio, advantage, goal)
+    if goal.name == "gspo":
+        return clipped((whole / len(logs)).exp(), advantage, goal)
+    if goal.name == "cispo":
+        return -clip(ratio.item(), 1 - goal.clip_low, 1 + goal.clip_high) * advantage * logprob
+    if goal.name == "reinforce":
+        return -min(ratio.item(), goal.ratio_cap) * advantage * logprob
+    if goal.name == "rloo":
+        return -min(math.exp(whole.item()), goal.ratio_cap) * advantage * logprob
+    if goal.name == "dro":
+        return -(advantage * logprob - goal.beta / 2 * (logprob - behaviour) ** 2)
+    raise ValueError(f"the oracle has no formula for {goal.name!r}")
+
+
+def value_losses(values: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
+    """½ max((v − R)², (clip(v, v_old ± c) − R)²) of each counted token; ½ (v − R)² with c = 0. `values` is [T]."""
+    losses = []
+    for t, counted in enumerate(row.counted):
+        if counted:
+            value, old, target = values[t - 1], row.values[t], row.returns[t]
+            free, held = (value - target) ** 2, (clip(value.item(), old - goal.value_clip, old + goal.value_clip))
+            inside = abs(value.item() - old) <= goal.value_clip
+            if goal.value_clip == 0 or inside or free.item() >= (held - target) ** 2:
+                losses.append(free / 2)
+            else:
+                losses.append(value * 0 + (held - target) ** 2 / 2)
+    return losses
+
+
+def clipped(ratio: Tensor, advantage: float, goal: Goal) -> Tensor:
+    low, high = 1 - goal.clip_low, 1 + goal.clip_high
+    held = ratio if low <= ratio.item() <= high else torch.tensor(clip(ratio.item(), low, high), dtype=torch.float64)
+    free, bounded = ratio * advantage, held * advantage
+    return -(free if free.item() <= bounded.item() else bounded)
+
+
+def correction(difference: float, goal: Goal) -> float:
+    """The factor for log(proximal / behaviour) = `difference`."""
+    weight = math.exp(difference)
+    if goal.correction == "truncate":
+        return min(weight, goal.correction_cap)
+    if goal.correction == "mask":
+        return weight if 1 / goal.correction_cap <= weight <= goal.correction_cap else 0.0
+    return 1.0
+
+
+def divergence(difference: Tensor, estimator: str) -> Tensor:
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference * difference / 2
+    return torch.exp(-difference) - 1 + difference
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return max(low, min(high, value))
+
+
+def mean(values: Sequence[Tensor], count: int = 0) -> Tensor:
+    return torch.stack(list(values)).sum() / (count or len(values))
