@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -68,14 +68,22 @@ def config_of(model: Path) -> RunConfig:
     )
 
 
-def world(rank: int, algorithm: Algorithm, run: Path, attempt: str, out: Path, colocated: bool = False) -> None:
+def world(
+    rank: int,
+    algorithm: Algorithm,
+    run: Path,
+    attempt: str,
+    out: Path,
+    colocated: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> None:
     """One attempt of the run in this world; the controller runs `algorithm`, its models perhaps taking turns."""
     config, paths = config_of(run / "model"), RunPaths(run).attempt("resume-1", attempt)
 
     def lead(dispatch: Dispatch) -> None:
         algorithm(dispatch, Commits(paths, config, dispatch), out)
 
-    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE, colocated=colocated)
+    lead_or_serve(lead, Budget(tokens=64), device=device, patience=PATIENCE, colocated=colocated)
 
 
 def train_and_export(rank: int, model: Path) -> None:
@@ -259,7 +267,8 @@ def whole_state(worker: Worker) -> dict[str, Any]:
 def _flat(place: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [leaf for name, inner in value.items() for leaf in _flat(f"{place}.{name}", inner)]
-    return [(place, (value.full_tensor() if isinstance(value, DTensor) else value))]
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return [(place, whole.cpu() if isinstance(whole, torch.Tensor) else whole)]
 
 
 def hold_commits() -> Event:

@@ -35,8 +35,8 @@ def run_ranks(count: int, work: Work, *arguments: Any) -> None:
 def start_ranks(count: int, work: Work, *arguments: Any) -> list[BaseProcess]:
     """The processes of `run_ranks`, started."""
     port = free_port()
-    worlds = [dict(os.environ) | _place(rank, count, port) for rank in range(count)]
-    ranks = [_context.Process(target=_rank, args=(rank, world, work, *arguments)) for rank, world in enumerate(worlds)]
+    worlds = [dict(os.environ) | place_of(rank, count, port) for rank in range(count)]
+    ranks = [_context.Process(target=enter, args=(rank, world, work, *arguments)) for rank, world in enumerate(worlds)]
     for process in ranks:
         process.start()
     return list(ranks)
@@ -57,13 +57,14 @@ def free_port() -> int:
         return port
 
 
-def _place(rank: int, count: int, port: int) -> dict[str, str]:
+def place_of(rank: int, count: int, port: int) -> dict[str, str]:
     """What torchrun says to a rank."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def _rank(rank: int, environment: dict[str, str], work: Work, *arguments: Any) -> None:
+def enter(rank: int, environment: dict[str, str], work: Work, *arguments: Any) -> None:
+    """What each process runs: `work`, in this environment."""
     import fsspec.config
     import torch
 

@@ -1,0 +1,123 @@
+"""Checkpoints of a trainer on CUDA: copies in pinned memory, kill and resume, and how long training stands still.
+
+    python -m tests.gpu.checkpoints [--ranks N] [--device cpu --shape tiny]
+
+A world of N ranks commits step 3 of three models, goes on to step 6 while that is written, and is killed in its next
+commit; a second one, whose models take turns on the device, resumes and must take the same steps within 1e-5 (CUDA
+sums in no fixed order). Then the commits of a policy of Qwen3-0.6B's shape are timed.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config
+
+from pipeline.config import LossConfig
+from pipeline.packing import Budget
+from pipeline.paths import RunPaths
+from pipeline.training.commits import Commits
+from pipeline.training.dispatch import Dispatch, lead_or_serve
+from pipeline.training.rows import Batch, Row
+from pipeline.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.integration import checkpoint_worlds as worlds
+from tests.integration.forked_ranks import end_ranks, enter, free_port, place_of
+
+CLOSE = 1e-5
+SHAPES: dict[str, dict[str, int]] = {
+    "0.6b": {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "tiny": {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        killed_and_resumed(Path(folder) / "run", asked.ranks, asked.device)
+        timed(Path(folder) / "large", asked.ranks, asked.device, asked.shape)
+
+
+def killed_and_resumed(run: Path, ranks: int, device: str) -> None:
+    worlds.write_model(run / "model")
+    first = start(ranks, worlds.world, worlds.first, run, "1-0", run / "first", False, device)
+    try:
+        wait_for("the second commit", (run / "first" / "reached").exists, 240)
+    finally:
+        end_ranks(first)
+    finish(start(ranks, worlds.world, worlds.resume, run, "1-1", run / "resume", True, device))
+    one, other = (json.loads((run / name / "steps.json").read_text()) for name in ("first", "resume"))
+    distances = [abs(mine[key] - truth[key]) for mine, truth in zip(one, other, strict=True) for key in truth]
+    states = [torch.load(run / name / "state.pt", weights_only=True) for name in ("first", "resume")]
+    for name in worlds.NAMES:
+        for place, value in states[0][name].items():
+            if torch.is_tensor(value):
+                distance = (states[1][name][place] - value).abs().max() / value.abs().max().clamp(min=CLOSE)
+                distances.append(float(distance))
+    print(f"killed and resumed: {len(distances)} numbers, largest difference {max(distances):.1e}", flush=True)
+    assert max(distances) <= CLOSE
+
+
+def timed(run: Path, ranks: int, device: str, shape: str) -> None:
+    Qwen3Config(**SHAPES[shape], **HEADS, tie_word_embeddings=True).save_pretrained(run / "model")
+    finish(start(ranks, time_commits, run, device))
+
+
+def time_commits(rank: int, run: Path, device: Any) -> None:
+    """Three commits: the first makes its buffers."""
+    config = make_config(model={"path": str(run / "model"), "init": "random"})
+
+    def lead(dispatch: Dispatch) -> None:
+        commits = Commits(RunPaths(run).attempt("large-1", "1-0"), config, dispatch)
+        job = commits.restore().job
+        draw = np.random.default_rng(0)
+        row = Row(draw.integers(0, 17, 64).astype(np.int32), np.arange(64) > 0, 1.0, np.full(64, -3, np.float32))
+        for step in (1, 2, 3):
+            dispatch.forward_backward("policy", Batch.of([row], "token"), LossConfig(name="grpo"))
+            dispatch.optim_step("policy")
+            began = time.monotonic()
+            commits.commit(job, step, ())
+            still = time.monotonic() - began
+            commits.finish()
+            print(
+                f"commit {step}: stood still {still:.2f} s, durable after {time.monotonic() - began:.2f} s", flush=True
+            )
+
+    lead_or_serve(lead, Budget(tokens=64), device=device)
+
+
+def start(count: int, work: Any, *arguments: Any) -> list[BaseProcess]:
+    """Ranks that begin from nothing: CUDA cannot be forked."""
+    port, context = free_port(), get_context("spawn")
+    ranks = [
+        context.Process(target=enter, args=(rank, dict(os.environ) | place_of(rank, count, port), work, *arguments))
+        for rank in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    return list(ranks)
+
+
+def finish(ranks: list[BaseProcess]) -> None:
+    for process in ranks:
+        process.join(400)
+    codes = [process.exitcode for process in ranks]
+    end_ranks(ranks)
+    assert codes == [0] * len(ranks), codes
+
+
+if __name__ == "__main__":
+    main()
