@@ -99,10 +99,9 @@ def test_an_address_that_cannot_work_is_refused_before_the_run_is_submitted(url:
 
 
 def test_a_missing_driver_is_named_before_the_run_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("s3fs", "s3fs.core"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match="s3fs"):
-        check_config(config_with("s3://bucket/folder"))
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match="gcsfs"):
+        check_config(config_with("gs://bucket/folder"))
 
 
 @pytest.mark.parametrize("url", ["", "/scratch/checkpoints", "file:///scratch/checkpoints", "s3://bucket/folder"])
