@@ -1,19 +1,42 @@
 """Jobs that the tests execute: a tiny model, packed rows, and files of jobs beside them."""
 
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
+from pipeline.packing import Budget
+from pipeline.training.dispatch import Dispatch
 from pipeline.training.packed import write_packed
+from pipeline.training.ranks import Patience, joined
 from pipeline.training.rows import Row
 from tests.fakes.configs import make_config
 
 VOCABULARY, ROWS, PROMPTS, STEPS = 17, 12, 4, 4
+
+
+@contextmanager
+def world_of_one() -> Iterator[Dispatch]:
+    """The dispatch of a world whose one process is this."""
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**world, "MASTER_PORT": probe.getsockname()[1]}.items():
+            patch.setenv(name, str(value))
+        probe.close()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with joined("cpu", Patience(operation=60, control=60, grace=1)) as site:
+            yield Dispatch(site, Budget(tokens=64))
+        torch.set_num_threads(threads)
 
 
 def write_model(path: Path) -> None:

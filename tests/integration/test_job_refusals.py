@@ -1,0 +1,127 @@
+"""What jobs that stand alone refuse, and that nothing is lost by it."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import files
+from pipeline.config import RunConfig
+from pipeline.errors import CheckpointError, ConfigError, TrainingError
+from pipeline.training.dispatch import Dispatch
+from pipeline.training.execute import execute
+from tests.integration.job_cases import config_of, events, make_rows, world_of_one, write_job, write_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def dispatch() -> Iterator[Dispatch]:
+    with world_of_one() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def config(model: Path) -> RunConfig:
+    return config_of(model)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (0, r"checkpoint .*gone has no config\.json, \*\.safetensors: expected a model"),
+        (2, r"checkpoint .*gone has no adapter_config\.json, adapter_model\.safetensors: expected an adapter"),
+    ],
+)
+def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
+    lora: int, said: str, dispatch: Dispatch, model: Path, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, "rl", checkpoint="gone")
+    with pytest.raises(CheckpointError, match=said):
+        execute(file, dispatch, config_of(model, lora=lora))
+    assert {path.name for path in tmp_path.iterdir()} == {"rl.json", "rl-data", "rl.jsonl"}
+    assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "behaviour.bin").open("r+b") as file:
+        file.truncate(8)
+
+
+def spoil(folder: Path) -> None:
+    """NaN in an advantage, by a program that writes its own folders: with the right hash."""
+    numbers = np.fromfile(folder / "advantages.bin", "<f4")
+    numbers[7] = np.nan
+    numbers.tofile(folder / "advantages.bin")
+    manifest = files.read_document(folder / "manifest.json", dict[str, Any])
+    assert manifest is not None
+    manifest["arrays"]["advantages"]["sha256"] = hashlib.sha256(numbers.tobytes()).hexdigest()
+    files.write_document(folder / "manifest.json", manifest)
+
+
+def claim_another_vocabulary(folder: Path) -> None:
+    manifest = files.read_document(folder / "manifest.json", dict[str, Any])
+    files.write_document(folder / "manifest.json", {**(manifest or {}), "vocabulary": 151936})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, r"behaviour\.bin has 8 bytes; its manifest says \d+: it is truncated or torn"),
+        (spoil, "row 7: advantages holds a value that is not finite"),
+        (claim_another_vocabulary, "was packed for a vocabulary of 151936; the model has 17"),
+        (lambda folder: (folder / "manifest.json").unlink(), "holds no packed rows"),
+    ],
+    ids=["truncated", "not finite", "another vocabulary", "no manifest"],
+)
+def test_bad_input_is_named_and_nothing_is_lost(
+    damage: Callable[[Path], None], said: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    file = write_job(tmp_path, "rl")
+    damage(tmp_path / "rl-data")
+    before = {path.name for path in (tmp_path / "rl-data").iterdir()}
+    with pytest.raises(TrainingError, match=said):
+        execute(file, dispatch, config)
+    assert {path.name for path in (tmp_path / "rl-data").iterdir()} == before
+    assert not (tmp_path / "rl-model").exists()
+    assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
+
+
+def test_a_sample_longer_than_the_budget_is_named(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
+    config = config_of(model, micro_batch_tokens=8)
+    with pytest.raises(TrainingError, match=r"row \d+ has \d+ tokens; the longest that can be trained has 8"):
+        execute(write_job(tmp_path, "sft"), dispatch, config)
+    assert (tmp_path / "sft-data" / "manifest.json").exists()
+
+
+def test_rl_without_what_the_sampling_policy_said_is_refused(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    rows = [replace(row, behaviour=None) for row in make_rows()]
+    with pytest.raises(TrainingError, match="has no behaviour, which this job needs"):
+        execute(write_job(tmp_path, "rl", "rl", rows), dispatch, config)
+    assert (tmp_path / "rl-data").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer_state", "output", "log"])
+def test_a_job_that_stands_alone_says_where_everything_goes(
+    name: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='': expected a path"):
+        execute(write_job(tmp_path, "sft", **{name: ""}), dispatch, config)
+
+
+def test_a_stream_belongs_to_a_run(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected packed, in a job that stands alone"):
+        execute(write_job(tmp_path, "rl", inputs={"kind": "stream"}), dispatch, config)
