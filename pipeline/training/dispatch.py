@@ -158,7 +158,8 @@ class Dispatch:
         return part.in_order(self._of_places(name, outcomes))
 
     def forward_each(self, names: Sequence[str], data: Batch | Part) -> dict[str, Answers]:
-        """`forward` of several models on the same rows: all at once, or, where they evict each other, in turn."""
+        """`forward` of several models on the same rows: all at once on the CPU; on CUDA, and where models evict each
+        other, in turn."""
         part = self._cut(names, data)
         if self._control.colocated or len(names) < 2:
             return {name: self.forward(name, part) for name in names}

@@ -57,15 +57,16 @@ def forward(site: Site, name: str, data: Data, packed: bool) -> list[NDArray[np.
 
 
 def forward_each(site: Site, data: Mapping[str, Data], packed: bool) -> dict[str, list[NDArray[np.float32]]]:
-    """`forward` of several models at once; all of them end, then the first failure is raised."""
-    streams = [site.stream_of(name) for name in data]
+    """`forward` of several models, on the CPU at once; all of them end, then the first failure is raised.
+
+    On CUDA in turn: collectives of several nccl groups that ranks begin in different orders can block each other, and
+    one model fills the device.
+    """
+    if site.device == "cuda":
+        return {name: forward(site, name, given, packed) for name, given in data.items()}
     with ThreadPoolExecutor(len(data), thread_name_prefix="forward") as threads:
-        given = zip(streams, data.items(), strict=True)
-        running = [threads.submit(_forward_on, stream, site, *each, packed) for stream, each in given]
-    for stream in streams:
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
-    return {name: answers.result() for name, answers in zip(data, running, strict=True)}
+        running = {name: threads.submit(forward, site, name, given, packed) for name, given in data.items()}
+    return {name: answers.result() for name, answers in running.items()}
 
 
 def forward_backward(
@@ -101,10 +102,3 @@ def give_back_cache(site: Site) -> None:
 
 def nothing(site: Site) -> None:
     pass
-
-
-def _forward_on(
-    stream: torch.cuda.Stream | None, site: Site, name: str, data: Data, packed: bool
-) -> list[NDArray[np.float32]]:
-    with torch.cuda.stream(stream):
-        return forward(site, name, data, packed)

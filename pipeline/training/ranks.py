@@ -110,7 +110,6 @@ class Site:
     staged: dict[int, list[StagedPart]] = field(default_factory=dict)
     number: int = 0
     _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
-    _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
 
     def worker(self, name: str) -> Worker:
         """The model of that name; `TrainingError` with the known names if there is none."""
@@ -121,28 +120,17 @@ class Site:
     def mesh_of(self, name: str, replicas: int = 1) -> DeviceMesh:
         """The ranks over which a model of this name is sharded, in one dimension: every `replicas`-th of the world.
 
-        Its group is of that name alone, so that what models do at the same time cannot mix. Collective over all ranks.
+        On the CPU its group is of that name alone, so that what models do at the same time cannot mix. On CUDA models
+        take turns and share: a group of nccl costs memory, and several of them may block each other. Collective over
+        all ranks.
         """
+        name = name if self.device == "cpu" else ""
         if (name, replicas) not in self._groups:
             patience = timedelta(seconds=self.patience.operation)
             made = [dist.new_group(list(range(first, self.ranks, replicas)), patience) for first in range(replicas)]
             self._groups[name, replicas] = made[self.rank % replicas]
         group = self._groups[name, replicas]
         return DeviceMesh.from_group(group, self.device, mesh_dim_names=("shard",))
-
-    def stream_of(self, name: str) -> torch.cuda.Stream | None:
-        """A stream for a model that computes in a thread beside others, after all that is queued; None on the CPU.
-
-        On a stream that threads share, each would wait for the collectives of all, and ranks that queue them in
-        different orders would wait for each other forever.
-        """
-        if self.device == "cpu":
-            return None
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream = self._streams[name]
-        stream.wait_stream(torch.cuda.current_stream())
-        return stream
 
     def send(self, orders: Sequence[bytes]) -> None:
         """Controller: hand every rank its order (see `write_orders`)."""
