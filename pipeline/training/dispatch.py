@@ -214,9 +214,10 @@ class Dispatch:
                 yield each
 
     def finish_weight_sync(self, name: str) -> None:
-        """Give the memory back that gathering took; colocated servers need it."""
+        """Colocated, give the memory back that gathering took; else the next operation has a use for it."""
         self._check(name)
-        self.empty_cache()
+        if self._control.colocated:
+            self.empty_cache()
 
     def save_hf_model(self, name: str, path: Path) -> None:
         """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer); of a model with
