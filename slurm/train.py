@@ -26,9 +26,9 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, SchedulerError, TrainingError
 from pipeline.models import longest_sequence
 from pipeline.paths import RunPaths
-from pipeline.training.joblog import JobLog, Line
-from pipeline.training.jobqueue import waiting
 from pipeline.training.jobs import read_job
+from pipeline.training.standalone.log import JobLog, Line
+from pipeline.training.standalone.queue import waiting
 from slurm.commands import find_slurm
 from slurm.compose import compose_config
 from slurm.environment import child_environment, submission_environment
@@ -93,7 +93,7 @@ class Trainer(Checkpointable):
         trainer = self.config.resources.trainer
         command = [
             *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-            *("--nproc-per-node", str(trainer.processes), "-m", "pipeline.training.execute"),
+            *("--nproc-per-node", str(trainer.processes), "-m", "pipeline.training.standalone.execute"),
             *(str(self.path), self.config.model_dump_json()),
         ]
         threads = {"OMP_NUM_THREADS": str(trainer.threads), "TOKENIZERS_PARALLELISM": "false"}

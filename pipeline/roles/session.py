@@ -20,11 +20,11 @@ from pipeline.tracking import tracking_sinks
 from pipeline.training.batches import GroupBatches, Interrupted
 from pipeline.training.commits import Commits, Position
 from pipeline.training.demonstrations import TaskDemonstrations
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.release import release
 from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.publisher import Publisher
-from pipeline.training.release import release
 from pipeline.training.rl import ReinforcementLearning
 from pipeline.training.runner import Algorithm, Runner
 from pipeline.training.sft import SupervisedFineTuning

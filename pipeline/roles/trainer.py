@@ -40,8 +40,8 @@ def is_ready(context: RoleContext) -> bool:
 def main(arguments: list[str]) -> None:
     from pipeline import logs, process
     from pipeline.packing import Budget
-    from pipeline.training.dispatch import Dispatch, lead_or_serve
-    from pipeline.training.ranks import end_with_lost_ranks
+    from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+    from pipeline.training.dispatch.ranks import end_with_lost_ranks
 
     process.die_with_parent()
     end_with_lost_ranks()

@@ -1,16 +1,16 @@
-"""Training: the algorithm's side and the machine's side of an optimizer step.
+"""Training: the algorithm here, and below it what knows ranks.
 
 | module | owns |
 |---|---|
-| `rows` | what is trained: rows, batches, and every denominator |
-| `dispatch` | the controller's handle: one call here is one operation on every rank |
-| `control` | how such a call is ordered, and what is known between two of them |
-| `residency` | what each operation needs on the device, and what has to move for it |
-| `staging` | how rows are cut, travel, and stay on the ranks |
-| `operations` | what each rank does when it is asked |
-| `ranks` | the processes' side: join the torchrun world, run operations, report failures |
-| `worker` | one sharded model with its optimizer on one rank |
-| `collate` | a micro-batch as tensors |
-| `model`, `attention` | the policy: log-probabilities, attention kept inside each row |
-| `optimizer` | AdamW, its schedule, clipping, skipped steps |
+| `rl`, `sft` | the two algorithms of a run |
+| `update` | what a step of RL does with a batch: advantages, mini-batches, optimizer steps |
+| `credit`, `tally` | advantages of tokens; metrics of several optimizer steps as those of one step |
+| `batches`, `demonstrations` | where their rows come from |
+| `runner`, `speed` | the loop that every job runs in, and how fast it goes |
+| `jobs` | what a trainer can be asked to do |
+| `commits`, `publisher`, `evaluation` | checkpoints of a run, weights for the servers, held-out accuracy |
+| `rows`, `spec` | what is trained, with every denominator; what a model is made from |
+| `dispatch/` | the controller's handle: one call is one operation on every rank |
+| `workers/` | one sharded model with its optimizer on one rank |
+| `standalone/` | jobs on packed files, without a run around them |
 """

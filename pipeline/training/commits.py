@@ -34,9 +34,9 @@ from pipeline.errors import CheckpointError, DeadlineError
 from pipeline.ledger import Ledger
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import SubmittedJob
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
 from pipeline.training.jobs import Job, jobs_of
-from pipeline.training.ranks import Site
 from pipeline.training.spec import models_of
 from pipeline.waiting import wait_for
 

@@ -48,7 +48,7 @@ class Stream(Section):
 
 
 class Packed(Section):
-    """A folder of `pipeline.training.packed`; it is removed when the job is done with it."""
+    """A folder of `pipeline.training.standalone.packed`; it is removed when the job is done with it."""
 
     kind: Literal["packed"] = "packed"
     folder: str
@@ -79,7 +79,7 @@ class _Job(Section):
         optimizer_state: folder or URL with the optimizer's state, which belongs to jobs of this kind alone: it is read
             when it is there, and committed with the model's own state.
         output: directory that becomes the trained model, or adapter.
-        log: file of `pipeline.training.joblog`.
+        log: file of `pipeline.training.standalone.log`.
     """
 
     version: Literal[1] = JOB_VERSION

@@ -9,7 +9,7 @@ import logging
 import time
 
 from pipeline.training.batches import Pulse
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pipeline.errors import TrainingError
 from pipeline.ledger import TRAINED
 from pipeline.records import PreparedGroup
 from pipeline.training.batches import GroupBatches
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import RlJob
 from pipeline.training.publisher import Publisher

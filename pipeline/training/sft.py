@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.losses import SFT, Level
 from pipeline.training.batches import Pulse
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import SftJob
 from pipeline.training.rows import Batch, Row
 

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from pipeline.config import OptimConfig, RunConfig
 from pipeline.losses import Objective, ValueObjective
 from pipeline.training import credit
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.staging import Staged
 from pipeline.training.rows import Batch, Column, Row
 from pipeline.training.spec import models_of
-from pipeline.training.staging import Staged
 from pipeline.training.tally import Tally
 
 Tokens = list[NDArray[np.float32]]

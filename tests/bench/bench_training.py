@@ -1,16 +1,24 @@
-"""How fast a training step is, beside a plain torch loop on the same rows.
+"""How fast a training step is, beside a plain torch loop on the same rows, with one process and with two.
 
-    torchrun --nproc-per-node 2 -m tests.bench.bench_training [--rows 256] [--steps 10] [--model conf/models/tiny_qwen3]
+    python -m tests.bench.bench_training [--ranks 1 2] [--rows 64] [--longest 200] [--steps 11] [--compile]
 
-Prints, for the worker with packed and with padded micro-batches and for a plain loop (no FSDP, AdamW, the same packed
-micro-batch), seconds of wall and of CPU a step and tokens/s of all ranks. Each figure is the median of the steps, which
-take turns, so that other load on the machine strikes all alike; CPU seconds are the fairer ones on a busy machine.
+Starts a torchrun world of each size and prints one table. The plain loop has the same model, attention, loss, packed
+micro-batches, clipping and fused AdamW, and one all-reduce of all gradients; it has no FSDP, no dispatch, no metrics.
+Ways take turns, so that other load on the machine strikes all alike: `of plain` is the median over the rounds of a
+way's CPU seconds (of all ranks) over the plain loop's of the same round. The rule is that the worker, by the dispatch,
+costs at most 10 % more. Compilation takes minutes on a CPU, so that way has to be asked for.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,23 +28,29 @@ from pipeline import packing
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import total
 from pipeline.packing import Budget
-from pipeline.training.collate import collate
-from pipeline.training.model import build
-from pipeline.training.ranks import Patience, joined
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience, Site, joined
+from pipeline.training.dispatch.staging import Part
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
-from pipeline.training.worker import Worker
-from tests.bench.tables import markdown
+from pipeline.training.workers.collate import collate
+from pipeline.training.workers.model import build
+from tests.bench.tables import judge, markdown
 
-LOSS = LossConfig(name="grpo")
-TOKENS = 16384
+LOSS, OPTIM = LossConfig(name="grpo"), OptimConfig()
+TOKENS, WARM_UP = 2048, 2
+PLAIN, JUDGED = "plain loop", "worker, staged"
+Step = Callable[[], object]
+Times = dict[str, list[tuple[float, float]]]
+_steps: dict[str, Step] = {}
+"""What `take` runs in this process."""
 
 
-def make_batch(rows: int, vocabulary: int) -> Batch:
-    """Rows of 9 to 18 tokens, the first six of them prompt."""
+def make_batch(rows: int, longest: int, vocabulary: int) -> Batch:
+    """Ragged rows of a tenth to all of `longest` tokens, the first six of them prompt."""
     draw = np.random.default_rng(0)
     made = []
-    for length in draw.integers(9, 19, rows).tolist():
+    for length in draw.integers(max(8, longest // 10), longest + 1, rows).tolist():
         mask = np.ones(length, np.uint8)
         mask[:6] = 0
         tokens = draw.integers(0, vocabulary, length).astype(np.int32)
@@ -44,72 +58,134 @@ def make_batch(rows: int, vocabulary: int) -> Batch:
     return Batch.of(made)
 
 
-def worker_step(worker: Worker, share: list[Batch], packed: bool) -> Callable[[], None]:
-    def step() -> None:
-        worker.forward_backward(share, packed, LOSS)
-        worker.optim_step()
-
-    return step
-
-
-def plain_step(model: ModelConfig, share: list[Batch]) -> Callable[[], None]:
+def plain_step(model: ModelConfig, share: list[Batch], ranks: int) -> Step:
     policy = build(model, seed=0)
     adamw = torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
         for batch in share:
             micro = collate(batch, True, torch.device("cpu"))
-            logprobs_N, _ = policy(
-                micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, batch.temperature, False
-            )
-            loss, _ = total(micro.loss_tokens(logprobs_N, None), LOSS)
+            where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N
+            logprobs_N, _ = policy(*where, batch.temperature, False)
+            loss, _ = total(micro.loss_tokens(logprobs_N, None), LOSS, "none")
             loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        if ranks > 1:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            for gradient, whole in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(whole.view_as(gradient))
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         adamw.step()
-        adamw.zero_grad()
+        adamw.zero_grad(set_to_none=True)
 
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--model", default="conf/models/tiny_qwen3")
-    chosen = parser.parse_args()
+def make_plain(site: Site, model: ModelConfig, batch: Batch) -> None:
+    share = [batch.take(bins) for bins in packing.split(batch.lengths, site.ranks, Budget(TOKENS))[site.rank]]
+    _steps[PLAIN] = plain_step(model, share, site.ranks)
+
+
+def take(site: Site, name: str) -> None:
+    _steps[name]()
+
+
+def cpu_seconds(site: Site) -> float:
+    return time.process_time()
+
+
+def ways(dispatch: Dispatch, padded: Dispatch, model: ModelConfig, batch: Batch, compiled: bool) -> dict[str, Step]:
+    """What is measured, by name; every way has a model of its own, and takes its rows from `dispatch`'s stage or not."""
+    specs = {
+        JUDGED: (dispatch, True, {}),
+        "worker, rows sent each time": (dispatch, False, {}),
+        "worker, padded": (padded, False, {}),
+        "worker, activations recomputed": (dispatch, True, {"activation_checkpointing": True}),
+        "worker, compiled": (dispatch, True, {"compile": True}),
+    }
+    if not compiled:
+        del specs["worker, compiled"]
+    for name, (of, _, switches) in specs.items():
+        of.init_model(name, ModelSpec("policy", model, OPTIM, **switches))
+    staged = dispatch.stage([batch])[0]
+
+    def step(of: Dispatch, name: str, data: Batch | Part) -> Step:
+        def taken() -> None:
+            of.forward_backward(name, data, LOSS)
+            of.optim_step(name)
+
+        return taken
+
+    steps = {name: step(of, name, staged if stays else batch) for name, (of, stays, _) in specs.items()}
+    return {PLAIN: lambda: dispatch.on_sites(take, PLAIN), **steps}
+
+
+def measure(dispatch: Dispatch, chosen: dict[str, Step], steps: int) -> Times:
+    """Wall seconds, and CPU seconds of all ranks, of every step, in turn."""
+    times: Times = {name: [] for name in chosen}
+    for number in range(WARM_UP + steps):
+        for name, step in chosen.items():
+            cpu, wall = sum(dispatch.on_sites(cpu_seconds)), time.perf_counter()
+            step()
+            spent = time.perf_counter() - wall, sum(dispatch.on_sites(cpu_seconds)) - cpu
+            if number >= WARM_UP:
+                times[name].append(spent)
+    return times
+
+
+def inside(given: argparse.Namespace) -> None:
+    """In each process of a world."""
     torch.set_num_threads(1)
-    model = ModelConfig(path=chosen.model, init="random")
+    model = ModelConfig(path=given.model, init="random")
     with joined("cpu", Patience()) as site:
-        worker = Worker(ModelSpec("policy", model, OptimConfig()), site.mesh_of("policy"))
-        batch = make_batch(chosen.rows, worker.info.vocabulary)
-        shares = {
-            packed: [batch.take(bins) for bins in packing.split(batch.lengths, site.ranks, budget)[site.rank]]
-            for packed, budget in ((True, Budget(TOKENS)), (False, Budget(TOKENS, packed=False)))
-        }
-        ways = {
-            "worker, packed": worker_step(worker, shares[True], True),
-            "worker, padded": worker_step(worker, shares[False], False),
-            "plain loop": plain_step(model, shares[True]),
-        }
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for _ in range(chosen.steps + 2):
-            for name, step in ways.items():
-                dist.barrier()
-                wall, cpu = time.perf_counter(), time.process_time()
-                step()
-                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-        if site.rank == 0:
-            report(times, sum(batch.lengths), site.ranks)
+        if site.rank:
+            site.serve()
+            return
+        batch = make_batch(given.rows, given.longest, build(model, 0).vocabulary)
+        dispatch, padded = Dispatch(site, Budget(TOKENS)), Dispatch(site, Budget(TOKENS, packed=False))
+        dispatch.on_sites(make_plain, model, batch)
+        times = measure(dispatch, ways(dispatch, padded, model, batch, given.compile), given.steps)
+        Path(given.inside).write_text(json.dumps({"tokens": sum(batch.lengths), "times": times}))
+        dispatch.close()
 
 
-def report(times: dict[str, list[tuple[float, float]]], tokens: int, ranks: int) -> None:
-    rows = []
-    for name, measured in times.items():
-        walls, cpus = zip(*measured[2:], strict=True)
-        wall, cpu = statistics.median(walls), statistics.median(cpus)
-        rows.append((name, wall, cpu, tokens / wall))
-    print(f"{tokens} tokens a step, {ranks} ranks, 1 thread each\n")
-    print(markdown(("way", "s a step", "CPU s a step", "tokens/s"), rows))
+def rows_of(found: dict[str, Any], ranks: int) -> Iterator[tuple[object, ...]]:
+    """The table's rows of one world."""
+    plain = [cpu for _, cpu in found["times"][PLAIN]]
+    for name, measured in found["times"].items():
+        walls, cpus = zip(*measured, strict=True)
+        wall, ratio = statistics.median(walls), statistics.median(a / b for a, b in zip(cpus, plain, strict=True))
+        yield name, ranks, wall, statistics.median(cpus), found["tokens"] / wall, ratio
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--model", default="conf/models/tiny_qwen3")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside:
+        inside(given)
+        return 0
+    table: list[tuple[object, ...]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in given.ranks:
+            out = Path(folder) / str(ranks)
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [sys.executable, *torchrun, "-m", "tests.bench.bench_training", *sys.argv[1:]]
+            subprocess.run([*command, "--inside", str(out)], check=True, timeout=1800)
+            found = json.loads(out.read_text())
+            table += rows_of(found, ranks)
+    print(f"{found['tokens']} tokens in {given.rows} rows a step, micro-batches of {TOKENS}, 1 thread a rank\n")
+    print(markdown(("way", "ranks", "s a step", "CPU s", "tokens/s", "of plain"), table))
+    costs = [float(str(row[5])) for row in table if row[0] == JUDGED]
+    return judge("a staged step costs at most 1.10 of the plain loop", max(costs) <= 1.10)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pipeline.config import LoraConfig
 from pipeline.rollouts.client import InferenceClient
-from pipeline.training.lora import add_adapters
+from pipeline.training.workers.lora import add_adapters
 from pipeline.weights.sender import WeightSender
 from tests.bench.tables import markdown
 from tests.integration.servers import (

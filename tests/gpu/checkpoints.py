@@ -25,7 +25,7 @@ from pipeline.config import LossConfig
 from pipeline.packing import Budget
 from pipeline.paths import RunPaths
 from pipeline.training.commits import Commits
-from pipeline.training.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.rows import Batch, Row
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config

@@ -27,12 +27,12 @@ from pipeline.losses import SFT, ValueObjective
 from pipeline.packing import Budget
 from pipeline.paths import RunPaths
 from pipeline.training.commits import LAST_SECONDS, Commits
-from pipeline.training.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.ranks import Patience
 from pipeline.training.jobs import Job, jobs_of
-from pipeline.training.ranks import Patience
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
-from pipeline.training.worker import Worker
+from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration.checkpoint_processes import Stop, Unsaveable

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import OptimConfig
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.offload import Part, local
-from pipeline.training.ranks import Site
-from pipeline.training.residency import NEEDED, Needs, Operation
-from pipeline.training.staging import Staged
-from pipeline.training.worker import Worker
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
+from pipeline.training.dispatch.residency import NEEDED, Needs, Operation
+from pipeline.training.dispatch.staging import Staged
+from pipeline.training.workers.offload import Part, local
+from pipeline.training.workers.worker import Worker
 from tests.integration.dispatch_cases import BUDGET, GRPO, OPTIM, Scenario, fresh, refusal, step
 from tests.integration.training_cases import RECIPES, make_batch, policy_spec
 

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.ranks import Site
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
 from pipeline.training.rows import Batch, Row
-from pipeline.training.worker import Worker
+from pipeline.training.workers.worker import Worker
 from tests.integration.dispatch_cases import GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.integration.training_cases import VOCABULARY, make_rows, policy_spec
 from tests.integration.training_ranks import gradients

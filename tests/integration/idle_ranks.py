@@ -7,8 +7,8 @@ import time
 
 from pipeline import process
 from pipeline.packing import Budget
-from pipeline.training.dispatch import Dispatch, lead_or_serve
-from pipeline.training.ranks import end_with_lost_ranks
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.ranks import end_with_lost_ranks
 
 READY = "all ranks have met"
 

@@ -14,10 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
 from pipeline.packing import Budget
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.packed import write_packed
-from pipeline.training.ranks import Patience, joined
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience, joined
 from pipeline.training.rows import Row
+from pipeline.training.standalone.packed import write_packed
 from tests.fakes.configs import make_config
 
 VOCABULARY, ROWS, PROMPTS, STEPS = 17, 12, 4, 4

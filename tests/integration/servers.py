@@ -23,7 +23,7 @@ from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.plan import Placement
 from pipeline.roles import inference
 from pipeline.rollouts.server import Completion
-from pipeline.training.lora import checkpoint_name, is_trained
+from pipeline.training.workers.lora import checkpoint_name, is_trained
 from pipeline.waiting import wait_for
 from pipeline.weights.link import Meeting
 from pipeline.weights.sender import WeightSender

@@ -12,8 +12,8 @@ import pytest
 from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, TrainingError
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.execute import execute
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.standalone.execute import execute
 from tests.integration.job_cases import config_of, events, make_rows, world_of_one, write_job, write_model
 
 pytestmark = pytest.mark.integration

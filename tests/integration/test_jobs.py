@@ -19,15 +19,15 @@ from safetensors.numpy import load_file
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, TrainingError
-from pipeline.training import execute as execution
-from pipeline.training import folders
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.execute import execute, serve
-from pipeline.training.joblog import JobLog
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job
-from pipeline.training.jobstate import JobState
-from pipeline.training.offload import local
-from pipeline.training.worker import Worker
+from pipeline.training.standalone import execute as execution
+from pipeline.training.standalone import folders
+from pipeline.training.standalone.execute import execute, serve
+from pipeline.training.standalone.log import JobLog
+from pipeline.training.standalone.state import JobState
+from pipeline.training.workers.offload import local
+from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
 from tests.integration.job_cases import STEPS, config_of, events, world_of_one, write_job, write_model

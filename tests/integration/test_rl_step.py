@@ -14,7 +14,7 @@ from pipeline.paths import AttemptPaths
 from pipeline.records import Group, PreparedGroup, Sample
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import Job, RlJob, jobs_of
 from pipeline.training.rl import ReinforcementLearning, rows_of
 from pipeline.training.rows import Batch

@@ -22,7 +22,7 @@ from pipeline.plan import Placement
 from pipeline.process import Child, hold_port, tail
 from pipeline.roles import inference, redis
 from pipeline.tracking import WandbSink
-from pipeline.training.ranks import LAST_WORDS_SECONDS
+from pipeline.training.dispatch.ranks import LAST_WORDS_SECONDS
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun

@@ -17,12 +17,12 @@ from pipeline.errors import TrainingError
 from pipeline.losses import ValueObjective
 from pipeline.packing import Budget
 from pipeline.training import credit
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.ranks import Patience, joined
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience, joined
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import models_of
 from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
-from pipeline.training.worker import Worker
+from pipeline.training.workers.worker import Worker
 from tests.fakes.configs import make_config
 
 pytestmark = pytest.mark.integration

@@ -18,11 +18,11 @@ from torch import Tensor
 import pipeline.losses
 from pipeline import packing
 from pipeline.packing import Bins, Budget, Layout
-from pipeline.training import collate, model, worker
-from pipeline.training.attention import Segments
-from pipeline.training.offload import Part, local
 from pipeline.training.rows import Batch
-from pipeline.training.worker import Worker
+from pipeline.training.workers import collate, model, worker
+from pipeline.training.workers.attention import Segments
+from pipeline.training.workers.offload import Part, local
+from pipeline.training.workers.worker import Worker
 from tests.integration.training_ways import Mutation
 
 seen: Counter[str] = Counter()

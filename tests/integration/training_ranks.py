@@ -12,20 +12,20 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeline.training import worker
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.ranks import Patience, Site, joined
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience, Site, joined
 from pipeline.training.spec import ModelSpec
-from pipeline.training.worker import Worker
+from pipeline.training.workers import attention, worker
+from pipeline.training.workers.worker import Worker
 from tests.integration import training_mutations
 from tests.integration.training_cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
 from tests.integration.training_ways import (
-    MUTATIONS,
     Case,
     Mutation,
     Result,
@@ -33,6 +33,7 @@ from tests.integration.training_ways import (
     cases,
     compiled_cases,
     few_compiled_cases,
+    mutations,
 )
 
 
@@ -76,15 +77,21 @@ def begin(rank: Worker) -> None:
     torch._dynamo.utils.counters.clear()
 
 
-def watch_recomputation(rank: Worker) -> None:
-    """Count attention that is computed inside of a backward pass."""
+def watch(rank: Worker) -> None:
+    """Count attention that is computed inside of a backward pass, and by the kernel for packed rows."""
+    seen, kernel = training_mutations.seen, attention.varlen_attn
 
-    def watch(*_: object) -> None:
-        training_mutations.seen["recomputed"] += torch._C._current_graph_task_id() != -1
+    def before(*_: object) -> None:
+        seen["recomputed"] += torch._C._current_graph_task_id() != -1
 
+    def counted(*given: Any, **options: Any) -> Any:
+        seen["kernel"] += 1
+        return kernel(*given, **options)
+
+    training_mutations.patch(attention, "varlen_attn", counted)
     for module in rank.model.modules():
         if type(module).__name__ == "Qwen3Attention":
-            module.register_forward_pre_hook(watch)
+            module.register_forward_pre_hook(before)
 
 
 def end(rank: Worker) -> Counter[str]:
@@ -100,8 +107,8 @@ def run_case(site: Site, models: Path, case: Case, mutation: Mutation | None = N
     dispatch, batch = Dispatch(site, case.budget, colocated=case.offload), make_batch(case.recipe)
     init_models(dispatch, case.model(models), case)
     dispatch.pass_through(name, begin)
-    if case.checkpointing and not case.compile:
-        dispatch.pass_through(name, watch_recomputation)
+    if not case.compile:
+        dispatch.pass_through(name, watch)
     result.start = parameters(dispatch, name)
     result.answers = dispatch.forward(name, batch)
     if mutation is not None:
@@ -213,8 +220,8 @@ def main() -> None:
         adapters = find_spec("peft") is not None
         every = CHOICES[given.cases](site.ranks)
         chosen = [replace(case, dtype=given.dtype) for case in every if adapters or not RECIPES[case.recipe].lora]
-        mutated = {name: replace(case, dtype=given.dtype) for name, case in MUTATIONS.items()}
-        lead(site, given.models, chosen, mutated if given.cases == "some" and site.ranks == 2 else {}, given.results)
+        mutated = mutations(given.dtype) if given.cases == "some" and site.ranks == 2 else {}
+        lead(site, given.models, chosen, mutated, given.results)
         Dispatch(site, Case("sft").budget).close()
 
 

@@ -14,6 +14,7 @@ from pipeline.packing import Budget
 from tests.integration.training_cases import RECIPES, Arrays
 
 WORLDS = (1, 2, 4)
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Case:
     staged: bool = False
     replicas: int = 1
     level: Level = "basic"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     tied: bool = True
 
     def model(self, folder: Path) -> Path:
@@ -172,3 +173,11 @@ MUTATIONS: dict[Mutation, Case] = {
     "stale_moments": OFFLOADED,
     "forgotten_correction": Case("dapo", rows=2),
 }
+
+
+def mutations(dtype: Dtype) -> dict[Mutation, Case]:
+    """The mutations with this compute type; in bf16 on losses without jumps, whose bounds are close enough to tell."""
+    if dtype == "float32":
+        return MUTATIONS
+    smooth = {"grpo": "sft", "dapo": "cispo"}
+    return {name: replace(case, dtype=dtype, recipe=smooth[case.recipe]) for name, case in MUTATIONS.items()}

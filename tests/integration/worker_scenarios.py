@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import SFT, Objective, ValueObjective
-from pipeline.training import attention, model, worker
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import Kind, ModelSpec
-from pipeline.training.worker import Worker
+from pipeline.training.workers import attention, model, worker
+from pipeline.training.workers.worker import Worker
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
 WORDS = 23

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.config import ModelConfig
-from pipeline.training import model
+from pipeline.training.workers import model
 
 
 def test_a_model_whose_config_asks_for_dropout_is_trained_without(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pipeline.errors import CheckpointError
 from pipeline.metrics import MetricSinks
 from pipeline.plan import World
 from pipeline.training.commits import Commits
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import jobs_of
 from slurm import runs
 from slurm.agent import _finish

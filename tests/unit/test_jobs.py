@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.training import folders
-from pipeline.training.joblog import JobLog
-from pipeline.training.jobqueue import JobQueue
 from pipeline.training.jobs import Demonstrations, Job, Packed, RlJob, SftJob, Stream, jobs_of, read_job, write_job
+from pipeline.training.standalone import folders
+from pipeline.training.standalone.log import JobLog
+from pipeline.training.standalone.queue import JobQueue
 from tests.fakes.configs import make_config
 
 RL: dict[str, Any] = {

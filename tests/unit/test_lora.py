@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, RollcallError
-from pipeline.training.lora import CONFIG, WEIGHTS, add_adapters, checkpoint_name, is_trained, save_adapter
+from pipeline.training.workers.lora import CONFIG, WEIGHTS, add_adapters, checkpoint_name, is_trained, save_adapter
 
 TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))

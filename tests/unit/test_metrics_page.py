@@ -12,7 +12,7 @@ from tests.unit.losses_by_hand import NAMES, N, everything, measured, numbers, t
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
-LOGGED_BY = [*sorted((ROOT / "pipeline" / "training").glob("*.py")), ROOT / "pipeline" / "roles" / "session.py"]
+LOGGED_BY = [*sorted((ROOT / "pipeline" / "training").rglob("*.py")), ROOT / "pipeline" / "roles" / "session.py"]
 NAME = re.compile(r"[a-z_]+/[a-z_]+")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.training.offload import Movable
+from pipeline.training.workers.offload import Movable
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

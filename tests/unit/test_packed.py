@@ -9,8 +9,8 @@ import pytest
 
 from pipeline import files
 from pipeline.errors import TrainingError
-from pipeline.training.packed import MANIFEST, PackedRows, remove_packed, write_packed
 from pipeline.training.rows import COLUMNS, Row
+from pipeline.training.standalone.packed import MANIFEST, PackedRows, remove_packed, write_packed
 
 VOCABULARY = 17
 

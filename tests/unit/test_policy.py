@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.training import attention, head, model
-from pipeline.training.attention import Segments, attend
-from pipeline.training.head import head_logprobs
-from pipeline.training.optimizer import learning_rate
 from pipeline.training.spec import Kind
+from pipeline.training.workers import attention, head, model
+from pipeline.training.workers.attention import Segments, attend
+from pipeline.training.workers.head import head_logprobs
+from pipeline.training.workers.optimizer import learning_rate
 
 LENGTHS = (3, 1, 5)
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.publisher import Publisher
 from pipeline.weights.sender import Report, WeightSender
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.residency import (
+from pipeline.training.dispatch.residency import (
     NEEDED,
     Holding,
     Move,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.packing import Budget
+from pipeline.training.dispatch.staging import Handle, Part, checked, refuse_foreign_tokens
 from pipeline.training.rows import Batch, Row
-from pipeline.training.staging import Handle, Part, checked, refuse_foreign_tokens
 
 RANKS = 4
 BUDGET = Budget(64)

@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeline import packing
 from pipeline.errors import TrainingError
 from pipeline.losses.tokens import LossTokens, ValueTokens
-from pipeline.training.attention import Segments
 from pipeline.training.rows import Batch, Column, Row
+from pipeline.training.workers.attention import Segments
 
 _NOTHING = Batch((Row(np.zeros(1, np.int32), np.zeros(1, np.uint8)),), (0.0,))
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.losses import Level, Objective
-from pipeline.training.offload import Memory, empty_cache
-from pipeline.training.ranks import Operation, Site
-from pipeline.training.residency import Move
+from pipeline.training.dispatch.ranks import Operation, Site
+from pipeline.training.dispatch.residency import Move
+from pipeline.training.dispatch.staging import Data, micro_batches
 from pipeline.training.spec import ModelSpec
-from pipeline.training.staging import Data, micro_batches
-from pipeline.training.worker import ModelInfo, Worker
+from pipeline.training.workers.offload import Memory, empty_cache
+from pipeline.training.workers.worker import ModelInfo, Worker
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.training.attention import ATTENTION, Segments
-from pipeline.training.head import head_logprobs
 from pipeline.training.spec import Kind
+from pipeline.training.workers.attention import ATTENTION, Segments
+from pipeline.training.workers.head import head_logprobs
 
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "final_logit_softcapping": (None,),
@@ -143,7 +143,7 @@ def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
             raise TrainingError("a critic is trained whole: model.lora.rank of its spec must be 0")
         return Critic(network.get_decoder()).train()
     if config.lora.rank:
-        from pipeline.training import lora  # peft takes a second to import, and is of no use to others
+        from pipeline.training.workers import lora  # peft takes a second to import, and is of no use to others
 
         lora.add_adapters(network, config.lora, seed)
     return Policy(network).train()

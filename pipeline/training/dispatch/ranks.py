@@ -34,7 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeline.errors import DeadlineError, TrainingError
 from pipeline.training.rows import Batch
-from pipeline.training.worker import Worker
+from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 
 Operation = Callable[..., Any]

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
-from pipeline.training.collate import MicroBatch, collate
-from pipeline.training.export import public_name, write_model
-from pipeline.training.model import Model, Policy, build, compile_layers, recompute_activations
-from pipeline.training.offload import Memory, Movable, Part, allocated, empty_cache, local
-from pipeline.training.optimizer import Optimizer, Step
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
+from pipeline.training.workers.collate import MicroBatch, collate
+from pipeline.training.workers.export import public_name, write_model
+from pipeline.training.workers.model import Model, Policy, build, compile_layers, recompute_activations
+from pipeline.training.workers.offload import Memory, Movable, Part, allocated, empty_cache, local
+from pipeline.training.workers.optimizer import Optimizer, Step
 
 LAYER_UNIT = 1 << 20
 _PREFIX = "network."
@@ -191,7 +191,7 @@ class Worker:
         dist.barrier()
 
     def offload(self, part: Part) -> None:
-        """Give the device memory of a part back; see `pipeline.training.offload`. Gradients go with the model."""
+        """Give the device memory of a part back; see `Movable`. Gradients go with the model."""
         self._parts[part].offload()
 
     def load(self, part: Part) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pipeline.training.offload import Part
+from pipeline.training.workers.offload import Part
 
 Operation = Literal[
     "init_model",

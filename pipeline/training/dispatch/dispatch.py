@@ -17,8 +17,8 @@ result depends on it. Must not know tasks, rewards, or when to step.
 
     lead_or_serve(algorithm, Budget(tokens=16384))      # in every process of torchrun
 
-Rows that several operations take are staged; see `pipeline.training.staging`. Where models are colocated, each leaves
-the device when another computes; see `pipeline.training.residency`.
+Rows that several operations take are staged; see `staging`. Where models are colocated, each leaves the device when
+another computes; see `residency`.
 
 While the caller waits for something else, it calls `idle()` now and then: the ranks take a controller that is silent
 for `Patience.control` for dead. A heartbeat that the waiting code itself sends was chosen over an unbounded wait, and
@@ -38,15 +38,15 @@ from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
 from pipeline.packing import Budget
-from pipeline.training import operations, residency, staging
-from pipeline.training.control import Control
-from pipeline.training.offload import Memory
-from pipeline.training.ranks import Device, Patience, Site, joined
-from pipeline.training.residency import Needs
+from pipeline.training.dispatch import operations, residency, staging
+from pipeline.training.dispatch.control import Control
+from pipeline.training.dispatch.ranks import Device, Patience, Site, joined
+from pipeline.training.dispatch.residency import Needs
+from pipeline.training.dispatch.staging import Part, Staged, Values
 from pipeline.training.rows import Batch, Column
 from pipeline.training.spec import ModelSpec
-from pipeline.training.staging import Part, Staged, Values
-from pipeline.training.worker import ModelInfo, Worker
+from pipeline.training.workers.offload import Memory
+from pipeline.training.workers.worker import ModelInfo, Worker
 from pipeline.waiting import CLOCK, Clock
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ def write_model(path: Path, network: Any, tensors: Mapping[str, Tensor], config:
 
 def _adapters() -> Any:
     """Imported where it is needed only: peft takes a second, and runs without adapters do without it."""
-    from pipeline.training import lora
+    from pipeline.training.workers import lora
 
     return lora
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pipeline import packing
 from pipeline.errors import TrainingError
 from pipeline.packing import Bins, Budget
-from pipeline.training.ranks import Site
+from pipeline.training.dispatch.ranks import Site
 from pipeline.training.rows import Batch, Column, Row
 
 Values = Sequence[Sequence[NDArray[np.float32]]]

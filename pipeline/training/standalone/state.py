@@ -20,9 +20,9 @@ from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.sharded import load
 from pipeline.errors import CheckpointError
 from pipeline.training.commits import COMMIT_SECONDS, start_save
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
 from pipeline.training.jobs import Job
-from pipeline.training.ranks import Site
 from pipeline.waiting import wait_for
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ on from its last commit; and that by the time a job is announced as finished
 A job that fails keeps its data. Rank 0 alone looks at folders and files; the others learn of a job by what they are
 told to do. Run by torchrun:
 
-    python -m pipeline.training.execute <job file or folder> <config as JSON>
+    python -m pipeline.training.standalone.execute <job file or folder> <config as JSON>
 """
 
 import json
@@ -24,19 +24,19 @@ from pathlib import Path
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
 from pipeline.errors import CheckpointError, ConfigError, RollcallError, TrainingError
 from pipeline.models import model_directory
-from pipeline.training import folders
-from pipeline.training.alone import algorithm_of
-from pipeline.training.dispatch import Dispatch, lead_or_serve
-from pipeline.training.joblog import JobLog
-from pipeline.training.jobqueue import JobQueue
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.release import release
 from pipeline.training.jobs import Job, Packed, RlJob, Stream, read_job
-from pipeline.training.jobstate import JobState
-from pipeline.training.packed import PackedRows, remove_packed
-from pipeline.training.release import release
 from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
+from pipeline.training.standalone import folders
+from pipeline.training.standalone.algorithms import algorithm_of
+from pipeline.training.standalone.log import JobLog
+from pipeline.training.standalone.packed import PackedRows, remove_packed
+from pipeline.training.standalone.queue import JobQueue
+from pipeline.training.standalone.state import JobState
 
 log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

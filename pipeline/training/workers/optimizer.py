@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
-from pipeline.training.offload import local
+from pipeline.training.workers.offload import local
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level
 from pipeline.training.demonstrations import TaskDemonstrations
-from pipeline.training.dispatch import Dispatch
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import Job, RlJob, SftJob
-from pipeline.training.jobstate import JobState
-from pipeline.training.packed import PackedRows
 from pipeline.training.rl import MOST_SKIPPED
 from pipeline.training.rows import Row
 from pipeline.training.runner import Algorithm
 from pipeline.training.sft import Demonstrate, SupervisedFineTuning
+from pipeline.training.standalone.packed import PackedRows
+from pipeline.training.standalone.state import JobState
 from pipeline.training.update import PolicyUpdate, is_lost
 
 

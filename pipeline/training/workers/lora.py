@@ -86,7 +86,7 @@ def _peft_config(lora: LoraConfig, base: str | None = None, inference_mode: bool
 
 
 def _check_targets(network: Any, targets: tuple[str, ...]) -> None:
-    """The head is no target: log-probabilities are computed from its weight alone (`pipeline.training.model`)."""
+    """The head is no target: log-probabilities are computed from its weight alone (see `head`)."""
     head = network.get_output_embeddings()
     linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
     known = sorted({name.rpartition(".")[-1] for name in linear})

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import TrainingError
-from pipeline.training import operations, residency
-from pipeline.training.ranks import STOP, Failure, Operation, Site, write_orders
-from pipeline.training.residency import Holding, Move, Needs, State
+from pipeline.training.dispatch import operations, residency
+from pipeline.training.dispatch.ranks import STOP, Failure, Operation, Site, write_orders
+from pipeline.training.dispatch.residency import Holding, Move, Needs, State
 from pipeline.waiting import Clock
 
 

@@ -6,8 +6,8 @@ and a node need not have room for them.
 """
 
 from pipeline.errors import TrainingError
-from pipeline.training.dispatch import Dispatch
-from pipeline.training.ranks import Site
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
 
 
 def release(dispatch: Dispatch) -> None:

@@ -1,0 +1,199 @@
+"""Tokens/s, model FLOPs utilisation and memory of one optimizer step, of this trainer and of a plain loop.
+
+    torchrun --nproc-per-node N -m tests.gpu.speed OUT.json [--shape 0.6b] [--device cuda] [--steps 6] [--ways …]
+
+Each way stands alone: built, warmed up, timed and removed; what is known is written after each. A way that fails is
+recorded with its error, and the next one begins.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import packing
+from pipeline.config import LossConfig, ModelConfig, OptimConfig
+from pipeline.packing import Budget
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience, Site, joined
+from pipeline.training.rows import Batch
+from pipeline.training.spec import ModelSpec
+from tests.gpu.plain import plain_step
+from tests.gpu.workload import WORKLOADS, Workload
+
+LOSS = LossConfig(name="grpo")
+OPTIM = OptimConfig(lr=1e-6)
+WARM_UP = 3
+PEAK = 989e12
+"""Dense bf16 FLOP/s of an H100 or H200, by its data sheet."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to take a step; `precision` is that of float32 matrix products, of which the head is one."""
+
+    plain: bool = False
+    compile: bool = False
+    packed: bool = True
+    checkpointing: bool = False
+    staged: bool = False
+    precision: str = "highest"
+
+
+WAYS = {
+    "plain loop, compiled": Way(plain=True, compile=True),
+    "worker, compiled": Way(compile=True),
+    "worker, compiled, TF32 head": Way(compile=True, precision="high"),
+    "worker, compiled, TF32 head, staged": Way(compile=True, precision="high", staged=True),
+    "worker, eager": Way(),
+    "plain loop, eager": Way(plain=True),
+    "worker, compiled, padded": Way(compile=True, packed=False),
+    "worker, compiled, TF32 head, activations recomputed": Way(compile=True, precision="high", checkpointing=True),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ways share."""
+
+    site: Site
+    model: Path
+    load: Workload
+    device: torch.device
+    steps: int
+
+
+def plain_micro_batches(batch: Batch, load: Workload, rank: int, ranks: int) -> list[Batch]:
+    """This rank's micro-batches, cut as the worker's are."""
+    return [batch.take(bins) for bins in packing.split(batch.lengths, ranks, Budget(load.budget))[rank]]
+
+
+def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int) -> list[float]:
+    """On every rank: seconds of each step."""
+    batch, device = load.make_batch(), torch.device(site.device)
+    mine = plain_micro_batches(batch, load, site.rank, site.ranks)
+    step = plain_step(Path(model), mine, load.budget, device, site.ranks, compiled)
+    return [timed(step, device) for _ in range(WARM_UP + steps)]
+
+
+@contextmanager
+def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], None], Dispatch]]:
+    """A step of the worker by the dispatch, and the dispatch."""
+    dispatch, batch = Dispatch(task.site, Budget(task.load.budget, packed=way.packed)), task.load.make_batch()
+    spec = ModelSpec(
+        kind="policy",
+        model=ModelConfig(path=str(task.model), init="random", dtype="bfloat16"),
+        optim=OPTIM,
+        activation_checkpointing=way.checkpointing,
+        compile=way.compile,
+    )
+    dispatch.init_model("policy", spec)
+    data = dispatch.stage([batch])[0] if way.staged else batch
+
+    def step() -> None:
+        dispatch.forward_backward("policy", data, LOSS)
+        dispatch.optim_step("policy")
+
+    yield step, dispatch
+    dispatch.remove_model("policy")
+
+
+def set_precision(site: Site, precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+
+
+def reset_memory(site: Site) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if site.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory(site: Site) -> int:
+    return torch.cuda.max_memory_allocated() if site.device == "cuda" else 0
+
+
+def timed(step: Callable[[], Any], device: torch.device) -> float:
+    begun = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def measure(task: Task, way: Way) -> dict[str, float]:
+    """Controller: what one way costs."""
+    flops = flops_per_token(task.load)
+    everywhere = Dispatch(task.site, Budget(task.load.budget))
+    everywhere.on_sites(reset_memory)
+    everywhere.on_sites(set_precision, way.precision)
+    if way.plain:
+        settings = (str(task.model), task.load, way.compile, task.steps)
+        seconds = everywhere.on_sites(run_plain, *settings)[0]
+    else:
+        with the_worker(task, way) as (step, dispatch):
+            seconds = [timed(step, task.device) for _ in range(WARM_UP + task.steps)]
+            flops = dispatch.models["policy"].flops_per_token
+    step_seconds, tokens = statistics.median(seconds[WARM_UP:]), sum(task.load.make_batch().lengths)
+    speed = tokens / step_seconds
+    return {
+        "step_seconds": step_seconds,
+        "first_step_seconds": seconds[0],
+        "tokens_per_second": speed,
+        "mfu": speed * flops / task.site.ranks / PEAK,
+        "flops_per_token": flops,
+        "peak_bytes": everywhere.on_sites(peak_memory)[0],
+        "steps": seconds,
+    }
+
+
+def flops_per_token(load: Workload) -> float:
+    """6 for each parameter that is multiplied; attention between tokens left out."""
+    m = load.model
+    heads = m["num_attention_heads"] + m["num_key_value_heads"]
+    layer = m["hidden_size"] * (2 * heads * m["head_dim"] + 3 * m["intermediate_size"])
+    return 6 * (m["num_hidden_layers"] * layer + m["vocab_size"] * m["hidden_size"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=WORKLOADS, default="0.6b")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names as in WAYS")
+    given = parser.parse_args()
+    with joined(given.device, Patience(operation=300, control=600, grace=5)) as site:
+        if site.rank:
+            site.serve()
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            WORKLOADS[given.shape].write_model(Path(folder))
+            device = torch.device(given.device)
+            lead(Task(site, Path(folder), WORKLOADS[given.shape], device, given.steps), given.ways, given.out)
+        Dispatch(site, Budget(1)).close()
+
+
+def lead(task: Task, ways: list[str], out: Path) -> None:
+    found: dict[str, Any] = {}
+    for name in ways:
+        try:
+            found[name] = measure(task, WAYS[name])
+        except Exception:  # noqa: BLE001 - one way's failure is a result; the others are still to be measured
+            found[name] = {"error": traceback.format_exc()[-2000:]}
+        out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What the measurements on GPUs train: a model of 0.6B parameters with random weights, or a tiny one; ragged rows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import Qwen3Config
+
+from pipeline.training.rows import Batch, Row
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the batch of one optimizer step.
+
+    Attributes:
+        model: arguments of `Qwen3Config`.
+        rows: samples of a step.
+        shortest, longest: tokens of a sample, drawn evenly between.
+        prompt: tokens of a sample that are not counted.
+        budget: tokens of a micro-batch.
+    """
+
+    model: dict[str, Any]
+    rows: int
+    shortest: int
+    longest: int
+    prompt: int
+    budget: int
+
+    def write_model(self, path: Path) -> None:
+        """A directory with a config and no weights."""
+        Qwen3Config(**self.model, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True).save_pretrained(path)
+
+    def make_batch(self) -> Batch:
+        """Rows of one reward each, sampled by a policy that is not quite this one."""
+        draw = np.random.default_rng(0)
+        vocabulary = self.model["vocab_size"]
+        rows = []
+        for length in draw.integers(self.shortest, self.longest + 1, self.rows).tolist():
+            mask = np.ones(length, np.uint8)
+            mask[: self.prompt] = 0
+            behaviour = np.full(length, -np.log(vocabulary), np.float32)
+            tokens = draw.integers(0, vocabulary, length).astype(np.int32)
+            rows.append(Row(tokens, mask, float(draw.normal()), behaviour))
+        return Batch.of(rows)
+
+
+WORKLOADS = {
+    "0.6b": Workload(
+        model={
+            "vocab_size": 32_000,
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 4096,
+        },
+        rows=128,
+        shortest=200,
+        longest=1000,
+        prompt=64,
+        budget=16_384,
+    ),
+    "tiny": Workload(
+        model={
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 256,
+            "max_position_embeddings": 256,
+        },
+        rows=32,
+        shortest=20,
+        longest=100,
+        prompt=8,
+        budget=512,
+    ),
+}
