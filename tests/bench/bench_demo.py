@@ -31,23 +31,11 @@ WAYS: dict[str, tuple[str, ...]] = {
     "gspo": ("loss=gspo",),
     "dapo": ("loss=dapo", "training.zero_advantage=drop", "training.overlong=mask"),
     "ppo": ("loss=ppo",),
-    "lora": ("model.init=pretrained", "model.lora.rank=16", "optim.lr=1e-3", "training.warm_start.steps=0"),
+    "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.warm_start.steps=0"),
 }
 COLUMNS = (
-    *(
-        "way",
-        "seed",
-        "warm start",
-        "after RL",
-        "gain",
-        "minutes",
-        "lag max",
-        "s a step",
-        "of it: data",
-        "train",
-        "sync",
-    ),
-    *("samples/s", "log ratio at lag 0"),
+    *("way", "seed", "warm start", "after RL", "gain", "minutes", "lag max"),
+    *("s a step", "of it: data", "train", "sync", "samples/s", "log ratio at lag 0"),
 )
 
 
