@@ -96,7 +96,7 @@ def cpu_seconds(site: Site) -> float:
 
 
 def ways(dispatch: Dispatch, padded: Dispatch, model: ModelConfig, batch: Batch, compiled: bool) -> dict[str, Step]:
-    """What is measured, by name; every way has a model of its own, and takes its rows from `dispatch`'s stage or not."""
+    """What is measured, by name; every way has a model of its own, and takes staged rows or sends them."""
     specs = {
         JUDGED: (dispatch, True, {}),
         "worker, rows sent each time": (dispatch, False, {}),

@@ -40,25 +40,23 @@ PEAK = 989e12
 
 @dataclass(frozen=True)
 class Way:
-    """One way to take a step; `precision` is that of float32 matrix products, of which the head is one."""
+    """One way to take a step."""
 
     plain: bool = False
     compile: bool = False
     packed: bool = True
     checkpointing: bool = False
     staged: bool = False
-    precision: str = "highest"
 
 
 WAYS = {
     "plain loop, compiled": Way(plain=True, compile=True),
     "worker, compiled": Way(compile=True),
-    "worker, compiled, TF32 head": Way(compile=True, precision="high"),
-    "worker, compiled, TF32 head, staged": Way(compile=True, precision="high", staged=True),
+    "worker, compiled, rows staged": Way(compile=True, staged=True),
     "worker, eager": Way(),
     "plain loop, eager": Way(plain=True),
     "worker, compiled, padded": Way(compile=True, packed=False),
-    "worker, compiled, TF32 head, activations recomputed": Way(compile=True, precision="high", checkpointing=True),
+    "worker, compiled, activations recomputed": Way(compile=True, checkpointing=True),
 }
 
 
@@ -108,10 +106,6 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], None], Dispa
     dispatch.remove_model("policy")
 
 
-def set_precision(site: Site, precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
-
-
 def reset_memory(site: Site) -> None:
     gc.collect()
     torch._dynamo.reset()
@@ -137,7 +131,6 @@ def measure(task: Task, way: Way) -> dict[str, float]:
     flops = flops_per_token(task.load)
     everywhere = Dispatch(task.site, Budget(task.load.budget))
     everywhere.on_sites(reset_memory)
-    everywhere.on_sites(set_precision, way.precision)
     if way.plain:
         settings = (str(task.model), task.load, way.compile, task.steps)
         seconds = everywhere.on_sites(run_plain, *settings)[0]
