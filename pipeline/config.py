@@ -261,7 +261,7 @@ class OptimConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
     clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Global gradient norm is clipped to this.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
-    warmup_steps: NotNegative = Field(0, description="Steps of linear warm-up from 0.")
+    warmup_steps: NotNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
 
 
 class WarmStartConfig(Section):

@@ -28,7 +28,7 @@ TRAINED = "trained"
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """A position's end: its `outcome` (`trained`, `filtered: …` or `failed: …`) at optimizer step `step`."""
+    """A position's end: its `outcome` (`trained`, `filtered: …` or `failed: …`) at step `step`."""
 
     position: int
     outcome: str

@@ -8,7 +8,7 @@ replaced. Must not know torch, nor what a number means.
 
     row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
 
-`kind` is `train` (one row an optimizer step) or `eval` (one row a held-out evaluation); `time` is seconds since the
+`kind` is `train` (one row a step) or `eval` (one row a held-out evaluation); `time` is seconds since the
 epoch. A number that is not finite becomes null, which readers treat as absent.
 """
 

@@ -21,7 +21,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         job: the job that was training.
-        step: optimizer steps done in that job.
+        step: steps done in that job.
         ledger: snapshot of the ledger.
         ledger_bytes: size of `ledger.jsonl` that the snapshot covers.
         acknowledge: by topic, the ids of stream entries that this checkpoint covers and that may be acknowledged now.

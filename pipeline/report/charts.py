@@ -82,7 +82,7 @@ def _accuracy(rows: list[Row], resumes: Sequence[int]) -> Chart:
 def _lag(rows: list[Row], resumes: Sequence[int], limit: int | None) -> Chart:
     curves = [Curve("most", series(rows, "lag/max")), Curve("mean", series(rows, "lag/mean"))]
     bound = "" if limit is None else f" The dashed line is max_lag = {limit}."
-    note = f"Optimizer steps between the weights that sampled and those that train.{bound}"
+    note = f"Steps between the weights that sampled and those that train.{bound}"
     return _chart("Lag", note, curves, resumes, "lag/mean, lag/max", limit=limit)
 
 

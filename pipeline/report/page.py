@@ -70,7 +70,7 @@ def tiles(history: History) -> list[Tile]:
     total = f" / {config.training.steps}" if config else ""
     limit = f", at most {config.training.max_lag} allowed" if config else ""
     return [
-        (f"{steps[-1][0] if steps else 0}{total}", "optimizer steps"),
+        (f"{steps[-1][0] if steps else 0}{total}", "steps of RL"),
         (clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"),
         _accuracy_tile([value for _, value in series(rows, "eval/accuracy")]),
         _first_last(rewards, "mean reward, first → last tenth"),

@@ -136,7 +136,7 @@ class SlurmRun:
         self.wait_for(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
 
     def wait_for_step(self, step: int, seconds: float = 200, job: str = "rl") -> None:
-        """Until this optimizer step is on record."""
+        """Until this step is on record."""
         self.wait_for(f"step {step}", lambda: any(row["step"] >= step for row in self.rows(job=job)), seconds)
 
     def wait_for_end(self, seconds: float = 300) -> dict[str, str]:

@@ -17,8 +17,8 @@ class Trial(msgspec.Struct, kw_only=True):
         attempts, outcome: how many there were, and what was decided after the first.
         state: of the job at its end, in Slurm's word.
         accuracy: held out, before and after RL.
-        cold, warm: seconds from the start of the first and of the last attempt to its first optimizer step.
-        gap: seconds from the disturbance to the first optimizer step after it, the queue included.
+        cold, warm: seconds from the start of the first and of the last attempt to its first step.
+        gap: seconds from the disturbance to the first step after it, the queue included.
         problem: in what it differs from an undisturbed run; empty if in nothing.
     """
 
@@ -59,8 +59,8 @@ INTRODUCTION = (
     "",
     "*at* is where the run was when it was disturbed, *went on at* the step from which its next attempt trained: "
     "what lies between was trained again; *commit open* says that a checkpoint was being written. *cold* and "
-    "*warm* are the seconds from the start of an attempt to its first optimizer step, of the first attempt and of"
-    " the one that resumed; *gap* is the time from the disturbance to the first optimizer step after it, with "
+    "*warm* are the seconds from the start of an attempt to its first step, of the first attempt and of"
+    " the one that resumed; *gap* is the time from the disturbance to the first step after it, with "
     "Slurm's own waiting. The first step of the warm start needs no server, that of RL needs all of them: compare"
     " like with like.",
     "",
@@ -124,7 +124,7 @@ def _compared(job: str, cold: float | None, trials: Sequence[Trial]) -> list[str
     warm = [trial.warm for trial in trials if trial.warm is not None]
     if cold is None or not warm:
         return []
-    return [f"- First optimizer step of {job}: {cold:.0f} s after a cold start, {median(warm):.0f} s after a requeue."]
+    return [f"- First step of {job}: {cold:.0f} s after a cold start, {median(warm):.0f} s after a requeue."]
 
 
 def _order(trial: Trial) -> tuple[int, int, int]:

@@ -103,7 +103,7 @@ def _make(trial: Trial, folder: Path) -> None:
 
 
 def _disturb(trial: Trial, run: SlurmRun, clock: "AttemptClock", chance: random.Random) -> None:
-    """Do it, and wait for the first optimizer step of the next attempt."""
+    """Do it, and wait for the first step of the next attempt."""
     PHASES[trial.phase](run, chance)
     trial.place, disturbed = place(run), time.time()
     clock.note()
@@ -147,7 +147,7 @@ def _attempts(trial: Trial) -> tuple[int, ...]:
 
 
 class AttemptClock:
-    """When attempts of a run began, as Slurm says, and when they made their first optimizer step."""
+    """When attempts of a run began, as Slurm says, and when they made their first step."""
 
     def __init__(self, run: SlurmRun) -> None:
         self._run, self._began = run, dict[int, float]()
@@ -160,7 +160,7 @@ class AttemptClock:
             self._began.setdefault(int(fields["Restarts"]), began)
 
     def first_step(self, restart: int) -> float | None:
-        """Seconds from the start of an attempt to its first optimizer step; None if it made none."""
+        """Seconds from the start of an attempt to its first step; None if it made none."""
         rows = [row for row in read_rows(self._run.run.metrics) if row["kind"] == "train"]
         name = f"{self._run.job}-{restart}"
         steps = [row["time"] for row in rows if row["attempt"] == name]
@@ -168,7 +168,7 @@ class AttemptClock:
 
 
 def _times(trial: Trial, run: SlurmRun, clock: AttemptClock, disturbed: float) -> None:
-    """Wait for the first optimizer step of the second attempt; it makes none when all were done."""
+    """Wait for the first step of the second attempt; it makes none when all were done."""
 
     def stepped() -> bool:
         if run.fields()["JobState"] == "RUNNING" and len(run.attempts) > 1:

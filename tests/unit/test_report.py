@@ -68,7 +68,7 @@ def test_the_headline_gives_state_steps_wall_time_accuracy_and_lag(finished: Fak
     history = read_history(finished.root)
     words = {what: value for value, what in tiles(history)}
     assert state(history) == "finished"
-    assert words["optimizer steps"] == "60 / 60"
+    assert words["steps of RL"] == "60 / 60"
     assert words["held-out accuracy, +37.9 points"] == "20.0% → 57.9%"
     assert words["largest lag, at most 2 allowed"] == "2"
     assert wall_seconds(history) < 120, "the hour between the attempts does not count"
