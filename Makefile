@@ -2,8 +2,9 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+RANKS ?= 1
 
-.PHONY: demo test quick check bench docs clean
+.PHONY: demo test quick check bench gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
@@ -28,9 +29,14 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_rendezvous
 	$(BIN)/python -m tests.bench.bench_streams
 	$(BIN)/python -m tests.bench.bench_weights
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.bench_training
+	$(BIN)/python -m tests.bench.bench_training
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.bench_dispatch
 	$(BIN)/python -m tests.bench.bench_scaling
 	$(BIN)/python -m tests.bench.bench_demo
+
+# What the trainer is held to, on the GPUs of this machine: make gpu RANKS=2
+gpu:
+	$(BIN)/python -m tests.gpu.training --ranks $(RANKS) --out outputs/gpu-$(RANKS)
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m docs.generate

@@ -104,12 +104,12 @@ def _replicated(ranks: int) -> Iterator[Case]:
 
 
 def all_cases(ranks: int) -> list[Case]:
-    """The full product of recipes, budgets and switches, but for `compile`."""
-    switches = product((False, True), repeat=4)
+    """The product of recipes, budgets, and what changes the computation, but for `compile`; rows are staged in every
+    second case, and replicated also where there are ranks for it."""
+    switches = product(RECIPES, BUDGETS, *[(False, True)] * 3, [1, 2] if ranks > 1 else [1])
     return [
-        Case(recipe, *budget, layers=a, offload=b, checkpointing=c, staged=d, replicas=replicas)
-        for recipe, budget, (a, b, c, d) in product(RECIPES, BUDGETS, switches)
-        for replicas in ([1, 2] if ranks > 1 else [1])
+        Case(recipe, *budget, layers=a, offload=b, checkpointing=c, staged=number % 2 > 0, replicas=replicas)
+        for number, (recipe, budget, a, b, c, replicas) in enumerate(switches)
     ]
 
 
