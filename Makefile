@@ -35,7 +35,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_demo
 
 # What the trainer is held to, on the GPUs of this machine: make gpu RANKS=2
-gpu:
+gpu: $(VENV)/.installed
 	$(BIN)/python -m tests.gpu.training --ranks $(RANKS) --out outputs/gpu-$(RANKS)
 
 docs: $(VENV)/.installed

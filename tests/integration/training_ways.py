@@ -104,11 +104,11 @@ def _replicated(ranks: int) -> Iterator[Case]:
 
 
 def all_cases(ranks: int) -> list[Case]:
-    """The product of recipes, budgets, and what changes the computation, but for `compile`; rows are staged in every
-    second case, and replicated also where there are ranks for it."""
+    """The product of recipes, budgets, and what changes the computation, but for `compile`; rows are staged in two
+    cases of five, and replicated also where there are ranks for it."""
     switches = product(RECIPES, BUDGETS, *[(False, True)] * 3, [1, 2] if ranks > 1 else [1])
     return [
-        Case(recipe, *budget, layers=a, offload=b, checkpointing=c, staged=number % 2 > 0, replicas=replicas)
+        Case(recipe, *budget, layers=a, offload=b, checkpointing=c, staged=number % 5 > 2, replicas=replicas)
         for number, (recipe, budget, a, b, c, replicas) in enumerate(switches)
     ]
 
