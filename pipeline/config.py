@@ -151,7 +151,8 @@ class ResourcesConfig(Section):
     spares: NotNegative = Field(0, description="Extra nodes that replace those whose preflight fails.")
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="What trainer and servers compute on. With `cpu`, GPUs are assigned and left idle."
+        "cpu",
+        description="What trainer and servers compute on. `cuda` is refused so far; with `cpu`, GPUs are left idle.",
     )
     layout: Literal["one", "het"] = Field(
         "one", description="`one`: all nodes alike; `het`: a Slurm job of two components, services without GPUs."

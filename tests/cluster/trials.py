@@ -182,7 +182,7 @@ def _times(trial: Trial, run: SlurmRun, clock: AttemptClock, disturbed: float) -
 
 
 def place(run: SlurmRun) -> str:
-    """The last optimizer step on record, as `training 12`."""
+    """The last step on record, as `training 12`."""
     rows = [row for row in read_rows(run.run.metrics) if row["kind"] == "train"]
     return f"{JOBS[rows[-1]['job']]} {rows[-1]['step']}" if rows else "start"
 
