@@ -1,8 +1,8 @@
 """The loop to compare with: transformers, torch and nothing else, as one would write it for this one batch.
 
-bf16 autocast over float32 parameters, rows packed into lines of one fixed length (so that one compilation serves all),
-`varlen_attn`, a bf16 head, fused AdamW, DistributedDataParallel on several GPUs. Same rows, same micro-batches, same
-loss as the worker.
+Parameters, gradients, moments and head in bf16 (the worker's are float32), rows packed into lines of one fixed length
+(so that one compilation of the whole serves all), `varlen_attn`, fused AdamW, DistributedDataParallel on several GPUs.
+Same random weights, rows, micro-batches and loss as the worker.
 """
 
 import inspect
@@ -67,7 +67,8 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(model)
-        self.network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="plain")
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="plain")
+        self.network = network.to(torch.bfloat16)
 
     def forward(self, line: Line) -> Tensor:
         options = {"bounds": line.bounds, "longest": line.longest, "use_cache": False}
@@ -121,16 +122,16 @@ def plain_step(
     plain = Plain(model).to(device)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
     lines = make_lines(micro_batches, budget, device)
-    module: nn.Module = DistributedDataParallel(plain) if ranks > 1 else plain
-    call = torch.compile(module) if compiled else module
+    module: nn.Module = torch.compile(plain) if compiled else plain
+    if ranks > 1:
+        module = DistributedDataParallel(module)
 
     def step() -> float:
         losses = []
         for number, line in enumerate(lines):
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = number == len(lines) - 1
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = call(line)
+            loss = module(line)
             (loss * ranks).backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

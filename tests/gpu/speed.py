@@ -76,8 +76,8 @@ def plain_micro_batches(batch: Batch, load: Workload, rank: int, ranks: int) -> 
     return [batch.take(bins) for bins in packing.split(batch.lengths, ranks, Budget(load.budget))[rank]]
 
 
-def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int) -> list[float]:
-    """On every rank: seconds of each step."""
+def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int) -> list[tuple[float, float]]:
+    """On every rank: seconds of each step, and this rank's share of its loss."""
     batch, device = load.make_batch(), torch.device(site.device)
     mine = plain_micro_batches(batch, load, site.rank, site.ranks)
     step = plain_step(Path(model), mine, load.budget, device, site.ranks, compiled)
@@ -85,7 +85,7 @@ def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int
 
 
 @contextmanager
-def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], None], Dispatch]]:
+def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Dispatch]]:
     """A step of the worker by the dispatch, and the dispatch."""
     dispatch, batch = Dispatch(task.site, Budget(task.load.budget, packed=way.packed)), task.load.make_batch()
     spec = ModelSpec(
@@ -98,9 +98,10 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], None], Dispa
     dispatch.init_model("policy", spec)
     data = dispatch.stage([batch])[0] if way.staged else batch
 
-    def step() -> None:
-        dispatch.forward_backward("policy", data, LOSS)
+    def step() -> float:
+        metrics = dispatch.forward_backward("policy", data, LOSS)
         dispatch.optim_step("policy")
+        return metrics["loss"]
 
     yield step, dispatch
     dispatch.remove_model("policy")
@@ -118,12 +119,13 @@ def peak_memory(site: Site) -> int:
     return torch.cuda.max_memory_allocated() if site.device == "cuda" else 0
 
 
-def timed(step: Callable[[], Any], device: torch.device) -> float:
+def timed(step: Callable[[], float], device: torch.device) -> tuple[float, float]:
+    """Seconds of the step, and what it returned."""
     begun = time.perf_counter()
-    step()
+    loss = step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, loss
 
 
 def measure(task: Task, way: Way) -> dict[str, float]:
@@ -133,11 +135,13 @@ def measure(task: Task, way: Way) -> dict[str, float]:
     everywhere.on_sites(reset_memory)
     if way.plain:
         settings = (str(task.model), task.load, way.compile, task.steps)
-        seconds = everywhere.on_sites(run_plain, *settings)[0]
+        of_ranks = everywhere.on_sites(run_plain, *settings)
+        taken = [(shares[0][0], sum(loss for _, loss in shares)) for shares in zip(*of_ranks, strict=True)]
     else:
         with the_worker(task, way) as (step, dispatch):
-            seconds = [timed(step, task.device) for _ in range(WARM_UP + task.steps)]
+            taken = [timed(step, task.device) for _ in range(WARM_UP + task.steps)]
             flops = dispatch.models["policy"].flops_per_token
+    seconds, losses = zip(*taken, strict=True)
     step_seconds, tokens = statistics.median(seconds[WARM_UP:]), sum(task.load.make_batch().lengths)
     speed = tokens / step_seconds
     return {
@@ -148,6 +152,7 @@ def measure(task: Task, way: Way) -> dict[str, float]:
         "flops_per_token": flops,
         "peak_bytes": everywhere.on_sites(peak_memory)[0],
         "steps": seconds,
+        "losses": losses,
     }
 
 

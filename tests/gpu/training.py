@@ -32,6 +32,8 @@ from tests.integration.training_truth import CUDA_FLOAT32, Errors, errors, exces
 from tests.integration.training_ways import MUTATIONS, Case, Dtype, Result, mutations
 
 Outcome = tuple[bool, Any]
+SAME_LOSS = 0.002
+"""How far the losses of two ways may be apart: both compute in bf16, and differ in their head and their sums."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,17 @@ def speed(run: Run) -> Outcome:
     arguments = (str(file), "--shape", run.shape, "--device", run.device, "--ways", *chosen)
     trouble = run.torchrun("speed", "tests.gpu.speed", *arguments, most=200)
     ways = json.loads(file.read_text()) if file.exists() else {}
+    trouble = trouble or disagreement(ways)
     good = not trouble and all("error" not in ways.get(name, {"error": ""}) for name in chosen)
     return good, {"trouble": trouble, "ways": ways}
+
+
+def disagreement(ways: dict[str, Any]) -> str:
+    """Ways that compute another loss than the first are faster or slower for nothing: "" or which."""
+    losses = {name: way["losses"][0] for name, way in ways.items() if "losses" in way}
+    first = next(iter(losses.values()), 0.0)
+    off = [f"{name} {loss:.4f}" for name, loss in losses.items() if not abs(loss - first) <= SAME_LOSS]
+    return f"the first loss is {first:.4f}, but: {', '.join(off)}" if off else ""
 
 
 def report_speed(found: Any) -> str:
