@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.training.workers.offload import Movable
+from pipeline.training.workers.offload import Movable, _HostMemory
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -81,3 +81,15 @@ def test_a_full_disk_leaves_everything_where_it_is(monkeypatch: pytest.MonkeyPat
     part.offload()
     part.load()
     assert torch.equal(tensor, draw(10))
+
+
+def test_host_memory_that_was_read_in_part_is_read_again_from_its_start() -> None:
+    kept = _HostMemory()
+    kept._parts = [draw(4), draw(6)]
+    targets = [torch.zeros(4), torch.zeros(6)]
+    for tries in (targets[:1], targets[:1], targets):
+        kept.rewind()
+        for target in tries:
+            kept.take(target)
+    assert torch.equal(targets[0], draw(4))
+    assert torch.equal(targets[1], draw(6))

@@ -44,13 +44,21 @@ class Control:
     def beside(
         self, name: str, theirs: Operation, arguments: tuple[Any, ...], rest: Operation, left: tuple[Any, ...]
     ) -> Iterator[None]:
-        """While the other ranks run `theirs`, the body does this rank's part of it, and then `rest` what it left."""
+        """While the other ranks run `theirs`, the body does this rank's part of it, and then `rest` what it left.
+
+        What the body raises is this rank's failure of the operation: the others are not waited for beyond the grace.
+        """
         orders = write_orders(theirs, [arguments] * self.site.ranks)
         self._begin(name)
         self.site.send(orders)
         try:
             yield
-        finally:
+        except Exception as error:  # noqa: BLE001 - a failure of the operation, which becomes a report
+            self._end(operations.fail, (error,))
+        except BaseException:
+            self._end(rest, left)
+            raise
+        else:
             self._end(rest, left)
 
     def idle(self) -> None:

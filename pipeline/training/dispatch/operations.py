@@ -92,6 +92,10 @@ def take_rest(site: Site, parameters: Iterator[tuple[str, Tensor]]) -> None:
         pass
 
 
+def fail(site: Site, error: Exception) -> None:
+    raise error
+
+
 def memory(site: Site) -> dict[str, Memory]:
     return {name: worker.memory() for name, worker in site.workers.items()}
 

@@ -118,7 +118,7 @@ def give_back_heap() -> None:
 
 
 class _Kept(Protocol):
-    """Bytes put in one after the other, and taken out in the same order."""
+    """Bytes put in one after the other, and taken out in the same order, from the start again after `rewind`."""
 
     def put(self, data: Tensor) -> None: ...
     def take(self, target: Tensor) -> None: ...
@@ -132,16 +132,18 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
+        self._next = 0
 
     def put(self, data: Tensor) -> None:
         self._parts.append(torch.empty(data.shape, dtype=data.dtype, pin_memory=True))
         self._parts[-1].copy_(data, non_blocking=True)
 
     def take(self, target: Tensor) -> None:
-        target.copy_(self._parts.pop(), non_blocking=True)
+        target.copy_(self._parts[self._next], non_blocking=True)
+        self._next += 1
 
     def rewind(self) -> None:
-        self._parts.reverse()
+        self._next = 0
 
     def wait(self) -> None:
         torch.cuda.current_stream().synchronize()
