@@ -94,6 +94,12 @@ class Saver:
             raise CheckpointError("no save was started")
         return self._save.result(timeout=0)
 
+    def forget(self) -> None:
+        """Give the memory of the copies back; no save is under way."""
+        self._settle()
+        self._buffers.clear()
+        self._staged.clear()
+
     def _settle(self) -> None:
         if self._save is None:
             return

@@ -80,6 +80,7 @@ class Commits:
         self.covered: tuple[str, ...] = ()
         self.on_durable: Callable[[tuple[str, ...]], None] = lambda covered: None
         self._flight: Flight | None = None
+        self._durable = ""
 
     def restore(self) -> Position:
         """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts."""
@@ -107,9 +108,12 @@ class Commits:
         """Begin to commit `done` steps of `job`, after an earlier commit is durable; with `wait`, end it too.
 
         What was settled so far and the models as they are now belong to it; both may change when this returns.
-        `CheckpointError`, and nothing is written, if a later attempt has the right by now.
+        `CheckpointError`, and nothing is written, if a later attempt has the right by now, or if the earlier one
+        failed; after that it may be called again. What is durable already is not written again.
         """
         self.finish()
+        if self._durable == f"{job.name}-{done}":
+            return
         self.fence.check()
         began = time.monotonic()
         names = tuple(models_of(self._config, job.name, job.optim, job.steps))
@@ -136,6 +140,7 @@ class Commits:
         flight, self._flight = self._flight, None
         checkpoint = saver.result()
         log.info("committed %s after %.2f s", checkpoint.name, time.monotonic() - flight.began)
+        self._durable = flight.name
         self.on_durable(flight.covered)
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from pipeline.errors import RollcallError
+from pipeline.errors import CheckpointError, RollcallError
 from pipeline.training.jobs import Job
 from pipeline.training.speed import Machine, rates
 
@@ -54,7 +54,11 @@ class Book(Protocol):
         ...
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
-        """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective."""
+        """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective.
+
+        Raises `CheckpointError` also when the commit before failed; it may be called again then, as for what is
+        committed already.
+        """
         ...
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,7 +80,7 @@ class Runner:
         """
         job = algorithm.job
         log.info("%s: steps %d to %d", job.name, done, job.steps)
-        self._committed = done
+        self._committed = self._durable = done
         try:
             algorithm.begin(done)
             while done < job.steps:
@@ -90,7 +94,7 @@ class Runner:
             algorithm.end()
         except RollcallError:
             if self._book.whole and algorithm.whole:
-                self._commit(job, done, wait=True)
+                self._commit_last(job, done)
             raise
 
     def _tell(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
@@ -106,3 +110,15 @@ class Runner:
             return
         self._book.commit(job, done, wait)
         self._committed = done
+        if wait:
+            self._durable = done
+
+    def _commit_last(self, job: Job, done: int) -> None:
+        """Have what was done be durable, also if a commit that was under way turns out to have failed."""
+        if done == self._durable:
+            return
+        try:
+            self._book.commit(job, done, wait=True)
+        except CheckpointError as error:
+            log.warning("the last commit is tried again: %s", error)
+            self._book.commit(job, done, wait=True)

@@ -103,6 +103,16 @@ def test_the_buffers_of_the_last_time_are_used_again_as_long_as_they_fit(root: s
     assert saver._staged["policy"]["w"].shape == (5, 3)
 
 
+def test_what_was_copied_is_forgotten_once_the_save_ended(root: str) -> None:
+    saver = Saver()
+    save(saver, root, 1, policy=model(1.0))
+    saver.forget()
+    assert saver.idle
+    assert not saver._buffers
+    assert not saver._staged
+    assert saver.result().name == "rl-1"
+
+
 def test_a_model_that_is_no_longer_committed_is_left_out(root: str) -> None:
     saver = Saver()
     save(saver, root, 1, policy=model(1.0), critic=model(2.0))

@@ -16,9 +16,6 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def prepare_weight_sync(self, name: str) -> None:
-        self.calls.append(f"prepare {name}")
-
     def full_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         self.calls.append(f"gather {name}")
         yield "w", torch.ones(2)
@@ -40,10 +37,10 @@ def a_publisher() -> tuple[Publisher, list[str]]:
     return publisher, recorder.calls
 
 
-def test_the_policy_is_gathered_between_its_coming_to_the_device_and_the_return_of_what_gathering_took() -> None:
+def test_what_gathering_the_policy_took_is_returned() -> None:
     publisher, calls = a_publisher()
     publisher.start(1)
-    assert calls == ["prepare policy", "gather policy", "start 1 with 1", "finish policy"]
+    assert calls == ["gather policy", "start 1 with 1", "finish policy"]
 
 
 def test_a_version_is_settled_once_and_says_how_many_servers_have_it() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from pipeline.errors import RollcallError, WeightSyncError
+from pipeline.errors import CheckpointError, RollcallError, WeightSyncError
 from pipeline.training.batches import Interrupted
 from pipeline.training.jobs import Job, RlJob, RlSchedule, Stream
 from pipeline.training.runner import Runner
@@ -24,6 +24,15 @@ class Diary:
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append(f"note {step} {sorted(metrics)}")
+
+
+class Failing(Diary):
+    """The first commit that is waited for tells that the one before it failed."""
+
+    def commit(self, job: Job, done: int, wait: bool) -> None:
+        super().commit(job, done, wait)
+        if self.lines.count(f"commit {done} and wait") == 1:
+            raise CheckpointError("the disk was full")
 
 
 class Counting:
@@ -97,8 +106,19 @@ def test_a_step_counts_although_its_following_up_was_interrupted() -> None:
     assert "note 3 ['loss', 'seconds/step']" in lines
 
 
-def test_an_interruption_right_after_a_commit_commits_nothing_twice() -> None:
-    assert commits(run(steps=9, every=3, interrupt="step 3")) == ["commit 3"]
+def test_an_interruption_right_after_a_commit_waits_until_it_is_durable() -> None:
+    assert commits(run(steps=9, every=3, interrupt="step 3")) == ["commit 3", "commit 3 and wait"]
+
+
+def test_a_commit_that_turns_out_to_have_failed_is_tried_again_on_the_way_out() -> None:
+    diary = Failing()
+    with pytest.raises(Interrupted):
+        Runner(diary, 3).run(Counting(diary, 9, "step 3"), 0)
+    assert commits(diary.lines) == ["commit 3", "commit 3 and wait", "commit 3 and wait"]
+
+
+def test_nothing_is_committed_where_nothing_was_done() -> None:
+    assert commits(run(steps=9, every=3, done=3, interrupt="step 3")) == []
 
 
 def test_an_interruption_before_the_end_keeps_the_last_step() -> None:

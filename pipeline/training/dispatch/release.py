@@ -5,6 +5,7 @@ devices at once. The models are not kept in host memory, as an offload would: th
 and a node need not have room for them.
 """
 
+from pipeline.checkpoints.background import saver
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
@@ -13,7 +14,8 @@ from pipeline.training.dispatch.ranks import Site
 def release(dispatch: Dispatch) -> None:
     """Give the device memory of every model and optimizer back on every rank, see that it is, and drop the models.
 
-    Every rank has answered when this returns: that is the barrier. `TrainingError` names what is still held.
+    Every rank has answered when this returns: that is the barrier. `TrainingError` names what is still held; counted
+    are the tensors of models and optimizers, not what an allocator keeps.
     """
     dispatch.on_sites(discard_models)
     for rank, models in enumerate(dispatch.memory()):
@@ -25,6 +27,7 @@ def release(dispatch: Dispatch) -> None:
 
 
 def discard_models(site: Site) -> None:
-    """On every rank: empty all models."""
+    """On every rank: empty all models, and forget the copies that saves were written from."""
+    saver.forget()
     for worker in site.workers.values():
         worker.discard()
