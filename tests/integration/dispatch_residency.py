@@ -124,7 +124,7 @@ class Script:
     def _answer_and_amend(self, dispatch: Dispatch) -> object:
         answers = dispatch.forward_each(("policy", "reference", "critic"), self._rows)
         dispatch.amend(self._staged[-1], "proximal", [answers["policy"]])
-        return answers
+        return answers, dispatch.forward_each(("policy", "critic"), make_batch("grpo"))
 
     def _save(self, dispatch: Dispatch) -> object:
         dispatch.save_hf_model("policy", self._export)

@@ -163,6 +163,8 @@ def models_that_answer_together_answer_as_alone(dispatch: Dispatch, path: Path) 
     staged = dispatch.stage([batch])
     for data in (batch, staged[0]):
         alone = {name: dispatch.forward(name, data) for name in THREE}
+        (only,) = dispatch.forward_each(["policy"], data).values()
+        assert all(np.array_equal(a, b) for a, b in zip(only, alone["policy"], strict=True))
         for _ in range(5):
             together = dispatch.forward_each(THREE, data)
             assert list(together) == list(THREE)

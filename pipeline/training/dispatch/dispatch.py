@@ -152,17 +152,14 @@ class Dispatch:
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
-        part = self._cut((name,), data)
-        arguments = [(name, given, self._budget.packed) for given in part.data(self._sizes[name], self._site.ranks)]
-        outcomes = self._control.run("forward", operations.forward, arguments, {name: "forward"})
-        return part.in_order(self._of_places(name, outcomes))
+        return self._forward(name, self._cut((name,), data))
 
     def forward_each(self, names: Sequence[str], data: Batch | Part) -> dict[str, Answers]:
         """`forward` of several models on the same rows: all at once on the CPU; on CUDA, and where models evict each
         other, in turn."""
         part = self._cut(names, data)
         if self._control.colocated or len(names) < 2:
-            return {name: self.forward(name, part) for name in names}
+            return {name: self._forward(name, part) for name in names}
         given = {name: part.data(self._sizes[name], self._site.ranks) for name in names}
         arguments = [
             ({name: given[name][rank] for name in names}, self._budget.packed) for rank in range(self._site.ranks)
@@ -261,6 +258,11 @@ class Dispatch:
     def close(self) -> None:
         """End `serve` on all ranks."""
         self._control.close()
+
+    def _forward(self, name: str, part: Part) -> Answers:
+        arguments = [(name, given, self._budget.packed) for given in part.data(self._sizes[name], self._site.ranks)]
+        outcomes = self._control.run("forward", operations.forward, arguments, {name: "forward"})
+        return part.in_order(self._of_places(name, outcomes))
 
     def _on_model(
         self, operation: str, name: str, function: Callable[..., T], *args: Any, needs: residency.Operation
