@@ -26,7 +26,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, SchedulerError, TrainingError
 from pipeline.models import longest_sequence
 from pipeline.paths import RunPaths
-from pipeline.training.jobs import read_job
+from pipeline.training.jobs import check_alone, read_job
 from pipeline.training.standalone.log import JobLog, Line
 from pipeline.training.standalone.queue import waiting
 from slurm.commands import find_slurm
@@ -63,7 +63,7 @@ def checked(path: Path, config: RunConfig) -> RunConfig:
     if not waiting_at(path):
         raise ConfigError("jobs", str(path), "a job file, or a folder with at least one *.json", "see docs/jobs.md")
     for file in waiting_at(path):
-        read_job(file)
+        check_alone(file, read_job(file))
     check_config(config, longest_sequence(config.model))
     if config.resources.trainer.nodes > 1:
         mend = "a job that stands alone has one node; what needs more is a run: python launchers/submit.py"

@@ -234,3 +234,29 @@ def _error(path: Path, details: ErrorDetails) -> ConfigError:
 def _keys() -> Iterator[str]:
     for section in (SftJob, RlJob, SftSchedule, RlSchedule, OptimConfig, Packed):
         yield from section.model_fields
+
+
+def check_alone(file: Path, job: Job) -> None:
+    """`ConfigError` unless a job can stand alone, and can be done without removing anything but what it replaces."""
+    for name in ("optimizer_state", "output", "log"):
+        if not getattr(job, name):
+            raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
+    if isinstance(job.inputs, Stream):
+        mend = "pack the rows, or start a run: python launchers/submit.py"
+        raise ConfigError(f"{file}: inputs.kind", "stream", "packed, in a job that stands alone", mend)
+    log, output = Path(job.log), Path(job.output)
+    if log.is_dir() or log == file:
+        raise ConfigError(f"{file}: log", job.log, "a file of its own")
+    places = {"the job": file, "its log": log, "its optimizer_state": Path(job.optimizer_state)}
+    if isinstance(job.inputs, Packed):
+        places["its inputs"] = Path(job.inputs.folder)
+    for name, place in places.items():
+        if output in (place, *place.parents) or place in output.parents:
+            raise ConfigError(f"{file}: output", job.output, f"a folder apart from {name}, {place}")
+    if output.exists() and not _is_replaceable(output):
+        raise ConfigError(f"{file}: output", job.output, "a new folder, or one with a model or adapter to replace")
+
+
+def _is_replaceable(path: Path) -> bool:
+    known = ("config.json", "adapter_config.json")
+    return path.is_dir() and (not any(path.iterdir()) or any((path / name).is_file() for name in known))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipeline.config import RunConfig
-from pipeline.errors import TrainingError
 from pipeline.ledger import TRAINED
 from pipeline.records import PreparedGroup
 from pipeline.training.batches import GroupBatches
@@ -20,10 +19,9 @@ from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import RlJob
 from pipeline.training.publisher import Publisher
 from pipeline.training.rows import Row
-from pipeline.training.update import PolicyUpdate, is_lost
+from pipeline.training.tally import Skips
+from pipeline.training.update import PolicyUpdate
 
-MOST_SKIPPED = 5
-"""Steps in a row none of whose gradients may be finite."""
 FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"
 """What becomes of the groups of a step that taught nothing."""
 
@@ -44,7 +42,7 @@ class ReinforcementLearning:
         self._config, self._batches = config, batches
         self._publisher, self._evaluations = publisher, evaluations
         self._update = PolicyUpdate(dispatch, config)
-        self._skipped = 0
+        self._skips = Skips()
 
     def begin(self, step: int) -> None:
         """Bring the servers to the weights of `step`, and measure them if no earlier attempt did.
@@ -76,8 +74,7 @@ class ReinforcementLearning:
 
         Raises `TrainingError` when the last steps were all skipped: the model is lost.
         """
-        if self._skipped >= MOST_SKIPPED:
-            raise TrainingError(f"the gradient was not finite in {self._skipped} steps in a row; lower optim.lr")
+        self._skips.check()
         self._batches.tell_progress(done)
         metrics = self._publisher.settle() | self._publisher.start(done)
         if self._is_due(done):
@@ -103,8 +100,7 @@ class ReinforcementLearning:
         return (version == 0 or (every > 0 and version % every == 0)) and self._evaluations.wants(version)
 
     def _outcome(self, metrics: Mapping[str, float]) -> str:
-        self._skipped = self._skipped + 1 if is_lost(metrics) else 0
-        if self._skipped:
+        if self._skips.note(metrics):
             return FAILED
         return TRAINED if metrics["optimizer_steps"] else UNTRAINED
 

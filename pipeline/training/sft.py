@@ -11,6 +11,7 @@ from pipeline.training.batches import Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import SftJob
 from pipeline.training.rows import Batch, Row
+from pipeline.training.tally import Skips
 
 Demonstrate = Callable[[int, int], Sequence[Row]]
 """(step, count) → the rows of a step."""
@@ -29,6 +30,7 @@ class SupervisedFineTuning:
     ) -> None:
         self.job = job
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
+        self._skips = Skips()
 
     @property
     def whole(self) -> bool:
@@ -44,10 +46,12 @@ class SupervisedFineTuning:
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
         metrics = self._dispatch.forward_backward("policy", batch, SFT, level=self._level)
         metrics |= self._dispatch.optim_step("policy")
+        self._skips.note(metrics)
         return metrics | {"tokens/batch": float(sum(batch.lengths))}
 
     def follow_up(self, done: int) -> Mapping[str, float]:
-        """Nobody else needs to know."""
+        """Nobody else needs to know. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        self._skips.check()
         return {}
 
     def end(self) -> None:

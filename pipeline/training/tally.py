@@ -1,14 +1,46 @@
 """One set of metrics from the several optimizer steps of a step.
 
-Owns how the metrics of optimizer steps become those of the whole step. Promises that those of a single one stay what
-they are. Pure; must not know models or losses.
+Owns how the metrics of optimizer steps become those of the whole step, and when a model is given up for lost. Promises
+that those of a single one stay what they are. Pure; must not know models or losses.
 """
 
 from collections.abc import Mapping, Sequence
 from math import fsum
 
+from pipeline.errors import TrainingError
+
 PLAIN = ("loss", "grad_norm")
 """Means in which every optimizer step counts alike: they are none over tokens."""
+
+
+MOST_SKIPPED = 5
+"""Steps in a row whose gradient may be not finite."""
+
+
+def is_lost(metrics: Mapping[str, float]) -> bool:
+    """Whether no optimizer step of a step could be taken, because no gradient was finite."""
+    return 0 < metrics.get("optimizer_steps", 1.0) == metrics["skipped"]
+
+
+class Skips:
+    """Counts steps in a row that were lost.
+
+    skips.note(metrics)      # after every step
+    skips.check()            # once it counts
+    """
+
+    def __init__(self) -> None:
+        self._row = 0
+
+    def note(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the step was lost."""
+        self._row = self._row + 1 if is_lost(metrics) else 0
+        return self._row > 0
+
+    def check(self) -> None:
+        """`TrainingError` when the last `MOST_SKIPPED` steps were lost: so is the model."""
+        if self._row >= MOST_SKIPPED:
+            raise TrainingError(f"the gradient was not finite in {self._row} steps in a row; lower optim.lr")
 
 
 class Tally:

@@ -15,7 +15,7 @@ the same; and that a batch without a counted token trains nothing and harms noth
     metrics = update.run(rows, step)                # step = done, done + 1, …
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -164,11 +164,6 @@ class PolicyUpdate:
                 metrics |= self._dispatch.optim_step(name)
                 tally.add(metrics, mini_batches[number].batch.counted)
         return tally.metrics()
-
-
-def is_lost(metrics: Mapping[str, float]) -> bool:
-    """Whether no optimizer step of a step could be taken, because no gradient was finite."""
-    return 0 < metrics["optimizer_steps"] == metrics["skipped"]
 
 
 def cut_by_prompt(rows: Sequence[Row], count: int, seed: Sequence[int]) -> list[list[int]]:

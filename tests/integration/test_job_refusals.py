@@ -1,6 +1,7 @@
 """What jobs that stand alone refuse, and that nothing is lost by it."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute
+from pipeline.training.workers.optimizer import Optimizer
 from tests.integration.job_cases import config_of, events, make_rows, world_of_one, write_job, write_model
 
 pytestmark = pytest.mark.integration
@@ -52,6 +54,19 @@ def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
         execute(file, dispatch, config_of(model, lora=lora))
     assert {path.name for path in tmp_path.iterdir()} == {"rl.json", "rl-data", "rl.jsonl"}
     assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_job_that_took_no_optimizer_step_leaves_no_model_and_keeps_its_data(
+    kind: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Optimizer, "_global_norm", lambda *_: math.inf)
+    file = write_job(tmp_path, kind)
+    for _ in range(2):  # what it committed does not make it done
+        with pytest.raises(TrainingError, match="no optimizer step was taken"):
+            execute(file, dispatch, config)
+        assert (tmp_path / f"{kind}-data" / "manifest.json").exists()
+        assert not (tmp_path / f"{kind}-model").exists()
 
 
 def truncate(folder: Path) -> None:

@@ -269,19 +269,20 @@ def test_a_file_that_is_written_anew_is_a_new_job(dispatch: Dispatch, config: Ru
 def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_schedule(
     dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[set[float], dict[str, int]]] = []
+    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
+    seen: list[tuple[set[float], list[dict[str, int]]]] = []
     inherited = JobState.inherit
 
     def look(state: JobState) -> None:
         inherited(state)
         (taken,) = dispatch.pass_through("policy", moments_taken)
-        (progress,) = dispatch.pass_through("policy", progress_of)
-        seen.append((taken, progress))
+        seen.append((taken, [dispatch.pass_through(name, progress_of)[0] for name in ("policy", "critic")]))
 
     monkeypatch.setattr(JobState, "inherit", look)
-    execute(write_job(tmp_path, "rl", "first"), dispatch, config)
-    execute(write_job(tmp_path, "rl", "second", checkpoint="first-model"), dispatch, config)
-    assert seen == [({0.0}, {"taken": 0, "skipped": 0}), ({float(STEPS)}, {"taken": 0, "skipped": 0})]
+    execute(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
+    execute(write_job(tmp_path, "rl", "second", checkpoint="first-model"), dispatch, with_critic)
+    begun = [{"taken": 0, "skipped": 0}] * 2
+    assert seen == [({0.0}, begun), ({float(STEPS)}, begun)]
 
 
 def progress_of(worker: Worker) -> dict[str, int]:
@@ -290,11 +291,11 @@ def progress_of(worker: Worker) -> dict[str, int]:
 
 
 def test_the_policy_of_a_job_is_its_checkpoint_whatever_its_state_holds(
-    dispatch: Dispatch, config: RunConfig, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: Dispatch, config: RunConfig, model: Path, tmp_path: Path
 ) -> None:
     execute(write_job(tmp_path, "rl", "first"), dispatch, config)
-    monkeypatch.setattr(Dispatch, "optim_step", lambda dispatch, name: {"skipped": 0.0, "grad_norm": 0.0, "lr": 0.0})
-    execute(write_job(tmp_path, "rl", "second"), dispatch, config)
+    still = {"steps": STEPS, "prompts": 3, "optim": {"lr": 1e-30}}
+    execute(write_job(tmp_path, "rl", "second", schedule=still), dispatch, config)
     assert_same(tmp_path / "second-model", model)
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.training.jobs import Demonstrations, Job, Packed, RlJob, SftJob, Stream, jobs_of, read_job, write_job
+from pipeline.training.jobs import (
+    Demonstrations,
+    Job,
+    Packed,
+    RlJob,
+    SftJob,
+    Stream,
+    check_alone,
+    jobs_of,
+    read_job,
+    write_job,
+)
 from pipeline.training.standalone import folders
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.queue import JobQueue
@@ -217,3 +228,34 @@ def test_what_a_crash_left_of_a_replacement_is_mended(tmp_path: Path, monkeypatc
     folders.replace(target, fill(folders.unfinished(target), "newer"))
     assert (target / "weights").read_text() == "newer"
     assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"output": "state"}, "apart from its optimizer_state"),
+        ({"output": "all", "optimizer_state": "all/state"}, "apart from its optimizer_state"),
+        ({"output": "state/model"}, "apart from its optimizer_state"),
+        ({"output": "all", "log": "all/log.jsonl"}, "apart from its log"),
+        ({"output": "."}, "apart from the job"),
+        ({"output": "data", "inputs": {"kind": "packed", "folder": "data"}}, "apart from its inputs"),
+        ({"output": "notes"}, "a new folder, or one with a model or adapter to replace"),
+        ({"log": "a.json"}, "a file of its own"),
+        ({"log": "notes"}, "a file of its own"),
+    ],
+    ids=str,
+)
+def test_a_job_may_replace_nothing_but_a_model(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thoughts.txt").touch()
+    for kind in (SFT, RL | {"optimizer_state": "state"}):
+        file = write(tmp_path, "a.json", kind | changed)
+        with pytest.raises(ConfigError, match=said):
+            check_alone(file, read_job(file))
+
+
+def test_a_job_may_replace_the_model_that_it_starts_from(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    file = write(tmp_path, "a.json", SFT | {"checkpoint": "model"})
+    check_alone(file, read_job(file))

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.errors import TrainingError
 from pipeline.training.rows import Row
-from pipeline.training.tally import Tally
-from pipeline.training.update import cut_by_prompt, in_order_of, is_lost
+from pipeline.training.tally import Skips, Tally, is_lost
+from pipeline.training.update import cut_by_prompt, in_order_of
 
 prompts_of_rows = st.lists(st.integers(0, 6), min_size=1, max_size=30)
 
@@ -75,3 +76,13 @@ def test_means_weigh_tokens_extremes_stay_extreme_and_skips_are_counted() -> Non
 @pytest.mark.parametrize(("taken", "skipped", "lost"), [(4, 4, True), (4, 1, False), (4, 0, False), (0, 0, False)])
 def test_a_step_is_lost_when_all_its_optimizer_steps_were_skipped(taken: float, skipped: float, lost: bool) -> None:
     assert is_lost({"optimizer_steps": taken, "skipped": skipped}) is lost
+
+
+def test_a_model_is_given_up_after_five_lost_steps_in_a_row() -> None:
+    skips = Skips()
+    for skipped in (1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0):
+        skips.note({"skipped": skipped})
+        skips.check()
+    assert skips.note({"skipped": 1.0})
+    with pytest.raises(TrainingError, match="not finite in 5 steps in a row"):
+        skips.check()

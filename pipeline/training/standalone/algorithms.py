@@ -14,13 +14,13 @@ from pipeline.losses import Level
 from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import Job, RlJob, SftJob
-from pipeline.training.rl import MOST_SKIPPED
 from pipeline.training.rows import Row
 from pipeline.training.runner import Algorithm
 from pipeline.training.sft import Demonstrate, SupervisedFineTuning
 from pipeline.training.standalone.packed import PackedRows
 from pipeline.training.standalone.state import JobState
-from pipeline.training.update import PolicyUpdate, is_lost
+from pipeline.training.tally import Skips
+from pipeline.training.update import PolicyUpdate
 
 
 def algorithm_of(
@@ -59,7 +59,7 @@ class LearningAlone:
         self.job = job
         self._state, self._packed = state, packed
         self._update = PolicyUpdate(dispatch, config)
-        self._skipped = 0
+        self._skips = Skips()
 
     @property
     def whole(self) -> bool:
@@ -75,14 +75,13 @@ class LearningAlone:
         started = time.monotonic()
         rows = self._packed.rows(self._packed.of_prompts(step, self.job.prompts))
         metrics = self._update.run(rows, step)
-        self._skipped = self._skipped + 1 if is_lost(metrics) else 0
+        self._skips.note(metrics)
         timing = {"seconds/train": time.monotonic() - started}
         return metrics | timing | {"tokens/batch": float(sum(map(len, rows)))}
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Raises `TrainingError` when the last steps were all skipped: the model is lost."""
-        if self._skipped >= MOST_SKIPPED:
-            raise TrainingError(f"the gradient was not finite in {self._skipped} steps in a row; lower optim.lr")
+        self._skips.check()
         return {}
 
     def end(self) -> None:

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
-from pipeline.errors import CheckpointError, ConfigError, RollcallError, TrainingError
+from pipeline.errors import CheckpointError, RollcallError, TrainingError
 from pipeline.models import model_directory
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.release import release
-from pipeline.training.jobs import Job, Packed, RlJob, Stream, read_job
+from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
 from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
@@ -37,6 +37,7 @@ from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.packed import PackedRows, remove_packed
 from pipeline.training.standalone.queue import JobQueue
 from pipeline.training.standalone.state import JobState
+from pipeline.training.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -74,7 +75,7 @@ def execute(
     """
     job = read_job(file)
     identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
-    _check_standing_alone(file, job)
+    check_alone(file, job)
     told = JobLog(Path(job.log))
     told.clear()
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
@@ -112,6 +113,9 @@ class Execution:
             self._state.restore()
         if done < job.steps:
             self._train(done)
+        if not self._dispatch.pass_through("policy", steps_taken)[0]:
+            mend = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
+            raise TrainingError(f"no optimizer step was taken, so there is no new model; {mend}")
         self._export()
         release(self._dispatch)
         if isinstance(job.inputs, Packed):
@@ -179,15 +183,9 @@ def _insist(job: Job, patterns: tuple[str, ...], what: str) -> None:
         raise CheckpointError(f"checkpoint {folder} has no {', '.join(missing)}: expected {what}")
 
 
-def _check_standing_alone(file: Path, job: Job) -> None:
-    for name in ("optimizer_state", "output", "log"):
-        if not getattr(job, name):
-            raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
-    if isinstance(job.inputs, Stream):
-        mend = "pack the rows, or start a run: python launchers/submit.py"
-        raise ConfigError(f"{file}: inputs.kind", "stream", "packed, in a job that stands alone", mend)
-    if isinstance(job, RlJob) and job.output == job.optimizer_state:
-        raise ConfigError(f"{file}: output", job.output, "another folder than optimizer_state")
+def steps_taken(worker: Worker) -> int:
+    """Optimizer steps of this job that changed the model."""
+    return worker.optimizer.taken if worker.optimizer else 0
 
 
 def _forget_models(dispatch: Dispatch) -> None:

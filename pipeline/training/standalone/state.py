@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 KEPT = 2
 """Commits of a state."""
 _JOB, _MODELS = "job", "models"
-_OWN = ("policy/model", "policy/progress")
-"""What a job never takes over from another: it starts from its checkpoint, with its own schedule."""
 
 
 class JobState:
@@ -69,9 +67,12 @@ class JobState:
         self._load(())
 
     def inherit(self) -> None:
-        """Fill what a new job takes over, if there is a state at all; models that it does not hold stay as they are."""
+        """Fill what a new job takes over, if there is a state at all; models that it does not hold stay as they are.
+
+        It starts from its checkpoint and at the beginning of its own schedule, for every model.
+        """
         if self._found is not None:
-            self._load(_OWN)
+            self._load(("policy/model", *(f"{name}/progress" for name in self._dispatch.models)))
 
     def commit(self, done: int) -> None:
         """Commit all models after `done` steps of this job; durable on return."""
