@@ -89,7 +89,8 @@ class Trainer(Checkpointable):
         return self.path / "trainer.out" if self.path.is_dir() else self.path.with_suffix(".out")
 
     def __call__(self) -> int:
-        """Exit code 0; `TrainingError` with the last lines of the output if the processes ended otherwise."""
+        """Exit code 0; `TrainingError` if the processes ended otherwise, with what failed in which job, or with the
+        last lines of the output if no log says it."""
         trainer = self.config.resources.trainer
         command = [
             *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
@@ -99,10 +100,12 @@ class Trainer(Checkpointable):
         threads = {"OMP_NUM_THREADS": str(trainer.threads), "TOKENIZERS_PARALLELISM": "false"}
         child = process.Child(command, self.output, child_environment(threads))
         try:
-            follow(self.path, lambda: child.poll() is not None)
+            failures = follow(self.path, lambda: child.poll() is not None)
         finally:
             code = child.stop(self.config.cluster.stop_seconds)
         if code:
+            if failures:
+                raise TrainingError("; ".join(failures))
             said = "\n".join(process.tail(self.output))
             raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
         return 0
@@ -181,9 +184,10 @@ def executor_of(trainer: Trainer) -> OneNode:
     return executor
 
 
-def follow(path: Path, over: Callable[[], bool]) -> None:
-    """Print what the logs of the jobs say until the trainer is over."""
+def follow(path: Path, over: Callable[[], bool]) -> list[str]:
+    """Print what the logs of the jobs say until the trainer is over; what failed, a line for each job."""
     logs: dict[Path, JobLog] = {}
+    failures: list[str] = []
     while True:
         gone = over()  # asked before reading: what was written until then is read
         for file in waiting_at(path):
@@ -193,8 +197,10 @@ def follow(path: Path, over: Callable[[], bool]) -> None:
         for file, log in logs.items():
             for line in log.new_lines():
                 print(f"{file.stem}: {describe(line)}", flush=True)
+                if line["event"] == "failed":
+                    failures.append(f"{file.stem}: {line['error']}")
         if gone:
-            return
+            return failures
         time.sleep(_PAUSE)
 
 

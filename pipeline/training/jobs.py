@@ -189,8 +189,11 @@ def write_job(path: Path, job: Job) -> None:
     files.write_atomic(path, job.model_dump_json(indent=2).encode() + b"\n")
 
 
-def read_job(path: Path) -> Job:
-    """The job in a file, with absolute paths; `ConfigError` if it is none of this version."""
+def read_job(path: Path, folder: Path | None = None) -> Job:
+    """The job in a file, with absolute paths; `ConfigError` if it is none of this version.
+
+    `folder` is what its paths are relative to, where that is no longer the file's own.
+    """
     try:
         tree = json.loads(path.read_bytes())
     except OSError as error:
@@ -199,7 +202,7 @@ def read_job(path: Path) -> Job:
         raise ConfigError(str(path), None, "a job in JSON", str(error)) from None
     _check_header(path, tree)
     try:
-        return located(_form.validate_python(tree), path.parent)
+        return located(_form.validate_python(tree), folder or path.parent)
     except ValidationError as error:
         raise _error(path, error.errors()[0]) from None
 
@@ -212,7 +215,8 @@ def _check_header(path: Path, tree: object) -> None:
         mend = nearest(str(tree.get("kind")), list(KINDS))
         raise ConfigError(f"{path}: kind", tree.get("kind"), f"one of {', '.join(KINDS)}", mend)
     if tree.get("version") != JOB_VERSION:
-        mend = "write the file with the version of Rollcall that reads it"
+        later = "write the file with the version of Rollcall that reads it"
+        mend = later if "version" in tree else f'add "version": {JOB_VERSION}'
         raise ConfigError(f"{path}: version", tree.get("version"), f"{JOB_VERSION}, which this code reads", mend)
 
 

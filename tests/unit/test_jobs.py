@@ -161,6 +161,17 @@ def test_after_a_failure_jobs_that_need_nothing_of_it_go_on_and_others_wait(tmp_
     assert (tmp_path / "failed" / "1.json").exists()
 
 
+def test_jobs_wait_for_a_failed_one_in_a_later_process_too(tmp_path: Path) -> None:
+    first = write(tmp_path, "1.json", SFT, age=2)
+    needy = write(tmp_path, "2.json", RL | {"checkpoint": "model"}, age=1)
+    JobQueue(tmp_path).failed(first, "no space")
+    later = JobQueue(tmp_path)
+    assert later.next() is None
+    assert later.left == {needy: str(tmp_path / "model")}
+    (tmp_path / "failed" / "1.json").rename(first)
+    assert JobQueue(tmp_path).next() == first
+
+
 def test_a_file_that_is_no_job_stops_the_queue_and_stays(tmp_path: Path) -> None:
     bad = write(tmp_path, "1.json", RL | {"kind": "dpo"}, age=1)
     write(tmp_path, "2.json", RL)

@@ -1,8 +1,9 @@
 """A folder of jobs, and which of them is next.
 
 Owns the names in the folder and the order. Promises that the oldest job is next; that a job leaves the folder only when
-it is done or has failed, in one rename; and that no job runs on what another should have made and did not: after a
-failure, jobs that need something of the failed one wait, all others go on. Looked at by one process, the controller.
+it is done or has failed, in one rename; and that no job runs on what another should have made and did not: as long as a
+job lies in `failed/`, jobs that need something of it wait, in a later process too, and all others go on. Looked at by
+one process, the controller.
 
     queue/
       007-rl.json               waits
@@ -23,7 +24,8 @@ class JobQueue:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._missing: set[str] = set()
+        failed = sorted((folder / FAILED).glob("*.json"))
+        self._missing = {made for path in failed for made in made_by(read_job(path, folder))}
         self._waiting_for: dict[Path, str] = {}
 
     def next(self) -> Path | None:

@@ -151,12 +151,12 @@ class Worker:
 
         Each item is a collective operation: every rank must take all items.
         """
+        return self._gathered(self.compute)
+
+    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                yield (
-                    public_name(name.removeprefix(_PREFIX), self._config.lora),
-                    _whole(parameter.detach(), self.compute),
-                )
+                yield public_name(name.removeprefix(_PREFIX), self._config.lora), _whole(parameter.detach(), dtype)
 
     def state(self) -> dict[str, Any]:
         """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
@@ -181,11 +181,13 @@ class Worker:
     def save_hf_model(self, path: Path) -> None:
         """Write a directory that transformers and vLLM load, with the tokenizer of the model it came from.
 
-        Of a policy with adapters, the directory of its adapter, for peft and vLLM.
+        Of a policy with adapters, the directory of its adapter, for peft and vLLM; always in float32, so that a job
+        which goes on from it loses nothing. Whole models are written in compute type.
         """
         if not isinstance(self.model, Policy):
             raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
-        whole = {name: tensor.cpu() for name, tensor in self.full_parameters()}
+        dtype = torch.float32 if self._config.lora.rank else self.compute
+        whole = {name: tensor.cpu() for name, tensor in self._gathered(dtype)}
         if dist.get_rank() == 0:
             write_model(path, self.model.network, whole, self._config)
         dist.barrier()
