@@ -334,7 +334,7 @@ def test_the_launcher_sweeps_with_multirun(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--multirun", "loss=grpo,gpo"], "error: point loss=gpo: loss='gpo': expected one of grpo"),
+        (["--multirun", "loss=grpo,gpo"], "error: point loss=gpo: loss='gpo': expected one of cispo"),
         (["--multirun", "loss=grpo,gspo", "--detach"], "error: option='--detach': expected cluster=slurm"),
         (["--multirun", "loss=grpo,gspo", "--cfg"], "error: option='--cfg': expected one run"),
         (["loss=grpo,gspo"], "error: loss='grpo,gspo': expected one value; -m submits one run for each value"),
