@@ -25,6 +25,7 @@ STEPS, PROMPTS, EVERY, CUT_AT = 32, 8, 8, 6
 CONFIG = (
     f"training.steps={STEPS}",
     f"training.checkpoint_every={EVERY}",
+    "training.async_checkpoints=false",  # the zombie has to hang in a commit, not beside one
     "resources.inference.nodes=1",
     "resources.trainer.gpus=1",
     "resources.inference.gpus=1",
