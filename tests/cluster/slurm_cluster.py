@@ -19,7 +19,10 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from pipeline.errors import DeadlineError
 from pipeline.process import hold_port, tail
@@ -172,6 +175,15 @@ class SlurmCluster:
         except AssertionError as error:
             raise DeadlineError("all nodes to be idle", seconds, str(error)) from error
 
+    def wait_until_empty(self, node: int, seconds: float = 60.0) -> None:
+        """Until nothing but slurmd runs on a node; the error names what is left."""
+        wait_for(
+            f"node{node} to be empty",
+            lambda: len(self.processes(node)) == 1,
+            seconds,
+            missing=lambda: "\n".join([*self.commands(node), *tail(self.root / f"log/node{node}.out", 20)]),
+        )
+
     def start_controller(self) -> None:
         """Start slurmctld, which goes on with the jobs that it knew."""
         self._boot("slurmctld", self._at_controller(["slurmctld", "-D"]))
@@ -195,6 +207,15 @@ class SlurmCluster:
     def processes(self, node: int) -> list[int]:
         """The pids of all that runs on a node, slurmd first."""
         return self._machines[f"node{node}"].processes()
+
+    def commands(self, node: int) -> list[str]:
+        """What runs on a node, as `pid state command`, slurmd first."""
+        found = []
+        for pid in self.processes(node):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                found.append(f"{pid} {process.status()} {' '.join(process.cmdline())}")
+        return found
 
     def processes_left(self) -> list[str]:
         """Every process of this machine that was given this Slurm, as `pid command`; commands of tests too."""

@@ -56,7 +56,7 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_cut_off_and_the_zombie_ends_by_i
     run.wait_for_attempts(2)
     networked.heal(node)
     run.wait_for_end()
-    wait_for("the node to be empty", lambda: len(networked.processes(node)) == 1, 60)
+    networked.wait_until_empty(node)
     assert_taken_over(networked, run, node)
     networked.wait_until_idle()
 
@@ -86,7 +86,7 @@ def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_
     assert f"committed rl-{step}" not in log.read_text()
     networked.heal(node)
     run.wait_for_end()
-    wait_for("the node to be empty", lambda: len(networked.processes(node)) == 1, 60)
+    networked.wait_until_empty(node)
     assert_taken_over(networked, run, node)
     networked.wait_until_idle()
 
