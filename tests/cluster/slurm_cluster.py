@@ -31,6 +31,8 @@ from tests.cluster.machine import Machine
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS = 30.0
+STEP_SECONDS = 63.0
+"""How long the step daemon of the first node waits for those of the others, which may be gone, before it ends."""
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 """Where daemons are found; an ordinary user's PATH leaves out the folders of the administrator."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
@@ -175,7 +177,7 @@ class SlurmCluster:
         except AssertionError as error:
             raise DeadlineError("all nodes to be idle", seconds, str(error)) from error
 
-    def wait_until_empty(self, node: int, seconds: float = 60.0) -> None:
+    def wait_until_empty(self, node: int, seconds: float = 2 * STEP_SECONDS) -> None:
         """Until nothing but slurmd runs on a node; the error names what is left."""
         wait_for(
             f"node{node} to be empty",

@@ -106,7 +106,7 @@ def speed(run: Run) -> Outcome:
     file = run.out / "speed.json"
     chosen = [name for name, way in WAYS.items() if run.device == "cuda" or not way.compile]
     arguments = (str(file), "--shape", run.shape, "--device", run.device, "--ways", *chosen)
-    trouble = run.torchrun("speed", "tests.gpu.speed", *arguments, most=200)
+    trouble = run.torchrun("speed", "tests.gpu.speed", *arguments, most=280)
     ways = json.loads(file.read_text()) if file.exists() else {}
     trouble = trouble or disagreement(ways)
     good = not trouble and all("error" not in ways.get(name, {"error": ""}) for name in chosen)
