@@ -298,6 +298,11 @@ class TrainingConfig(Section):
         False, description="Compute each layer's activations again in the backward pass instead of keeping them."
     )
     compile: bool = Field(False, description="Compile the model's layers (torch.compile).")
+    reshard: bool = Field(
+        False,
+        description="Shard parameters and gradients again after every pass through a layer (ZeRO-3): less memory. Else "
+        "both are whole on every rank from the first micro-batch of an operation to its last (ZeRO-2).",
+    )
     offload: bool = Field(
         False, description="Keep on the device only the model that computes; the others wait in host memory or on disk."
     )

@@ -24,6 +24,7 @@ OPERATIONAL = (
     "training.micro_batch_rows",
     "training.micro_batch_tokens",
     "training.offload",
+    "training.reshard",
     "rollout.concurrency",
     "rollout.episode_seconds",
     "rollout.give_up_after",

@@ -22,7 +22,7 @@ class ModelSpec:
         optim: its optimizer; None for a model that is never trained.
         steps: optimizer steps of the job, for the schedule of the learning rate.
         seed: of random weights.
-        activation_checkpointing, compile: as in `training.*`.
+        activation_checkpointing, compile, reshard: as in `training.*`.
         replicas: neighbouring ranks that hold the same shard and get the same rows.
     """
 
@@ -33,6 +33,7 @@ class ModelSpec:
     seed: int = 0
     activation_checkpointing: bool = False
     compile: bool = False
+    reshard: bool = False
     replicas: int = 1
 
 
@@ -50,6 +51,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
             seed=config.seed,
             activation_checkpointing=training.activation_checkpointing,
             compile=training.compile,
+            reshard=training.reshard,
         )
 
     models = {"policy": spec("policy", config.model, optim)}

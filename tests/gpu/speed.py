@@ -47,12 +47,14 @@ class Way:
     packed: bool = True
     checkpointing: bool = False
     staged: bool = False
+    reshard: bool = False
 
 
 WAYS = {
     "plain loop, compiled": Way(plain=True, compile=True),
     "worker, compiled": Way(compile=True),
     "worker, compiled, rows staged": Way(compile=True, staged=True),
+    "worker, compiled, rows staged, sharded again": Way(compile=True, staged=True, reshard=True),
     "worker, eager": Way(),
     "plain loop, eager": Way(plain=True),
     "worker, compiled, padded": Way(compile=True, packed=False),
@@ -94,6 +96,7 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Disp
         optim=OPTIM,
         activation_checkpointing=way.checkpointing,
         compile=way.compile,
+        reshard=way.reshard,
     )
     dispatch.init_model("policy", spec)
     data = dispatch.stage([batch])[0] if way.staged else batch

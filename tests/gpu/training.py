@@ -151,7 +151,7 @@ PARTS: dict[str, tuple[Callable[[Run], Outcome], Callable[[Any], str]]] = {
     "speed": (speed, report_speed),
     "oracle_bfloat16": (lambda run: oracle(run, "oracle_bfloat16", "bfloat16", "some", 100), report_oracle),
     "memory": (memory, report_memory),
-    "oracle_compiled": (lambda run: oracle(run, "oracle_compiled", "float32", "few_compiled", 150), report_oracle),
+    "oracle_compiled": (lambda run: oracle(run, "oracle_compiled", "float32", "few_compiled", 300), report_oracle),
 }
 
 

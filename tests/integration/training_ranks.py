@@ -139,6 +139,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         model=model_config(path, recipe.lora).model_copy(update={"dtype": case.dtype}),
         activation_checkpointing=case.checkpointing,
         compile=case.compile,
+        reshard=case.reshard,
         replicas=case.replicas,
     )
 

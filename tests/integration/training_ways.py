@@ -15,6 +15,7 @@ from tests.integration.training_cases import RECIPES, Arrays
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
+_NAMED = ("layers", "reshard", "offload", "checkpointing", "compile", "staged")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Case:
         tokens, rows, packed: the budget of a micro-batch.
         layers: whether each layer is an FSDP unit of its own.
         offload: whether a reference model and a second trained model compete for the device.
-        checkpointing, compile, replicas, dtype: as in `ModelSpec`.
+        reshard, checkpointing, compile, replicas, dtype: as in `ModelSpec`.
         staged: whether the rows are sent once for all steps.
         level: of the metrics.
         tied: whether the model's head is its embedding.
@@ -37,6 +38,7 @@ class Case:
     rows: int | None = None
     packed: bool = True
     layers: bool = False
+    reshard: bool = False
     offload: bool = False
     checkpointing: bool = False
     compile: bool = False
@@ -57,7 +59,7 @@ class Case:
     def __str__(self) -> str:
         limit = f"{self.tokens}tokens" if self.rows is None else f"{self.rows}rows"
         words = [self.recipe, "packed" if self.packed else "padded", limit]
-        words += [name for name in ("layers", "offload", "checkpointing", "compile", "staged") if getattr(self, name)]
+        words += [name for name in _NAMED if getattr(self, name)]
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
         words += [] if self.tied else ["untied"]
         return "-".join(words)
@@ -70,6 +72,7 @@ SWITCHES: tuple[dict[str, bool], ...] = (
     {"offload": True},
     {"checkpointing": True},
     {"offload": True, "checkpointing": True, "layers": True, "staged": True},
+    {"layers": True, "reshard": True},
 )
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+from torch.distributed.tensor import DTensor
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
 from pipeline.errors import TrainingError
@@ -129,6 +131,34 @@ def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> 
             assert (plain, once) == (repeated, 2 * len(MICRO_BATCHES))
             assert twice == 2 * once
             assert_equal(trained, retrained)
+
+
+def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, path: Path) -> None:
+    gathers = 0
+    gather = param_group.foreach_all_gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return gather(*args, **kwargs)
+
+    param_group.foreach_all_gather = counted
+    worker.LAYER_UNIT = 1
+    with world() as mesh:
+        seen, units = [], 3
+        for reshard in (False, True):
+            one = Worker(spec_of(path, reshard=reshard), mesh)
+            gathers = 0
+            numbers, trained = train(one, steps=1), gathers
+            answers, answered = one.forward(MICRO_BATCHES, True), gathers - trained
+            assert all(isinstance(each, DTensor) for each in one.model.parameters())
+            seen.append((numbers, *answers))
+            if reshard:
+                assert min(trained, answered) > len(MICRO_BATCHES) * (units - 1)
+            else:
+                assert trained == answered == units
+        for some, others in zip(*seen, strict=True):
+            np.testing.assert_allclose(some, others, rtol=1e-5)
 
 
 def compiled_layers_are_whole_graphs_and_agree(rank: int, path: Path) -> None:
@@ -342,6 +372,7 @@ ALONE: list[Scenario] = [
 TOGETHER: list[Scenario] = [
     offloaded_in_the_middle_it_trains_to_the_same_bits,
     activations_are_computed_again_with_the_same_bits,
+    sharded_again_after_every_pass_it_gathers_more_and_trains_alike,
     a_model_without_an_optimizer_only_answers,
     a_copy_answers_as_its_source,
     a_critic_copies_the_decoder,

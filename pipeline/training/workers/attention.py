@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.errors import ConfigError
+from pipeline.training.workers.transfer import to_device
 
 ATTENTION = "rollcall"
 _NO_MATTER = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
@@ -53,7 +54,8 @@ class Segments:
         line_SL = starts_S[:, None] + torch.minimum(column_L, lengths_S[:, None] - 1)
         rectangle_P = (column_L < lengths_S[:, None]).flatten().nonzero()[:, 0]
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends_S]).to(torch.int32)
-        return cls(line_SL.to(device), rectangle_P.to(device), bounds.to(device), max(lengths))
+        line_SL, rectangle_P, bounds = (to_device(table, device) for table in (line_SL, rectangle_P, bounds))
+        return cls(line_SL, rectangle_P, bounds, max(lengths))
 
 
 def attend(

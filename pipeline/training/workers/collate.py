@@ -20,6 +20,7 @@ from pipeline.errors import TrainingError
 from pipeline.losses.tokens import LossTokens, ValueTokens
 from pipeline.training.rows import Batch, Column, Row
 from pipeline.training.workers.attention import Segments
+from pipeline.training.workers.transfer import to_device
 
 _NOTHING = Batch((Row(np.zeros(1, np.int32), np.zeros(1, np.uint8)),), (0.0,))
 
@@ -54,7 +55,7 @@ class MicroBatch:
             weights_N=self._weights(logprobs_N),
             advantages_N=_like(_flat(rows, "advantages"), logprobs_N),
             behaviour_N=logprobs_N.detach() if behaviour_N is None else behaviour_N,
-            rows_N=torch.from_numpy(numbers).to(logprobs_N.device),
+            rows_N=to_device(numbers, logprobs_N.device),
             rows=max(1, len(rows)),
             reference_N=self._given("reference", logprobs_N),
             entropy_N=entropy_N,
@@ -91,16 +92,16 @@ def collate(batch: Batch, packed: bool, device: torch.device) -> MicroBatch:
         tokens[start : start + len(row)] = row.tokens
         predicted[start : start + len(row)] = row.mask
     return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens.reshape(layout.shape)).to(device),
-        positions_BT=torch.from_numpy(layout.positions.reshape(layout.shape)).to(device),
+        tokens_BT=to_device(tokens.reshape(layout.shape), device),
+        positions_BT=to_device(layout.positions.reshape(layout.shape), device),
         segments=Segments.of(laid.lengths, device) if layout.packed else None,
-        predict_N=torch.from_numpy(np.flatnonzero(predicted)).to(device),
+        predict_N=to_device(np.flatnonzero(predicted), device),
         batch=batch,
     )
 
 
 def _like(values: NDArray[np.float64], like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like)
+    return to_device(values, like.device, like.dtype)
 
 
 def _flat(rows: tuple[Row, ...], field: Column) -> NDArray[np.float64]:

@@ -30,7 +30,16 @@ def head_logprobs(
     if len(chunks) == 1:
         return _chunk_logprobs(hidden_NE, weight_VE, targets_N, temperature, with_entropy)
     parts = [
-        checkpoint(_chunk_logprobs, hidden, weight_VE, targets, temperature, with_entropy, use_reentrant=False)
+        checkpoint(
+            _chunk_logprobs,
+            hidden,
+            weight_VE,
+            targets,
+            temperature,
+            with_entropy,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         for hidden, targets in chunks
     ]
     entropies = torch.cat([entropy for _, entropy in parts]) if with_entropy else None
@@ -40,7 +49,8 @@ def head_logprobs(
 def _chunk_logprobs(
     hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logprobs_NV = (_logits(hidden_NE, weight_VE) / temperature).log_softmax(-1)
+    logits_NV = _logits(hidden_NE, weight_VE)
+    logprobs_NV = (logits_NV if temperature == 1 else logits_NV / temperature).log_softmax(-1)
     logprobs_N = -nll_loss(logprobs_NV, targets_N, reduction="none")
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1) if with_entropy else None
     return logprobs_N, entropy_N

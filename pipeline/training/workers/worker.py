@@ -7,6 +7,7 @@ ranks call it with the same number of micro-batches. Knows ranks; must not know 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -71,7 +72,8 @@ class Worker:
             recompute_activations(self.model)
         if spec.compile:
             compile_layers(self.model)
-        _shard(self.model, mesh, self.compute)
+        self._reshard = spec.reshard and mesh.size() > 1
+        _shard(self.model, mesh, self.compute, self._reshard)
         self.model.to(self.device)
         self._group = mesh.get_group()
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
@@ -91,11 +93,8 @@ class Worker:
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
-        answers: list[Tensor] = []
-        with torch.no_grad():
-            for batch in micro_batches:
-                answers.append(self._answer(collate(batch, packed, self.device), batch.temperature))
-        self._reshard()
+        with torch.no_grad(), self._passes():
+            answers = [self._answer(collate(batch, packed, self.device), batch.temperature) for batch in micro_batches]
         return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
 
     def forward_backward(
@@ -109,11 +108,12 @@ class Worker:
         """Add the gradient of `loss_weight` × loss; returns this rank's sums (see `pipeline.losses.total`)."""
         self._trainer()
         parts: list[dict[str, Tensor]] = []
-        for number, batch in enumerate(micro_batches):
-            self._reduce_after(number == len(micro_batches) - 1)
-            loss, sums = self._loss(collate(batch, packed, self.device), batch.temperature, objective, level)
-            (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
-            parts.append(sums)
+        with self._passes():
+            for number, batch in enumerate(micro_batches):
+                self._reduce_after(number == len(micro_batches) - 1)
+                loss, sums = self._loss(collate(batch, packed, self.device), batch.temperature, objective, level)
+                (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
+                parts.append(sums)
         return measures.combine(_numbers(sums) for sums in parts)
 
     def optim_step(self) -> Step:
@@ -261,13 +261,20 @@ class Worker:
         return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N))
 
     def _reduce_after(self, last: bool) -> None:
-        """Gradients cross ranks once a call, after the last micro-batch; until then they add up unsharded."""
+        """Unless all is sharded again after every pass, gradients cross ranks once a call, after the last micro-batch;
+        until then they add up whole."""
         module = cast(FSDPModule, self.model)
-        module.set_requires_gradient_sync(last)
+        module.set_requires_gradient_sync(last or self._reshard)
 
-    def _reshard(self) -> None:
-        """Without a backward pass the root keeps its parameters whole: give them back."""
-        cast(FSDPModule, self.model).reshard()
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Forward and backward passes; parameters that they left whole are sharded again, as a step changes shards."""
+        try:
+            yield
+        finally:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
@@ -284,16 +291,19 @@ def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
     return parameter.shape, local(parameter).shape
 
 
-def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype) -> None:
+def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
     """FSDP2 over each large layer and the root, with gradients summed, not averaged, over the ranks.
 
     Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: gathering them one by one would save no memory
-    worth having, and every collective operation waits for the slowest rank.
+    worth having, and every collective operation waits for the slowest rank. Without `reshard`, what was gathered stays
+    whole until the worker's method ends.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     large = [layer for layer in model.layers if sum(p.numel() for p in layer.parameters()) >= LAYER_UNIT]
     for module in (*large, model):
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
+        kept = None if module is model else reshard
+        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=kept)
+        sharded.set_reshard_after_backward(reshard)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
