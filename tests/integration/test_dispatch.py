@@ -1,12 +1,15 @@
 """The dispatch layer over two real ranks; the scenarios are in `dispatch_ranks`."""
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.training.dispatch.ranks import Patience, joined
 from tests.integration import dispatch_ranks, forked_ranks
 from tests.integration.training_cases import write_model
 
@@ -57,3 +60,19 @@ def test_torchrun_lets_the_controller_tell_of_a_rank_that_died(model: Path, tmp_
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert results.exists(), done.stderr[-4000:]
     assert read(results) == {DEATH: None}
+
+
+def abort_in_the_world(rank: int, errors: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    with joined("cpu", Patience()):
+        os.abort()
+
+
+def test_a_rank_that_native_code_aborts_says_where_it_was(tmp_path: Path) -> None:
+    ranks = forked_ranks.start_ranks(1, abort_in_the_world, tmp_path / "errors")
+    ranks[0].join(forked_ranks.JOIN_SECONDS)
+    forked_ranks.end_ranks(ranks)
+    said = (tmp_path / "errors").read_text()
+    assert "Fatal Python error: Aborted" in said
+    assert "in abort_in_the_world" in said

@@ -72,7 +72,7 @@ def run_ranks(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*torchrun, "-m", "tests.integration.training_ranks", str(models), str(results), "--cases", choice]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-12000:]
     return read_results(results)
 
 

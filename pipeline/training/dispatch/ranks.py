@@ -2,8 +2,9 @@
 
 Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports. Promises
 that every rank runs the same operations in the same order; that a failure anywhere reaches the controller with its rank
-and traceback, within `grace_seconds` even when the others are stuck in a collective; and that ranks other than 0 leave
-only when the controller tells them or is gone. Must not know what an operation does.
+and traceback, within `grace_seconds` even when the others are stuck in a collective; that a rank which native code ends
+says where its Python threads were; and that ranks other than 0 leave only when the controller tells them or is gone.
+Must not know what an operation does.
 
 How one operation goes:
 
@@ -14,9 +15,11 @@ gathered and the world can go on. If they do not, they wait for the failed rank 
 connections break, and the controller, thrown out of the collective, finds the first failure in the store.
 """
 
+import faulthandler
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -214,7 +217,12 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
     control has a gloo group of its own, whose time-out may be long without hiding a stuck collective, and so has what
     goes on in the background.
+
+    From here on a signal of native code (SEGV, ABRT, BUS, …) ends the process with the stacks of its Python threads on
+    standard error: a heap that glibc finds broken leaves one line otherwise, which names neither rank nor place.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__ or 2)
     store, rank, ranks = next(iter(rendezvous("env://")))
     backend, operation = "gloo", timedelta(seconds=patience.operation)
     if device == "cuda":
