@@ -77,6 +77,11 @@ class Dispatch:
         return self._control.broken
 
     @property
+    def patience(self) -> Patience:
+        """Its deadlines."""
+        return self._site.patience
+
+    @property
     def models(self) -> Mapping[str, ModelInfo]:
         """The models that there are, by name."""
         return MappingProxyType(self._models)

@@ -73,11 +73,14 @@ class Patience:
     Attributes:
         operation: for one collective inside an operation.
         control: longest silence of the controller; `Dispatch.idle` keeps it from running out.
+        commit: for a commit from its beginning until it is durable, and so for each collective of its way there; as
+            much for reading one.
         grace: how long a failed rank waits for the others to end the operation.
     """
 
     operation: float = 600.0
     control: float = 1800.0
+    commit: float = 1800.0
     grace: float = 10.0
 
 
@@ -212,8 +215,8 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
-    control has a gloo group of its own, whose time-out may be long without hiding a stuck collective, and so has what
-    goes on in the background.
+    control, and what goes on in the background, have gloo groups of their own, whose time-outs may be long without
+    hiding a stuck collective.
     """
     store, rank, ranks = next(iter(rendezvous("env://")))
     backend, operation = "gloo", timedelta(seconds=patience.operation)
@@ -229,7 +232,7 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
-        background = dist.new_group(backend="gloo", timeout=operation)
+        background = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.commit))
         yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:
         dist.destroy_process_group()
