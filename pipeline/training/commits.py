@@ -8,7 +8,7 @@ commit covers.
     position = commits.restore()
     commits.on_durable = acknowledge         # called with what a commit covers, when that is safe to give up
     …a step…
-    commits.collect()                        # every step
+    commits.collect()                        # every step, and while a step waits for its data
     commits.commit(job, done, covered)       # now and then; returns when the models are copied
     …
     commits.finish()                         # before anybody relies on it
