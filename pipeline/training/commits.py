@@ -18,14 +18,13 @@ Nothing random is kept: a trainer draws no numbers but those that its seed and s
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from pipeline import files
+from pipeline import files, folders
 from pipeline.checkpoints import Fence, TrainerState, newest_committed, root_of
 from pipeline.checkpoints.background import saver
 from pipeline.config import RunConfig
@@ -80,9 +79,13 @@ class Commits:
         self._durable = ""
 
     def restore(self) -> Position:
-        """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts."""
+        """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts.
+
+        A model whose replacement an earlier attempt could not end has its name again.
+        """
         submitted = files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
+        folders.mend(self._run.model)
         checkpoint = newest_committed(self._root, hashes=True)
         state = checkpoint.state() if checkpoint else None
         jobs = jobs_of(self._config)
@@ -167,17 +170,13 @@ class Commits:
     def export(self) -> None:
         """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises.
 
-        It takes the model's name when it is whole, and only if no later attempt took over while it was written.
+        It takes the model's name when it is whole and on disk, and only if no later attempt took over meanwhile.
         """
         self.fence.check()
-        whole = self._run.unfinished_model(self._attempt)
-        self._dispatch.save_hf_model("policy", whole)
-        self.fence.check()
-        if self._run.model.exists():
-            self._run.model.rename(self._run.unfinished_model(f"{self._attempt}.replaced"))
-        whole.rename(self._run.model)
-        for leftover in self._run.root.glob(self._run.unfinished_model("*").name):
-            shutil.rmtree(leftover, ignore_errors=True)
+        part = folders.unfinished(self._run.model, self._attempt)
+        self._dispatch.save_hf_model("policy", part)
+        folders.replace(self._run.model, part, self.fence.check)
+        folders.clear(self._run.model)
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""

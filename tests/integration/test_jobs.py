@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from pipeline import folders
 from pipeline.checkpoints import TrainerState
 from pipeline.checkpoints.sharded import save
 from pipeline.config import RunConfig
@@ -24,7 +25,6 @@ from pipeline.errors import CheckpointError, TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
-from pipeline.training.standalone import folders
 from pipeline.training.standalone.execute import execute, serve
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.state import JobState

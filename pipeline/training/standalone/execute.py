@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pipeline import folders
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
 from pipeline.errors import CheckpointError, RollcallError, TrainingError
 from pipeline.models import model_directory
@@ -31,7 +32,6 @@ from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
-from pipeline.training.standalone import folders
 from pipeline.training.standalone.algorithms import algorithm_of
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.packed import PackedRows, remove_packed
