@@ -39,8 +39,8 @@ from pipeline.waiting import wait_for
 
 Operation = Callable[..., Any]
 Device = Literal["cpu", "cuda"]
-StagedPart = dict[int, list[Batch]]
-"""The micro-batches of each share that some model of this rank takes, by the share's number."""
+Shares = dict[int, list[Batch]]
+"""Of a staged batch: the micro-batches of each share that some model of this rank takes, by the share's number."""
 Order = tuple[Operation, tuple[Any, ...]]
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
@@ -99,7 +99,7 @@ class Site:
     Attributes:
         control: the group of orders and outcomes.
         background: a group for what goes on while operations run, such as writing a checkpoint.
-        staged: rows that wait here for operations, by the number of their staging: the parts, in order.
+        staged: rows that wait here for operations, by the number of their staging: its batches, in order.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Site:
     background: dist.ProcessGroup
     patience: Patience
     workers: dict[str, Worker] = field(default_factory=dict)
-    staged: dict[int, list[StagedPart]] = field(default_factory=dict)
+    staged: dict[int, list[Shares]] = field(default_factory=dict)
     number: int = 0
     _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
 
