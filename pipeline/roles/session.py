@@ -94,7 +94,7 @@ class Session:
         done = position.done
         for job in (position.job, *position.rest):
             write_job(self._context.run.training_job(job.name), job)
-            machine = machine_of(self._dispatch, self._config, job)
+            machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
             Runner(self, self._config.training.checkpoint_every, machine).run(self._algorithm(job), done)
             done = 0
 

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config import OptimConfig
+from pipeline.config import OptimConfig, RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
 from pipeline.packing import Budget
@@ -336,6 +336,13 @@ def lead_or_serve(
             algorithm(dispatch)
         finally:
             dispatch.close()
+
+
+def lead_or_serve_as(config: RunConfig, algorithm: Callable[[Dispatch], None]) -> None:
+    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for."""
+    training = config.training
+    budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
+    lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload)
 
 
 def _nothing(worker: Worker) -> None:

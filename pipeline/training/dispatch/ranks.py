@@ -1,9 +1,11 @@
 """The processes of one trainer, as a torchrun world.
 
-Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports. Promises
-that every rank runs the same operations in the same order; that a failure anywhere reaches the controller with its rank
-and traceback, within `grace_seconds` even when the others are stuck in a collective; and that ranks other than 0 leave
-only when the controller tells them or is gone. Must not know what an operation does.
+Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports; the process
+groups that it does so in, with their deadlines; and the place (`Site`) where what outlives an operation is kept, models
+and staged rows. Promises that every rank runs the same operations in the same order; that a failure anywhere reaches
+the controller with its rank and traceback, within `Patience.grace` even when the others are stuck in a collective; and
+that ranks other than 0 leave only when the controller tells them, is gone, or is silent for `Patience.control`. Must
+not know what an operation does.
 
 How one operation goes:
 
@@ -12,6 +14,13 @@ How one operation goes:
 A rank that fails marks its failure in the store and waits for the others to end theirs. If they do, the outcomes are
 gathered and the world can go on. If they do not, they wait for the failed rank inside a collective: it exits, its
 connections break, and the controller, thrown out of the collective, finds the first failure in the store.
+
+| group | backend | carries | deadline |
+|---|---|---|---|
+| the world | gloo, with CUDA nccl too | what is not a model's | `Patience.operation` |
+| of models (see `Site.mesh_of`) | gloo or nccl | parameters and gradients | `Patience.operation` |
+| control | gloo | orders and outcomes | `Patience.control` |
+| background | gloo | commits, beside training | `Patience.commit` |
 """
 
 import os
@@ -38,10 +47,12 @@ from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 
 Operation = Callable[..., Any]
+"""What every rank calls with its `Site` and its own arguments; importable by name, since it travels pickled."""
 Device = Literal["cpu", "cuda"]
 Shares = dict[int, list[Batch]]
 """Of a staged batch: the micro-batches of each share that some model of this rank takes, by the share's number."""
 Order = tuple[Operation, tuple[Any, ...]]
+"""An operation with the arguments of one rank."""
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
 
@@ -86,7 +97,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Failure:
-    """An operation raised on a rank."""
+    """An operation raised on a rank; `text` is its traceback."""
 
     rank: int
     text: str
@@ -97,9 +108,12 @@ class Site:
     """What operations act on in one process: its place in the world, its models and its rows.
 
     Attributes:
-        control: the group of orders and outcomes.
-        background: a group for what goes on while operations run, such as writing a checkpoint.
+        rank, ranks: its number in the world, and how many there are; 0 is the controller.
+        store: where failures of the operation under way are marked.
+        control, background: groups; see above. Operations of the background may run beside others.
+        workers: models with their optimizers, by name.
         staged: rows that wait here for operations, by the number of their staging: its batches, in order.
+        number: of the operation under way, or the last one; counted alike on every rank.
     """
 
     rank: int
