@@ -230,12 +230,13 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
     control, and what goes on in the background, have gloo groups of their own, whose time-outs may be long without
-    hiding a stuck collective.
+    hiding a stuck collective. Raises `TrainingError` before it meets the others if there is no device for it.
     """
+    if device == "cuda":
+        _take_device()
     store, rank, ranks = next(iter(rendezvous("env://")))
     backend, operation = "gloo", timedelta(seconds=patience.operation)
     if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
@@ -250,3 +251,14 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
         yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:
         dist.destroy_process_group()
+
+
+def _take_device() -> None:
+    """Compute on the CUDA device of the local rank from now on."""
+    local, seen = dist.get_node_local_rank(), torch.cuda.device_count()
+    if local >= seen:
+        raise TrainingError(
+            f"process {local} of this node has no GPU: CUDA shows {seen}, expected one for each process; lower "
+            "resources.trainer.processes, ask for more GPUs, or set resources.device=cpu"
+        )
+    torch.cuda.set_device(local)

@@ -220,4 +220,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(main)(sys.argv[1:])  # torchrun's last words then say what ended a process
