@@ -1,4 +1,4 @@
-"""What the controller does while it waits for something: real commits of a policy that is one tensor."""
+"""What the controller does as it begins and while it waits: real commits of a policy that is one tensor."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.checkpoints import Fence, newest_committed
+from pipeline.checkpoints import Fence, TrainerState, newest_committed, sharded
 from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import commit
 from pipeline.errors import CheckpointError
 from pipeline.roles.context import RoleContext
 from pipeline.roles.session import Session
@@ -68,11 +70,17 @@ def overtaken_while_it_is_written(waiting: Waiting, monkeypatch: pytest.MonkeyPa
         Fence(waiting.root, "12-1").claim()
         return commit(*arguments)
 
-    from pipeline.checkpoints import sharded
-
-    commit = sharded.commit
     monkeypatch.setattr(sharded, "commit", late)
     waiting.commit()
+
+
+def test_a_checkpoint_of_another_version_ends_the_attempt_and_is_not_skipped(waiting: Waiting) -> None:
+    older = TrainerState(job="rl", step=7, version=1)
+    commit(Storage(waiting.root), older, "12-0", {}, 1)
+    with pytest.raises(
+        CheckpointError, match=r"rl-7.* has version 1; this code reads version 2; go on with the Rollcall"
+    ):
+        waiting.commits.restore()
 
 
 def test_what_a_commit_covers_is_given_up_while_the_trainer_waits(waiting: Waiting) -> None:
