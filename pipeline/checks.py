@@ -28,6 +28,12 @@ SLURM_KEYS = tuple(
 """The keys of `cluster` that say nothing on one machine."""
 
 
+def check_run(config: RunConfig, positions: int | None = None) -> None:
+    """`check_config`, and what holds for a run only, not for jobs that stand alone."""
+    _servers_have_no_cuda(config)
+    check_config(config, positions)
+
+
 def check_config(config: RunConfig, positions: int | None = None) -> None:
     """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
     for rule in _RULES:
@@ -37,9 +43,17 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
         raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
 
 
-def _no_cuda(config: RunConfig) -> None:
+def _servers_have_no_cuda(config: RunConfig) -> None:
     if config.resources.device == "cuda":
-        raise ConfigError("resources.device", "cuda", "cpu", "this version trains and serves on CPUs only")
+        mend = "servers of this version run on CPUs only; jobs that stand alone train on GPUs too, see docs/jobs.md"
+        raise ConfigError("resources.device", "cuda", "cpu", mend)
+
+
+def _cuda_has_gpus(config: RunConfig) -> None:
+    gpus = config.resources.trainer.gpus
+    if config.resources.device == "cuda" and gpus != 1:
+        expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
+        raise ConfigError("resources.trainer.gpus", gpus, expected, "set it, and resources.trainer.processes")
 
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
@@ -146,7 +160,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
-    _no_cuda,
+    _cuda_has_gpus,
     _slurm_keys_need_slurm,
     _het_needs_services,
     _mini_batches_are_alike,

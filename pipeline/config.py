@@ -152,7 +152,7 @@ class ResourcesConfig(Section):
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
     device: Literal["cpu", "cuda"] = Field(
         "cpu",
-        description="What trainer and servers compute on. `cuda` is refused so far; with `cpu`, GPUs are left idle.",
+        description="What trainer and servers compute on. `cuda`: only in jobs that stand alone; `cpu`: GPUs are idle.",
     )
     layout: Literal["one", "het"] = Field(
         "one", description="`one`: all nodes alike; `het`: a Slurm job of two components, services without GPUs."

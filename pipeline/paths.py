@@ -157,10 +157,6 @@ class RunPaths:
     def model(self) -> Path:
         return self.root / "model"
 
-    def unfinished_model(self, attempt: str) -> Path:
-        """Where an attempt writes the model before it takes its name; a `model.` before any attempt's name."""
-        return self.model.with_name(f"{self.model.name}.{attempt}")
-
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"

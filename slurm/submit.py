@@ -12,7 +12,7 @@ from functools import partial
 from rich.console import Console
 
 from pipeline.assignment import describe
-from pipeline.checks import check_config
+from pipeline.checks import check_run
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.models import longest_sequence
@@ -97,7 +97,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
 
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
     """
-    check_config(config, longest_sequence(config.model))
+    check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
     check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
     find_vllm()

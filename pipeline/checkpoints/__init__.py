@@ -22,11 +22,12 @@ light; the parts that need torch are `pipeline.checkpoints.sharded` and `pipelin
 
 from pipeline.checkpoints.fence import Fence
 from pipeline.checkpoints.location import kept_root, root_of, tell_newest
-from pipeline.checkpoints.state import JOBS, Job, TrainerState
+from pipeline.checkpoints.state import JOBS, Alone, Job, TrainerState
 from pipeline.checkpoints.store import Checkpoint, newest_committed, prune
 
 __all__ = [
     "JOBS",
+    "Alone",
     "Checkpoint",
     "Fence",
     "Job",

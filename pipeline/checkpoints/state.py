@@ -10,30 +10,51 @@ import msgspec
 
 from pipeline.errors import CheckpointError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 Job = Literal["sft", "rl"]
 JOBS: tuple[Job, ...] = ("sft", "rl")
 """The jobs of a run in their order."""
 
 
+class Alone(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job that stands alone is.
+
+    Attributes:
+        identity: tells the job from any other.
+        before: steps that earlier jobs did on the same state; its own come on top.
+    """
+
+    identity: str
+    before: int
+
+
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a run, which moves together with its tensors.
+    """The position of a trainer, which moves together with its tensors.
 
     Attributes:
         job: the job that was training.
-        step: steps done in that job.
-        ledger: snapshot of the ledger.
-        ledger_bytes: size of `ledger.jsonl` that the snapshot covers.
-        acknowledge: by topic, the ids of stream entries that this checkpoint covers and that may be acknowledged now.
-        version: of this record.
+        step: steps done in that job; of jobs that stand alone, in all that had this state.
+        models: names of the models whose tensors it moves with.
+        ledger: snapshot of the ledger; of a run.
+        ledger_bytes: size of `ledger.jsonl` that the snapshot covers; of a run.
+        covered: ids of the entries of the stream `prepared` that this checkpoint covers, which may be acknowledged once
+            it is durable; of a run.
+        alone: of a job that stands alone; None in a run.
+        version: of this record, and of how tensors are named beside it.
     """
 
     job: Job
     step: int
+    models: tuple[str, ...] = ()
     ledger: bytes = b""
     ledger_bytes: int = 0
-    acknowledge: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    covered: tuple[str, ...] = ()
+    alone: Alone | None = None
     version: int = STATE_VERSION
+
+
+class _Header(msgspec.Struct):
+    version: int
 
 
 def encode_state(state: TrainerState) -> bytes:
@@ -44,9 +65,10 @@ def encode_state(state: TrainerState) -> bytes:
 def decode_state(data: bytes, where: str) -> TrainerState:
     """The state in `data`; `CheckpointError` naming `where` if it is none of this version."""
     try:
-        state = msgspec.msgpack.decode(data, type=TrainerState)
+        version = msgspec.msgpack.decode(data, type=_Header).version  # before all else: of another, nothing is known
+        if version == STATE_VERSION:
+            return msgspec.msgpack.decode(data, type=TrainerState)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{where} is no trainer state: {error}") from error
-    if state.version != STATE_VERSION:
-        raise CheckpointError(f"{where} has version {state.version}; this code reads version {STATE_VERSION}")
-    return state
+    mend = "go on with the Rollcall that wrote it, or start anew elsewhere"
+    raise CheckpointError(f"{where} has version {version}; this code reads version {STATE_VERSION}; {mend}")

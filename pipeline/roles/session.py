@@ -94,7 +94,7 @@ class Session:
         done = position.done
         for job in (position.job, *position.rest):
             write_job(self._context.run.training_job(job.name), job)
-            machine = machine_of(self._dispatch, self._config, job)
+            machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
             Runner(self, self._config.training.checkpoint_every, machine).run(self._algorithm(job), done)
             done = 0
 
@@ -130,12 +130,18 @@ class Session:
         self._sinks.log("eval", "rl", version, metrics)
 
     def _pulse(self) -> None:
-        """Show the ranks that the controller lives; raise `Interrupted` when the attempt is ending."""
+        """While something waits between two operations: show the ranks that the controller lives, and give up what a
+        commit covers that became durable meanwhile.
+
+        Raises `Interrupted` when the attempt is ending; that comes first, since the last commit makes up for one that
+        failed. Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.
+        """
         self._dispatch.idle()
         events = self._context.events
         ending = events.seen("failed") or events.seen("draining")
         if ending is not None:
             raise Interrupted(f"{ending.name} by {ending.by}")
+        self._commits.collect()
 
 
 def idle_fractions(actor: RoleContext) -> dict[str, float]:

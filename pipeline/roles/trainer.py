@@ -39,16 +39,13 @@ def is_ready(context: RoleContext) -> bool:
 
 def main(arguments: list[str]) -> None:
     from pipeline import logs, process
-    from pipeline.packing import Budget
-    from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+    from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
     from pipeline.training.dispatch.ranks import end_with_lost_ranks
 
     process.die_with_parent()
     end_with_lost_ranks()
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
-    training = context.config.training
-    budget = Budget(training.micro_batch_tokens, rows=training.micro_batch_rows or None, packed=training.packing)
 
     def lead(dispatch: Dispatch) -> None:
         try:
@@ -59,7 +56,7 @@ def main(arguments: list[str]) -> None:
             context.report("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
             raise
 
-    lead_or_serve(lead, budget, device=context.config.resources.device, colocated=training.offload)
+    lead_or_serve_as(context.config, lead)
     process.leave(0)
 
 

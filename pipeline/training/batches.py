@@ -26,7 +26,8 @@ class Interrupted(RollcallError):
 
 
 Pulse = Callable[[], None]
-"""Called in every loop that waits: shows the other ranks that the controller lives, and raises `Interrupted`."""
+"""Called in every loop that waits, where no operation runs and nothing is half taken: shows the other ranks that the
+controller lives, and may acknowledge what a commit covers. Raises `Interrupted`, or what ended the commit under way."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class GroupBatches:
     def next(self, version: int) -> list[PreparedGroup]:
         """The groups of the next step, in their order of arrival, for weights of `version`.
 
-        Raises `Interrupted` when the attempt is ending, `DeadlineError` when no batch came for `training.data_seconds`.
+        Raises what `pulse` raises, and `DeadlineError` when no batch came for `training.data_seconds`.
         """
         self.counts.clear()
         started, wanted = time.monotonic(), self.config.training.prompts_per_step

@@ -8,7 +8,7 @@ commit covers.
     position = commits.restore()
     commits.on_durable = acknowledge         # called with what a commit covers, when that is safe to give up
     …a step…
-    commits.collect()                        # every step
+    commits.collect()                        # every step, and while a step waits for its data
     commits.commit(job, done, covered)       # now and then; returns when the models are copied
     …
     commits.finish()                         # before anybody relies on it
@@ -18,32 +18,28 @@ Nothing random is kept: a trainer draws no numbers but those that its seed and s
 
 import logging
 import os
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from pipeline import files
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, root_of
+from pipeline import files, folders
+from pipeline.checkpoints import Fence, TrainerState, newest_committed, root_of
 from pipeline.checkpoints.background import saver
-from pipeline.checkpoints.sharded import load
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, DeadlineError
 from pipeline.ledger import Ledger
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import SubmittedJob
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Site
+from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.spec import models_of
 from pipeline.waiting import wait_for
 
-COMMIT_SECONDS = 1800.0
-"""The longest that a commit may be under way."""
 LAST_SECONDS = 10.0
-"""The same once a rank is lost."""
+"""The longest that a commit may be under way once a rank is lost; until then it is `Patience.commit`."""
 log = logging.getLogger(__name__)
 
 
@@ -83,24 +79,27 @@ class Commits:
         self._durable = ""
 
     def restore(self) -> Position:
-        """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts."""
+        """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts.
+
+        A model whose replacement an earlier attempt could not end has its name again.
+        """
         submitted = files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
+        folders.mend(self._run.model)
         checkpoint = newest_committed(self._root, hashes=True)
+        state = checkpoint.state() if checkpoint else None
         jobs = jobs_of(self._config)
         first = next((index for index, job in enumerate(jobs) if checkpoint and job.name == checkpoint.manifest.job), 0)
         job = jobs[first]
         models = models_of(self._config, job.name, job.optim, job.steps)
         for name, spec in models.items():
             self._dispatch.init_model(name, spec)
-        if checkpoint is None:
+        if checkpoint is None or state is None:
             self._cut_ledger_file(0)
             return Position(job, 0, jobs[1:])
-        for name in models:
-            self._dispatch.on_sites(load_model, checkpoint, name, needs={name: "load_checkpoint"})
-        state = checkpoint.state()
+        load_models(self._dispatch, checkpoint, models)
         log.info("resuming from %s", checkpoint.name)
-        self.ledger, self.covered = Ledger.restore(state.ledger), state.acknowledge.get("prepared", ())
+        self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
         self._cut_ledger_file(state.ledger_bytes)
         return Position(job, state.step, jobs[first + 1 :])
 
@@ -117,17 +116,17 @@ class Commits:
         self.fence.check()
         began = time.monotonic()
         names = tuple(models_of(self._config, job.name, job.optim, job.steps))
-        for name in names:
-            self._dispatch.on_sites(stage_model, name, needs={name: "save_checkpoint"})
+        parts = stage_models(self._dispatch, names)
         state = TrainerState(
             job=job.name,
             step=done,
+            models=names,
             ledger=self.ledger.snapshot(),
             ledger_bytes=self._append_ledger_file(),
-            acknowledge={"prepared": covered},
+            covered=covered,
         )
         keep = self._config.training.keep_checkpoints
-        self._dispatch.on_sites(start_save, self._root, self._attempt, state, names, keep)
+        start_save(self._dispatch, self._root, self._attempt, state, parts, keep)
         self._flight = Flight(f"{job.name}-{done}", covered, began)
         log.info("committing %s; training stood still for %.2f s", self._flight.name, time.monotonic() - began)
         if wait or not self._config.training.async_checkpoints:
@@ -154,15 +153,11 @@ class Commits:
             self._finish_alone(self._flight.name)
             return
         try:
-            wait_for(f"the commit of {self._flight.name}", self._is_over, COMMIT_SECONDS)
+            await_save(self._dispatch, f"the commit of {self._flight.name}")
         except DeadlineError:
             self._flight = None
             raise
         self.collect()
-
-    def _is_over(self) -> bool:
-        self._dispatch.idle()
-        return saver.idle
 
     def _finish_alone(self, name: str) -> None:
         try:
@@ -175,17 +170,13 @@ class Commits:
     def export(self) -> None:
         """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises.
 
-        It takes the model's name when it is whole, and only if no later attempt took over while it was written.
+        It takes the model's name when it is whole and on disk, and only if no later attempt took over meanwhile.
         """
         self.fence.check()
-        whole = self._run.unfinished_model(self._attempt)
-        self._dispatch.save_hf_model("policy", whole)
-        self.fence.check()
-        if self._run.model.exists():
-            self._run.model.rename(self._run.unfinished_model(f"{self._attempt}.replaced"))
-        whole.rename(self._run.model)
-        for leftover in self._run.root.glob(self._run.unfinished_model("*").name):
-            shutil.rmtree(leftover, ignore_errors=True)
+        part = folders.unfinished(self._run.model, self._attempt)
+        self._dispatch.save_hf_model("policy", part)
+        folders.replace(self._run.model, part, self.fence.check)
+        folders.clear(self._run.model)
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""
@@ -203,21 +194,3 @@ class Commits:
                 log.warning("%s lacks %d bytes that were committed", self._run.ledger, size - file.tell())
             else:
                 file.truncate(size)
-
-
-def stage_model(site: Site, name: str) -> None:
-    """On every rank: copy a model and its optimizer for the save that follows."""
-    saver.stage(name, site.worker(name).state())
-
-
-def start_save(site: Site, root: str, attempt: str, state: TrainerState, names: Sequence[str], keep: int) -> None:
-    """On every rank: begin to write what was staged."""
-    saver.start(root, attempt, state, names, keep, site.background)
-
-
-def load_model(site: Site, checkpoint: Checkpoint, name: str) -> None:
-    """On every rank: fill a model and its optimizer from a checkpoint."""
-    worker = site.worker(name)
-    tensors = worker.state()
-    load(checkpoint, {name: tensors}, group=site.background)
-    worker.load_state(tensors)

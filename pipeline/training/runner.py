@@ -33,7 +33,7 @@ class Algorithm(Protocol):
         ...
 
     def step(self, step: int) -> Mapping[str, float]:
-        """Do step `step`; its metrics. Raises `Interrupted` only if the step was not done at all."""
+        """Do step `step`; its metrics. Raises what a `Pulse` does only if the step was not done at all."""
         ...
 
     def follow_up(self, done: int) -> Mapping[str, float]:

@@ -1,7 +1,9 @@
-"""Supervised fine-tuning on a task's demonstrations.
+"""Supervised fine-tuning: one optimizer step a step, on the rows that its number names.
 
-Owns which demonstrations a step trains. Promises that step s always trains the same ones, so that a resumed job goes on
-as if it had not stopped.
+Owns what such a step is: which model, which loss, normalised over the counted tokens of the step. Where rows come from
+is given to it: the task's demonstrations, or packed files. Promises that step s asks for rows by s alone, so that a
+resumed job goes on as if it had not stopped, and that a fresh job starts with an optimizer that knows nothing of the
+job before. Must not know ranks, checkpoints or files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +16,16 @@ from pipeline.training.rows import Batch, Row
 from pipeline.training.tally import Skips
 
 Demonstrate = Callable[[int, int], Sequence[Row]]
-"""(step, count) → the rows of a step."""
+"""(step, count) → the `count` rows of a step; always the same ones for the same step."""
 
 
 class SupervisedFineTuning:
-    """The `Algorithm` of an `SftJob`: minimises the cross-entropy of the demonstrated answers."""
+    """The `Algorithm` of an `SftJob`: minimises the cross-entropy of the counted tokens.
+
+    Attributes:
+        whole: False while the optimizer steps: what a step that fails on one rank leaves is none that a checkpoint may
+            keep.
+    """
 
     def __init__(
         self,
@@ -31,11 +38,7 @@ class SupervisedFineTuning:
         self.job = job
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
         self._skips = Skips()
-
-    @property
-    def whole(self) -> bool:
-        """Always: a step is one optimizer step."""
-        return True
+        self.whole = True
 
     def begin(self, step: int) -> None:
         if step == 0:
@@ -45,7 +48,9 @@ class SupervisedFineTuning:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
         metrics = self._dispatch.forward_backward("policy", batch, SFT, level=self._level)
+        self.whole = False
         metrics |= self._dispatch.optim_step("policy")
+        self.whole = True
         self._skips.note(metrics)
         return metrics | {"tokens/batch": float(sum(batch.lengths))}
 

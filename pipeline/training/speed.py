@@ -1,13 +1,13 @@
 """How fast a trainer is, and how much of its hardware that is.
 
-Owns the figures that follow from a step's tokens and seconds.
+Owns the figures that follow from a step's tokens and seconds. Must not know models or ranks, and needs torch only to
+ask what a CUDA device is called.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig
-from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import Job, RlJob
 
 PEAKS: Mapping[str, float] = {
@@ -65,12 +65,14 @@ def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dic
     return found
 
 
-def machine_of(dispatch: Dispatch, config: RunConfig, job: Job) -> Machine:
-    """What trains the policy of `dispatch`. On a CPU, and on a device that is not in `PEAKS`, no peak is known."""
+def machine_of(config: RunConfig, job: Job, flops_per_token: int) -> Machine:
+    """What trains a policy of which one pass over a token takes `flops_per_token` operations, forward and backward.
+
+    On a CPU, and on a device that is not in `PEAKS`, no peak is known.
+    """
     epochs = config.training.update_epochs if isinstance(job, RlJob) else 1
-    flops = dispatch.models["policy"].flops_per_token * epochs
     trainer = config.resources.trainer
-    return Machine(trainer.nodes * trainer.processes, flops, _peak(config.resources.device))
+    return Machine(trainer.nodes * trainer.processes, flops_per_token * epochs, _peak(config.resources.device))
 
 
 def _peak(device: str) -> float:

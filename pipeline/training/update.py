@@ -139,8 +139,8 @@ class PolicyUpdate:
         if not names:
             return {}
         if self._config.training.offload:
-            return {name: [self._dispatch.forward(name, part) for part in staged.parts] for name in names}
-        answers = [self._dispatch.forward_each(names, part) for part in staged.parts]
+            return {name: [self._dispatch.forward(name, batch) for batch in staged.batches] for name in names}
+        answers = [self._dispatch.forward_each(names, batch) for batch in staged.batches]
         return {name: [answer[name] for answer in answers] for name in names}
 
     def _optimise(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:

@@ -30,7 +30,7 @@ from pipeline.losses import total
 from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience, Site, joined
-from pipeline.training.dispatch.staging import Part
+from pipeline.training.dispatch.staging import CutBatch
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import collate
@@ -110,7 +110,7 @@ def ways(dispatch: Dispatch, padded: Dispatch, model: ModelConfig, batch: Batch,
         of.init_model(name, ModelSpec("policy", model, OPTIM, **switches))
     staged = dispatch.stage([batch])[0]
 
-    def step(of: Dispatch, name: str, data: Batch | Part) -> Step:
+    def step(of: Dispatch, name: str, data: Batch | CutBatch) -> Step:
         def taken() -> None:
             of.forward_backward(name, data, LOSS)
             of.optim_step(name)

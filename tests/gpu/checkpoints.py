@@ -9,7 +9,6 @@ sums in no fixed order). Then the commits of a policy of Qwen3-0.6B's shape are 
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from multiprocessing import get_context
@@ -30,7 +29,7 @@ from pipeline.training.rows import Batch, Row
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration import checkpoint_worlds as worlds
-from tests.integration.forked_ranks import end_ranks, enter, free_port, place_of
+from tests.integration.forked_ranks import end_ranks, start_in
 
 CLOSE = 1e-5
 SHAPES: dict[str, dict[str, int]] = {
@@ -101,14 +100,7 @@ def time_commits(rank: int, run: Path, device: Any) -> None:
 
 def start(count: int, work: Any, *arguments: Any) -> list[BaseProcess]:
     """Ranks that begin from nothing: CUDA cannot be forked."""
-    port, context = free_port(), get_context("spawn")
-    ranks = [
-        context.Process(target=enter, args=(rank, dict(os.environ) | place_of(rank, count, port), work, *arguments))
-        for rank in range(count)
-    ]
-    for process in ranks:
-        process.start()
-    return list(ranks)
+    return start_in(get_context("spawn"), count, work, *arguments)
 
 
 def finish(ranks: list[BaseProcess]) -> None:

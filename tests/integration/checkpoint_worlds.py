@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config
 
-from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints import TrainerState, newest_committed
 from pipeline.checkpoints.background import Saver, saver
 from pipeline.checkpoints.sharded import commit as real_commit
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
@@ -28,7 +28,8 @@ from pipeline.packing import Budget
 from pipeline.paths import RunPaths
 from pipeline.training.commits import LAST_SECONDS, Commits
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
-from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.dispatch.ranks import Patience, Site
+from pipeline.training.dispatch.saving import await_save, start_save
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
@@ -41,6 +42,8 @@ SAVED, STEPS, VOCABULARY = 3, 6, 17
 TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
 NAMES = ("policy", "reference", "critic")
 PATIENCE = Patience(operation=30, control=30, grace=2)
+SLOW = Patience(operation=3, control=30, grace=2)
+"""A collective of training has less time than the commit of `commit_slowly` takes."""
 Algorithm = Callable[[Dispatch, Commits, Path], None]
 
 
@@ -167,6 +170,32 @@ def fail(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     assert newest.manifest.step == STEPS
     train(dispatch, STEPS, STEPS + 1)
     commits.commit(job, STEPS + 1, (), wait=True)
+
+
+def commit_slowly(rank: int, root: str) -> None:
+    """Rank 0 writes its last files for longer than a collective of training may take, while rank 1 waits for it."""
+
+    def commit(*arguments: Any) -> Any:
+        time.sleep(SLOW.operation + 0.5)
+        return real_commit(*arguments)
+
+    def lead(dispatch: Dispatch) -> None:
+        _patch.setattr("pipeline.checkpoints.sharded.commit", commit)
+        dispatch.on_sites(stage_numbers)
+        start_save(dispatch, root, "1-0", TrainerState(job="rl", step=1), ["numbers"], 2)
+        await_save(dispatch, "the slow commit")
+        assert set(dispatch.on_sites(saved)) == {"rl-1"}
+
+    lead_or_serve(lead, Budget(tokens=64), patience=SLOW)
+
+
+def stage_numbers(site: Site) -> None:
+    saver.stage("numbers", {"w": torch.ones(3)})
+
+
+def saved(site: Site) -> str:
+    wait_for("this rank's part of the save", lambda: saver.idle, 10)
+    return saver.result().name
 
 
 def lose_a_rank(dispatch: Dispatch, commits: Commits, out: Path) -> None:

@@ -17,17 +17,18 @@ from safetensors.torch import load_file
 from pipeline.config import OptimConfig
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
-from pipeline.training.dispatch.residency import NEEDED, Needs, Operation
+from pipeline.training.dispatch.residency import NEEDED, Needs, Purpose
 from pipeline.training.dispatch.staging import Staged
 from pipeline.training.workers.offload import Part, local
 from pipeline.training.workers.worker import Worker
 from tests.integration.dispatch_cases import BUDGET, GRPO, OPTIM, Scenario, fresh, refusal, step
 from tests.integration.training_cases import RECIPES, make_batch, policy_spec
 
-MINDLESS = {"stage", "amend", "unstage", "memory", "offload_all", "empty_cache", "idle"}
-"""What minds no model."""
-COMBINED = {"forward_each", "on_sites"}
-"""What counts as operations of other names."""
+MINDLESS = {"stage", "amend", "unstage", "finish_weight_sync", "remove_model"}
+MINDLESS |= {"memory", "offload_all", "empty_cache", "idle"}
+"""What needs no model on the device."""
+COMBINED = {"forward_each", "on_sites", "full_parameters"}
+"""What needs models for purposes of other names."""
 VALUE = RECIPES["value"].objective
 Call = Callable[[Dispatch], object]
 
@@ -88,8 +89,8 @@ class Script:
         both: Needs = {"policy": "save_checkpoint", "critic": "load_checkpoint"}
         return [
             on("policy", "prepare_weight_sync", lambda d: d.prepare_weight_sync("policy")),
-            on("policy", "full_parameters", lambda d: [(n, t.clone()) for n, t in d.full_parameters("policy")]),
-            on("policy", "finish_weight_sync", lambda d: d.finish_weight_sync("policy")),
+            Step("full_parameters", {"policy": "prepare_weight_sync"}, self._gather),
+            Step("finish_weight_sync", {}, lambda d: d.finish_weight_sync("policy")),
             on("policy", "save_hf_model", self._save),
             Step("on_sites", both, lambda d: d.on_sites(all_numbers, needs=both)),
         ]
@@ -108,7 +109,7 @@ class Script:
             Step("idle", {}, lambda d: d.idle()),
             Step("offload_all", {}, lambda d: d.offload_all()),
             *(
-                on(name, "remove_model", lambda d, n=name: d.remove_model(n))
+                Step("remove_model", {}, lambda d, n=name: d.remove_model(n))
                 for name in ("critic", "policy", "reference")
             ),
         ]
@@ -126,13 +127,16 @@ class Script:
         dispatch.amend(self._staged[-1], "proximal", [answers["policy"]])
         return answers, dispatch.forward_each(("policy", "critic"), make_batch("grpo"))
 
+    def _gather(self, dispatch: Dispatch) -> object:
+        return [(name, tensor.clone()) for name, tensor in dispatch.full_parameters("policy")]
+
     def _save(self, dispatch: Dispatch) -> object:
         dispatch.save_hf_model("policy", self._export)
         return load_file(self._export / "model.safetensors")
 
 
-def on(name: str, operation: Operation, call: Call) -> Step:
-    return Step(operation, {name: operation}, call)
+def on(name: str, purpose: Purpose, call: Call) -> Step:
+    return Step(purpose, {name: purpose}, call)
 
 
 def copy_step(target: str) -> Step:
@@ -168,7 +172,7 @@ def play(dispatch: Dispatch, steps: Sequence[Step]) -> list[object]:
 
 def measure(dispatch: Dispatch, done: Step) -> None:
     """What has bytes on the device, on any rank, is what the table says."""
-    needed = {(name, part) for name, operation in done.needs.items() for part in NEEDED[operation]}
+    needed = {(name, part) for name, purpose in done.needs.items() for part in NEEDED[purpose]}
     needed &= {(name, part) for name in dispatch.models for part in ("model", "optimizer")}
     needed -= {("reference", "optimizer")}
     for rank, of_rank in enumerate(dispatch.memory()):

@@ -31,7 +31,7 @@ def staged_rows_train_as_those_that_travel(dispatch: Dispatch, path: Path) -> No
     (whole, _) = dispatch.pass_through("policy", gradients)
     fresh(dispatch, path)
     staged = dispatch.stage(parts)
-    assert [dispatch.forward_backward("policy", part, GRPO) for part in staged.parts] == told
+    assert [dispatch.forward_backward("policy", each, GRPO) for each in staged.batches] == told
     (again, _) = dispatch.pass_through("policy", gradients)
     assert all(np.array_equal(again[name], whole[name]) for name in whole)
     dispatch.unstage(staged)
@@ -40,12 +40,12 @@ def staged_rows_train_as_those_that_travel(dispatch: Dispatch, path: Path) -> No
 def the_first_ratio_of_amended_rows_is_exactly_one(dispatch: Dispatch, path: Path) -> None:
     batch = fresh(dispatch, path)
     staged = dispatch.stage([batch.take(part) for part in PARTS])
-    old = [dispatch.forward("policy", part) for part in staged.parts]
-    before = [dispatch.forward_backward("policy", part, GRPO) for part in staged.parts]
+    old = [dispatch.forward("policy", each) for each in staged.batches]
+    before = [dispatch.forward_backward("policy", each, GRPO) for each in staged.batches]
     assert all(metrics["log_ratio_max"] > 0.1 for metrics in before)
     dispatch.amend(staged, "proximal", old)
-    for part in staged.parts:
-        assert dispatch.forward_backward("policy", part, GRPO)["log_ratio_max"] == 0
+    for each in staged.batches:
+        assert dispatch.forward_backward("policy", each, GRPO)["log_ratio_max"] == 0
     dispatch.optim_step("policy")
     assert dispatch.forward_backward("policy", staged[0], GRPO)["log_ratio_max"] > 0
     dispatch.unstage(staged)
@@ -88,7 +88,7 @@ def bad_rows_are_not_staged_and_bad_columns_change_nothing(dispatch: Dispatch, p
     batch = fresh(dispatch, path)
     long = Row(np.zeros(97, np.int32), np.zeros(97, np.uint8))
     foreign = Row(np.array([1, VOCABULARY], np.int32), np.array([0, 1], np.uint8))
-    for row, said in ((long, "part 1: row 1 has 97 tokens"), (foreign, "part 1: row 1 has a token outside")):
+    for row, said in ((long, "batch 1: row 1 has 97 tokens"), (foreign, "batch 1: row 1 has a token outside")):
         bad = Batch.of([Row(np.zeros(2, np.int32), np.zeros(2, np.uint8)), row])
         assert said in refusal(lambda bad=bad: dispatch.stage([batch, bad]))
     assert dispatch.on_sites(count_staged) == [0, 0]
@@ -96,11 +96,18 @@ def bad_rows_are_not_staged_and_bad_columns_change_nothing(dispatch: Dispatch, p
     expected = dispatch.forward_backward("policy", staged[0], GRPO)
     columns = [np.ones(len(row), np.float32) for row in batch.rows]
     columns[6][2] = np.nan
-    assert "part 0: row 6: advantages holds a value that is not finite" in refusal(
+    assert "batch 0: row 6: advantages holds a value that is not finite" in refusal(
         lambda: dispatch.amend(staged, "advantages", [columns])
     )
     assert dispatch.forward_backward("policy", staged[0], GRPO) == expected
     dispatch.unstage(staged)
+
+
+def rows_are_not_staged_before_there_is_a_model(dispatch: Dispatch, path: Path) -> None:
+    batch = fresh(dispatch, path)
+    dispatch.remove_model("policy")
+    assert "there is none yet: init_model first" in refusal(lambda: dispatch.stage([batch]))
+    assert dispatch.on_sites(count_staged) == [0, 0]
 
 
 def nothing_to_train_is_no_error(dispatch: Dispatch, path: Path) -> None:
@@ -261,6 +268,7 @@ STAGING: tuple[Scenario, ...] = (
     amended_rows_are_those_with_the_column_from_the_start,
     stagings_do_not_mind_each_other_and_leave_nothing,
     bad_rows_are_not_staged_and_bad_columns_change_nothing,
+    rows_are_not_staged_before_there_is_a_model,
     nothing_to_train_is_no_error,
     replicas_get_the_same_rows_and_stay_the_same,
     models_of_other_sizes_take_the_same_staged_rows,

@@ -1,7 +1,6 @@
 """Jobs that the tests execute: a tiny model, packed rows, and files of jobs beside them."""
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,18 +23,16 @@ VOCABULARY, ROWS, PROMPTS, STEPS = 17, 12, 4, 4
 
 
 @contextmanager
-def world_of_one() -> Iterator[Dispatch]:
-    """The dispatch of a world whose one process is this."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**world, "MASTER_PORT": probe.getsockname()[1]}.items():
+def world_of_one(tokens: int = 64) -> Iterator[Dispatch]:
+    """The dispatch of a world whose one process is this, with so many tokens for a micro-batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+        for name, value in world.items():  # port 0: its store takes a free one, and nobody else has to find it
             patch.setenv(name, str(value))
-        probe.close()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with joined("cpu", Patience(operation=60, control=60, grace=1)) as site:
-            yield Dispatch(site, Budget(tokens=64))
+            yield Dispatch(site, Budget(tokens))
         torch.set_num_threads(threads)
 
 

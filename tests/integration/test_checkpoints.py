@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import pytest
 import torch
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
+from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, newest_committed, prune
 from pipeline.checkpoints.sharded import load, save
 from pipeline.checkpoints.state import decode_state, encode_state
 from pipeline.errors import CheckpointError
@@ -62,7 +63,9 @@ def test_what_was_saved_is_loaded(root: str) -> None:
         step=50,
         ledger=b"\x00ledger",
         ledger_bytes=7,
-        acknowledge={"prepared": ("1-0", "2-0")},
+        models=("policy",),
+        covered=("1-0", "2-0"),
+        alone=Alone(identity="job-1", before=7),
     )
     save(root, "1-0", state, tensors(3.0))
     found = newest_committed(root, hashes=True)
@@ -275,8 +278,10 @@ def test_an_address_of_an_unknown_kind_is_refused_with_its_name() -> None:
 
 
 def test_a_state_of_another_version_or_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="here has version 2; this code reads version 1"):
-        decode_state(encode_state(TrainerState(job="rl", step=1, version=2)), "here")
+    older = msgspec.msgpack.encode({"job": "rl", "step": 1, "acknowledge": {"job": ["x", "0"]}, "version": 1})
+    for data, version in ((older, 1), (encode_state(TrainerState(job="rl", step=1, version=3)), 3)):
+        with pytest.raises(CheckpointError, match=f"here has version {version}; this code reads version 2; go on with"):
+            decode_state(data, "here")
     with pytest.raises(CheckpointError, match="here is no trainer state"):
         decode_state(b"\xc0", "here")
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from pipeline import folders
+from pipeline.checkpoints import TrainerState
+from pipeline.checkpoints.sharded import save
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
-from pipeline.training.standalone import folders
 from pipeline.training.standalone.execute import execute, serve
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.state import JobState
@@ -304,6 +306,12 @@ def test_the_states_of_sft_and_rl_are_not_mixed(dispatch: Dispatch, config: RunC
     with pytest.raises(CheckpointError, match="is the state of sft jobs; give this rl job another optimizer_state"):
         execute(write_job(tmp_path, "rl", optimizer_state="sft-state"), dispatch, config)
     assert (tmp_path / "rl-data").exists()
+
+
+def test_the_checkpoints_of_a_run_are_no_state_of_a_job(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    save(str(tmp_path / "run"), "1-0", TrainerState(job="sft", step=3), {"w": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="holds the checkpoints of a run; give this job an optimizer_state"):
+        execute(write_job(tmp_path, "sft", optimizer_state="run"), dispatch, config)
 
 
 def test_of_two_executions_of_a_job_the_earlier_one_may_write_no_more(

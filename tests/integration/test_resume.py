@@ -144,3 +144,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_commit_is_told_soon_and_the_comm
     finally:
         end_ranks([controller, lost])
     assert (run / "told").exists()
+
+
+def test_a_commit_may_take_longer_than_any_collective_of_training(tmp_path: Path) -> None:
+    run_ranks(2, worlds.commit_slowly, str(tmp_path / "checkpoints"))

@@ -40,11 +40,11 @@ class LostBoard(Board):
 class Staged:
     """Rows on no rank at all."""
 
-    def __init__(self, parts: list[Batch]) -> None:
-        self.parts = parts
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
 
     def __getitem__(self, index: int) -> Batch:
-        return self.parts[index]
+        return self.batches[index]
 
 
 class CountingDispatch:
@@ -52,8 +52,8 @@ class CountingDispatch:
 
     steps, broken = 0, False
 
-    def stage(self, parts: list[Batch]) -> Staged:
-        return Staged(parts)
+    def stage(self, batches: list[Batch]) -> Staged:
+        return Staged(batches)
 
     def unstage(self, staged: Staged) -> None:
         """Nothing is held."""

@@ -1,7 +1,6 @@
 """A step of RL on real models in a world of one process: its order, its numbers, and that it learns."""
 
 import copy
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import ValueObjective
-from pipeline.packing import Budget
 from pipeline.training import credit
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Patience, joined
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import models_of
 from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
 from pipeline.training.workers.worker import Worker
 from tests.fakes.configs import make_config
+from tests.integration.job_cases import world_of_one
 
 pytestmark = pytest.mark.integration
 VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
@@ -31,17 +29,8 @@ VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
 
 @pytest.fixture(scope="module")
 def dispatch() -> Iterator[Dispatch]:
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**world, "MASTER_PORT": probe.getsockname()[1]}.items():
-            patch.setenv(name, str(value))
-        probe.close()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        with joined("cpu", Patience(operation=60, control=60, grace=1)) as site:
-            yield Dispatch(site, Budget(tokens=512))
-        torch.set_num_threads(threads)
+    with world_of_one(tokens=512) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

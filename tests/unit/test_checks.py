@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checks import check_config
+from pipeline.checks import check_config, check_run
 from pipeline.errors import ConfigError
 from slurm.compose import compose_config, groups
 
@@ -44,12 +44,20 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
         (["rollout.min_samples=9"], "at most rollout.attempts (8)"),
         (["training.micro_batch_tokens=8"], "so that every sample fits"),
+        (["resources.device=cuda"], "resources.trainer.gpus=0: expected 1 with resources.device=cuda"),
     ],
 )
 def test_what_cannot_is_refused_with_its_mend(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_config(compose_config(["experiment=demo", *overrides]))
     assert said in str(refused.value)
+
+
+def test_jobs_that_stand_alone_may_use_gpus_and_runs_may_not() -> None:
+    config = compose_config(["experiment=demo", "resources.device=cuda", "resources.trainer.gpus=1"])
+    check_config(config)
+    with pytest.raises(ConfigError, match=r"resources\.device='cuda': expected cpu; servers of this version"):
+        check_run(config)
 
 
 def test_an_adapter_that_is_there_passes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from pipeline import folders
 from pipeline.checkpoints import Fence
 from pipeline.errors import CheckpointError
 from pipeline.metrics import MetricSinks
@@ -147,13 +148,38 @@ def test_an_older_job_does_not_even_begin_once_a_newer_one_is_submitted(run: Fak
 
 
 def test_an_exported_model_replaces_an_earlier_one_and_nothing_else_stays(run: FakeRun, owner: Trainer) -> None:
-    torn = run.paths.unfinished_model("11-0")
+    torn = folders.unfinished(run.paths.model, "11-0")
     for folder in (run.paths.model, torn):
         folder.mkdir()
         (folder / "old").touch()
     owner.export()
     assert [file.name for file in run.paths.model.iterdir()] == ["model.safetensors"]
-    assert list(run.root.glob("model*")) == [run.paths.model]
+    assert list(run.root.glob("*model*")) == [run.paths.model]
+
+
+def test_an_export_that_is_cut_short_between_its_renames_is_mended_by_the_next_attempt(
+    run: FakeRun, owner: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner.export()
+    (run.paths.model / "old").touch()
+    before, rename = sorted(run.paths.model.iterdir()), Path.rename
+
+    def cut_short(path: Path, target: Path) -> Path:
+        if target == run.paths.model:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        owner.export()
+    assert not run.paths.model.exists()
+    monkeypatch.undo()
+    later = commits_of(run, "12-1")
+    later.restore()
+    assert sorted(run.paths.model.iterdir()) == before
+    later.export()
+    assert [file.name for file in run.paths.model.iterdir()] == ["model.safetensors"]
+    assert list(run.root.glob("*model*")) == [run.paths.model]
 
 
 def test_a_trainer_that_is_replaced_while_it_exports_leaves_the_model_alone(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import folders
 from pipeline.errors import ConfigError
 from pipeline.training.jobs import (
     Demonstrations,
@@ -20,7 +21,6 @@ from pipeline.training.jobs import (
     read_job,
     write_job,
 )
-from pipeline.training.standalone import folders
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.queue import JobQueue
 from tests.fakes.configs import make_config

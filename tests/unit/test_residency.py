@@ -11,7 +11,7 @@ from pipeline.training.dispatch.residency import (
     Holding,
     Move,
     Needs,
-    Operation,
+    Purpose,
     State,
     after,
     empty_device,
@@ -23,17 +23,17 @@ from pipeline.training.dispatch.residency import (
 NAMES = ("policy", "critic", "reference")
 HOLDINGS: list[Holding] = [("policy", "model"), ("policy", "optimizer"), ("critic", "model"), ("critic", "optimizer")]
 HOLDINGS += [("reference", "model")]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 all_states = st.fixed_dictionaries({held: st.sampled_from(get_args(State)) for held in HOLDINGS})
-all_needs = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(OPERATIONS), max_size=3)
+all_needs = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(PURPOSES), max_size=3)
 
 
 def needed(needs: Needs) -> set[Holding]:
-    return {(name, part) for name, operation in needs.items() for part in NEEDED[operation]} & set(HOLDINGS)
+    return {(name, part) for name, purpose in needs.items() for part in NEEDED[purpose]} & set(HOLDINGS)
 
 
-def test_every_operation_is_in_the_table() -> None:
-    assert set(NEEDED) == set(OPERATIONS)
+def test_every_purpose_is_in_the_table() -> None:
+    assert set(NEEDED) == set(PURPOSES)
 
 
 @given(all_states, all_needs, st.booleans())
@@ -68,9 +68,9 @@ def test_room_is_made_before_anything_comes(states: dict[Holding, State], needs:
     assert going == sorted(going)
 
 
-@pytest.mark.parametrize("operation", [name for name, parts in NEEDED.items() if not parts])
-def test_an_operation_that_needs_nothing_moves_nothing(operation: Operation) -> None:
-    assert plan(dict.fromkeys(HOLDINGS, "device"), {"policy": operation}, colocated=True) == ()
+@pytest.mark.parametrize("purpose", [name for name, parts in NEEDED.items() if not parts])
+def test_an_operation_that_needs_nothing_moves_nothing(purpose: Purpose) -> None:
+    assert plan(dict.fromkeys(HOLDINGS, "device"), {"policy": purpose}, colocated=True) == ()
 
 
 @given(all_states)

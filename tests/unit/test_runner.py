@@ -1,5 +1,7 @@
 """The loop that every job runs in."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -152,6 +154,12 @@ def test_an_error_commits_nothing_in_the_middle_of_a_step() -> None:
     with pytest.raises(WeightSyncError):
         Runner(diary, 10).run(algorithm, 0)
     assert commits(diary.lines) == []
+
+
+def test_the_loop_needs_no_torch() -> None:
+    script = "import sys, pipeline.training.runner; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "False\n"
 
 
 def test_rates_are_of_the_whole_step() -> None:

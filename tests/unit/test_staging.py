@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.packing import Budget
-from pipeline.training.dispatch.staging import Handle, Part, checked, refuse_foreign_tokens
+from pipeline.training.dispatch.staging import CutBatch, Handle, checked, refuse_foreign_tokens
 from pipeline.training.rows import Batch, Row
 
 RANKS = 4
@@ -32,9 +32,9 @@ def numbers(batches: list[Batch]) -> list[list[int]]:
 
 @given(all_lengths, all_sizes)
 def test_a_model_takes_every_row_once_and_replicas_take_the_same(lengths: list[int], sizes: set[int]) -> None:
-    part = Part.cut(batch_of(lengths), sizes, BUDGET)
+    cut = CutBatch.cut(batch_of(lengths), sizes, BUDGET)
     for size in sizes:
-        given_to = [numbers(data) for data in part.data(size, RANKS) if isinstance(data, list)]
+        given_to = [numbers(data) for data in cut.data(size, RANKS) if isinstance(data, list)]
         replicas = RANKS // size
         assert all(given_to[rank] == given_to[rank - rank % replicas] for rank in range(RANKS))
         firsts = given_to[::replicas]
@@ -44,17 +44,17 @@ def test_a_model_takes_every_row_once_and_replicas_take_the_same(lengths: list[i
 
 @given(all_lengths, all_sizes)
 def test_answers_of_all_places_are_in_the_order_of_the_rows(lengths: list[int], sizes: set[int]) -> None:
-    part = Part.cut(batch_of(lengths), sizes, BUDGET)
+    cut = CutBatch.cut(batch_of(lengths), sizes, BUDGET)
     for size in sizes:
-        places = [numbers(data) for data in part.data(size, RANKS) if isinstance(data, list)][:: RANKS // size]
+        places = [numbers(data) for data in cut.data(size, RANKS) if isinstance(data, list)][:: RANKS // size]
         answers = [[np.float32([row]) for one in bins for row in one] for bins in places]
-        assert [int(answer[0]) for answer in part.in_order(answers)] == list(range(len(lengths)))
+        assert [int(answer[0]) for answer in cut.in_order(answers)] == list(range(len(lengths)))
 
 
 @given(all_lengths, all_sizes)
 def test_a_rank_keeps_the_micro_batches_that_its_handles_name(lengths: list[int], sizes: set[int]) -> None:
     batch = batch_of(lengths)
-    staged, travelling = Part.cut(batch, sizes, BUDGET, number=3, index=1), Part.cut(batch, sizes, BUDGET)
+    staged, travelling = CutBatch.cut(batch, sizes, BUDGET, number=3, index=1), CutBatch.cut(batch, sizes, BUDGET)
     for rank in range(RANKS):
         kept = staged.on_rank(rank, RANKS)
         for size in sizes:
@@ -66,15 +66,15 @@ def test_a_rank_keeps_the_micro_batches_that_its_handles_name(lengths: list[int]
 
 @given(all_lengths, all_sizes)
 def test_values_go_where_their_rows_are(lengths: list[int], sizes: set[int]) -> None:
-    part = Part.cut(batch_of(lengths), sizes, BUDGET)
+    cut = CutBatch.cut(batch_of(lengths), sizes, BUDGET)
     for rank in range(RANKS):
-        rows, values = part.on_rank(rank, RANKS), part.on_rank(rank, RANKS, list(range(len(lengths))))
+        rows, values = cut.on_rank(rank, RANKS), cut.on_rank(rank, RANKS, list(range(len(lengths))))
         assert {share: numbers(batches) for share, batches in rows.items()} == values
 
 
 def test_only_what_some_model_takes_is_kept_on_a_rank() -> None:
-    part = Part.cut(batch_of([5] * 8), {4, 2}, BUDGET)
-    assert [sorted(part.on_rank(rank, RANKS)) for rank in range(RANKS)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    cut = CutBatch.cut(batch_of([5] * 8), {4, 2}, BUDGET)
+    assert [sorted(cut.on_rank(rank, RANKS)) for rank in range(RANKS)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 @pytest.mark.parametrize("token", [-1, 7])
@@ -87,20 +87,20 @@ def test_a_token_that_the_model_does_not_know_is_named_by_its_row(token: int) ->
 
 
 def test_values_that_do_not_fit_their_rows_are_refused_by_name() -> None:
-    parts = [Part.cut(batch_of([2, 3]), {1}, BUDGET, 0, 0), Part.cut(batch_of([4]), {1}, BUDGET, 0, 1)]
+    batches = [CutBatch.cut(batch_of([2, 3]), {1}, BUDGET, 0, 0), CutBatch.cut(batch_of([4]), {1}, BUDGET, 0, 1)]
     good = [[np.zeros(2, np.float32), np.zeros(3, np.float32)], [np.zeros(4, np.float32)]]
-    assert [len(of_part) for of_part in checked(parts, "returns", good)] == [2, 1]
+    assert [len(each) for each in checked(batches, "returns", good)] == [2, 1]
     bad = np.float32([0, np.nan, 0])
     for values, said in (
-        (good[:1], "returns for 1 parts; there are 2"),
-        ([good[0][:1], good[1]], "part 0: returns for 1 rows; it has 2"),
-        ([[good[0][0], bad], good[1]], "part 0: row 1: returns holds a value that is not finite"),
-        ([good[0], [np.zeros(3, np.float32)]], r"part 1: row 0: returns has shape \(3,\), expected \(4,\)"),
+        (good[:1], "returns for 1 batches; there are 2"),
+        ([good[0][:1], good[1]], "batch 0: returns for 1 rows; it has 2"),
+        ([[good[0][0], bad], good[1]], "batch 0: row 1: returns holds a value that is not finite"),
+        ([good[0], [np.zeros(3, np.float32)]], r"batch 1: row 0: returns has shape \(3,\), expected \(4,\)"),
     ):
         with pytest.raises(TrainingError, match=said):
-            checked(parts, "returns", values)
+            checked(batches, "returns", values)
 
 
 def test_what_is_not_counted_may_be_anything() -> None:
-    part = Part.cut(batch_of([3]), {1}, BUDGET)
-    checked([part], "advantages", [[np.float32([np.nan, 1, 2])]])
+    cut = CutBatch.cut(batch_of([3]), {1}, BUDGET)
+    checked([cut], "advantages", [[np.float32([np.nan, 1, 2])]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import WeightSyncError
 from pipeline.process import hold_port
-from pipeline.waiting import Deadline
+from pipeline.waiting import Deadline, wait_for
 from pipeline.weights.wire import (
     ALIGNMENT,
     CHUNK_BYTES,
@@ -136,7 +136,7 @@ def test_an_announcement_is_seen_and_only_under_its_name() -> None:
         visitor = visit_store("127.0.0.2", port, 5)
         assert not is_announced(visitor, "g")
         announce(store, "g")
-        assert is_announced(visitor, "g")
+        wait_for("the announcement to arrive", lambda: is_announced(visitor, "g"), 5)
         assert not is_announced(visitor, "h")
 
 

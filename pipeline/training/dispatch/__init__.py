@@ -8,5 +8,6 @@
 | `staging` | how rows are cut, travel, and stay on the ranks |
 | `operations` | what each rank does when it is asked |
 | `ranks` | the processes' side: join the torchrun world, run operations, report failures |
+| `saving` | models to and from checkpoints |
 | `release` | giving everything back when a job is done |
 """

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config import OptimConfig
+from pipeline.config import OptimConfig, RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
 from pipeline.packing import Budget
@@ -42,7 +42,7 @@ from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import Device, Patience, Site, joined
 from pipeline.training.dispatch.residency import Needs
-from pipeline.training.dispatch.staging import Part, Staged, Values
+from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.rows import Batch, Column
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.offload import Memory
@@ -75,6 +75,11 @@ class Dispatch:
     def broken(self) -> bool:
         """Whether an operation is under way, or ended in a way after which no other is possible."""
         return self._control.broken
+
+    @property
+    def patience(self) -> Patience:
+        """Its deadlines."""
+        return self._site.patience
 
     @property
     def models(self) -> Mapping[str, ModelInfo]:
@@ -110,34 +115,36 @@ class Dispatch:
         needs: Needs = {source: "copy_parameters", target: "copy_parameters"}
         self._control.everywhere("copy_parameters", operations.copy_parameters, source, target, needs=needs)
 
-    def stage(self, parts: Sequence[Batch]) -> Staged:
-        """Send rows to the ranks, where they stay until `unstage`; each part is what an operation takes.
+    def stage(self, batches: Sequence[Batch]) -> Staged:
+        """Send batches to the ranks, where they stay until `unstage`; each is what an operation takes.
 
-        Raises `TrainingError` with the row's number in its part for one that the budget cannot hold, or that has a
-        token which one of the models does not know.
+        They are cut for the models that there are. Raises `TrainingError` if there is none yet, and with the row's
+        number in its batch for one that the budget cannot hold, or that has a token which one of the models does not
+        know.
         """
+        if not self._models:
+            raise TrainingError("rows are cut for the models that take them, and there is none yet: init_model first")
         number = self._stagings
-        cut = tuple(self._stageable(batch, number, index) for index, batch in enumerate(parts))
+        cut = tuple(self._stageable(batch, number, index) for index, batch in enumerate(batches))
         ranks = range(self._site.ranks)
-        arguments = [(number, [part.on_rank(rank, len(ranks)) for part in cut]) for rank in ranks]
+        arguments = [(number, [batch.on_rank(rank, len(ranks)) for batch in cut]) for rank in ranks]
         self._control.run("stage", staging.put, arguments, {})
         self._stagings += 1
         self._staged[number] = Staged(number, cut)
         return self._staged[number]
 
     def amend(self, staged: Staged, column: Column, values: Values) -> None:
-        """Give staged rows a further column, or another in its place: float32[T] for each row of each part.
+        """Give staged rows a further column, or another in its place: float32[T] for each row of each batch.
 
-        Raises `TrainingError` with part and row for values that are not finite or not one for each token; then no row
+        Raises `TrainingError` with batch and row for values that are not finite or not one for each token; then no row
         was changed.
         """
         self._check_staged(staged.number)
-        arrays = staging.checked(staged.parts, column, values)
+        arrays = staging.checked(staged.batches, column, values)
         ranks = range(self._site.ranks)
-        each = list(zip(staged.parts, arrays, strict=True))
+        each = list(zip(staged.batches, arrays, strict=True))
         arguments = [
-            (staged.number, column, [part.on_rank(rank, len(ranks), of_part) for part, of_part in each])
-            for rank in ranks
+            (staged.number, column, [batch.on_rank(rank, len(ranks), given) for batch, given in each]) for rank in ranks
         ]
         self._control.run("amend", staging.put_column, arguments, {})
 
@@ -147,42 +154,42 @@ class Dispatch:
         del self._staged[staged.number]
         self._control.everywhere("unstage", staging.drop, staged.number)
 
-    def forward(self, name: str, data: Batch | Part) -> Answers:
+    def forward(self, name: str, data: Batch | CutBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
         return self._forward(name, self._cut((name,), data))
 
-    def forward_each(self, names: Sequence[str], data: Batch | Part) -> dict[str, Answers]:
+    def forward_each(self, names: Sequence[str], data: Batch | CutBatch) -> dict[str, Answers]:
         """`forward` of several models on the same rows: all at once on the CPU; on CUDA, and where models evict each
         other, in turn."""
-        part = self._cut(names, data)
+        cut = self._cut(names, data)
         if self._control.colocated or len(names) < 2:
-            return {name: self._forward(name, part) for name in names}
-        given = {name: part.data(self._sizes[name], self._site.ranks) for name in names}
+            return {name: self._forward(name, cut) for name in names}
+        given = {name: cut.data(self._sizes[name], self._site.ranks) for name in names}
         arguments = [
             ({name: given[name][rank] for name in names}, self._budget.packed) for rank in range(self._site.ranks)
         ]
         needs: Needs = dict.fromkeys(names, "forward")
         outcomes = self._control.run("forward_each", operations.forward_each, arguments, needs)
-        return {name: part.in_order(self._of_places(name, [outcome[name] for outcome in outcomes])) for name in names}
+        return {name: cut.in_order(self._of_places(name, [outcome[name] for outcome in outcomes])) for name in names}
 
     def forward_backward(
-        self, name: str, data: Batch | Part, loss: Objective, loss_weight: float = 1.0, level: Level = "basic"
+        self, name: str, data: Batch | CutBatch, loss: Objective, loss_weight: float = 1.0, level: Level = "basic"
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss over the whole batch; returns metrics (see
         `pipeline.losses.measures`).
 
         Gradients accumulate over calls until `optim_step`.
         """
-        part = self._cut((name,), data)
+        cut = self._cut((name,), data)
         settings = (self._budget.packed, loss, loss_weight, level)
-        arguments = [(name, given, *settings) for given in part.data(self._sizes[name], self._site.ranks)]
+        arguments = [(name, given, *settings) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run(
             "forward_backward", operations.forward_backward, arguments, {name: "forward_backward"}
         )
-        return measures.means(measures.combine(self._of_places(name, outcomes)), part.batch.counted)
+        return measures.means(measures.combine(self._of_places(name, outcomes)), cut.batch.counted)
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
@@ -222,7 +229,7 @@ class Dispatch:
         self._on_model("save_hf_model", name, Worker.save_hf_model, path, needs="save_hf_model")
 
     def pass_through(
-        self, name: str, function: Callable[[Worker, *Ts], T], *args: *Ts, needs: residency.Operation = "pass_through"
+        self, name: str, function: Callable[[Worker, *Ts], T], *args: *Ts, needs: residency.Purpose = "pass_through"
     ) -> list[T]:
         """Run `function(worker, *args)` on every rank; its results in rank order.
 
@@ -259,24 +266,24 @@ class Dispatch:
         """End `serve` on all ranks."""
         self._control.close()
 
-    def _forward(self, name: str, part: Part) -> Answers:
-        arguments = [(name, given, self._budget.packed) for given in part.data(self._sizes[name], self._site.ranks)]
+    def _forward(self, name: str, cut: CutBatch) -> Answers:
+        arguments = [(name, given, self._budget.packed) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run("forward", operations.forward, arguments, {name: "forward"})
-        return part.in_order(self._of_places(name, outcomes))
+        return cut.in_order(self._of_places(name, outcomes))
 
     def _on_model(
-        self, operation: str, name: str, function: Callable[..., T], *args: Any, needs: residency.Operation
+        self, operation: str, name: str, function: Callable[..., T], *args: Any, needs: residency.Purpose
     ) -> list[T]:
         self._check(name)
         return self._control.everywhere(operation, operations.on_model, name, function, *args, needs={name: needs})
 
-    def _cut(self, names: Sequence[str], data: Batch | Part) -> Part:
+    def _cut(self, names: Sequence[str], data: Batch | CutBatch) -> CutBatch:
         """The rows, cut for these models; `TrainingError` if one cannot take them."""
         self._check(*names)
         vocabulary = min(self._models[name].vocabulary for name in names)
         if isinstance(data, Batch):
             staging.refuse_foreign_tokens(data, vocabulary)
-            return Part.cut(data, self._sizes.values(), self._budget)
+            return CutBatch.cut(data, self._sizes.values(), self._budget)
         self._check_staged(data.number)
         if data.highest >= vocabulary:
             staging.refuse_foreign_tokens(data.batch, vocabulary)
@@ -284,13 +291,13 @@ class Dispatch:
             raise TrainingError("these rows were staged before a model with other replicas was made: stage them again")
         return data
 
-    def _stageable(self, batch: Batch, number: int, index: int) -> Part:
+    def _stageable(self, batch: Batch, number: int, index: int) -> CutBatch:
         try:
             for info in self._models.values():
                 staging.refuse_foreign_tokens(batch, info.vocabulary)
-            return Part.cut(batch, self._sizes.values(), self._budget, number, index)
+            return CutBatch.cut(batch, self._sizes.values(), self._budget, number, index)
         except TrainingError as error:
-            raise TrainingError(f"part {index}: {error}") from None
+            raise TrainingError(f"batch {index}: {error}") from None
 
     def _of_places(self, name: str, outcomes: list[T]) -> list[T]:
         """The outcome of the first replica of each data-parallel place."""
@@ -329,6 +336,13 @@ def lead_or_serve(
             algorithm(dispatch)
         finally:
             dispatch.close()
+
+
+def lead_or_serve_as(config: RunConfig, algorithm: Callable[[Dispatch], None]) -> None:
+    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for."""
+    training = config.training
+    budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
+    lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload)
 
 
 def _nothing(worker: Worker) -> None:

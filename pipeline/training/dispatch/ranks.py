@@ -1,10 +1,11 @@
 """The processes of one trainer, as a torchrun world.
 
-Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports. Promises
-that every rank runs the same operations in the same order; that a failure anywhere reaches the controller with its rank
-and traceback, within `grace_seconds` even when the others are stuck in a collective; that a rank which native code ends
-says where its Python threads were; and that ranks other than 0 leave only when the controller tells them or is gone.
-Must not know what an operation does.
+Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports; the process
+groups that it does so in, with their deadlines; and the place (`Site`) where what outlives an operation is kept, models
+and staged rows. Promises that every rank runs the same operations in the same order; that a failure anywhere reaches
+the controller with its rank and traceback, within `Patience.grace` even when the others are stuck in a collective; that
+a rank which native code ends says where its Python threads were; and that ranks other than 0 leave only when the
+controller tells them, is gone, or is silent for `Patience.control`. Must not know what an operation does.
 
 How one operation goes:
 
@@ -13,6 +14,13 @@ How one operation goes:
 A rank that fails marks its failure in the store and waits for the others to end theirs. If they do, the outcomes are
 gathered and the world can go on. If they do not, they wait for the failed rank inside a collective: it exits, its
 connections break, and the controller, thrown out of the collective, finds the first failure in the store.
+
+| group | backend | carries | deadline |
+|---|---|---|---|
+| the world | gloo, with CUDA nccl too | what is not a model's | `Patience.operation` |
+| of models (see `Site.mesh_of`) | gloo or nccl | parameters and gradients | `Patience.operation` |
+| control | gloo | orders and outcomes | `Patience.control` |
+| background | gloo | commits, beside training | `Patience.commit` |
 """
 
 import faulthandler
@@ -41,10 +49,12 @@ from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 
 Operation = Callable[..., Any]
+"""What every rank calls with its `Site` and its own arguments; importable by name, since it travels pickled."""
 Device = Literal["cpu", "cuda"]
-StagedPart = dict[int, list[Batch]]
-"""The micro-batches of each share that some model of this rank takes, by the share's number."""
+Shares = dict[int, list[Batch]]
+"""Of a staged batch: the micro-batches of each share that some model of this rank takes, by the share's number."""
 Order = tuple[Operation, tuple[Any, ...]]
+"""An operation with the arguments of one rank."""
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
 
@@ -76,17 +86,20 @@ class Patience:
     Attributes:
         operation: for one collective inside an operation.
         control: longest silence of the controller; `Dispatch.idle` keeps it from running out.
+        commit: for a commit from its beginning until it is durable, and so for each collective of its way there; as
+            much for reading one.
         grace: how long a failed rank waits for the others to end the operation.
     """
 
     operation: float = 600.0
     control: float = 1800.0
+    commit: float = 1800.0
     grace: float = 10.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An operation raised on a rank."""
+    """An operation raised on a rank; `text` is its traceback."""
 
     rank: int
     text: str
@@ -97,9 +110,12 @@ class Site:
     """What operations act on in one process: its place in the world, its models and its rows.
 
     Attributes:
-        control: the group of orders and outcomes.
-        background: a group for what goes on while operations run, such as writing a checkpoint.
-        staged: rows that wait here for operations, by the number of their staging: the parts, in order.
+        rank, ranks: its number in the world, and how many there are; 0 is the controller.
+        store: where failures of the operation under way are marked.
+        control, background: groups; see above. Operations of the background may run beside others.
+        workers: models with their optimizers, by name.
+        staged: rows that wait here for operations, by the number of their staging: its batches, in order.
+        number: of the operation under way, or the last one; counted alike on every rank.
     """
 
     rank: int
@@ -110,7 +126,7 @@ class Site:
     background: dist.ProcessGroup
     patience: Patience
     workers: dict[str, Worker] = field(default_factory=dict)
-    staged: dict[int, list[StagedPart]] = field(default_factory=dict)
+    staged: dict[int, list[Shares]] = field(default_factory=dict)
     number: int = 0
     _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -215,18 +231,19 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
-    control has a gloo group of its own, whose time-out may be long without hiding a stuck collective, and so has what
-    goes on in the background.
+    control, and what goes on in the background, have gloo groups of their own, whose time-outs may be long without
+    hiding a stuck collective. Raises `TrainingError` before it meets the others if there is no device for it.
 
     From here on a signal of native code (SEGV, ABRT, BUS, …) ends the process with the stacks of its Python threads on
     standard error: a heap that glibc finds broken leaves one line otherwise, which names neither rank nor place.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
+    if device == "cuda":
+        _take_device()
     store, rank, ranks = next(iter(rendezvous("env://")))
     backend, operation = "gloo", timedelta(seconds=patience.operation)
     if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
@@ -237,7 +254,18 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
-        background = dist.new_group(backend="gloo", timeout=operation)
+        background = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.commit))
         yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:
         dist.destroy_process_group()
+
+
+def _take_device() -> None:
+    """Compute on the CUDA device of the local rank from now on."""
+    local, seen = dist.get_node_local_rank(), torch.cuda.device_count()
+    if local >= seen:
+        raise TrainingError(
+            f"process {local} of this node has no GPU: CUDA shows {seen}, expected one for each process; lower "
+            "resources.trainer.processes, ask for more GPUs, or set resources.device=cpu"
+        )
+    torch.cuda.set_device(local)

@@ -5,17 +5,24 @@ devices at once. The models are not kept in host memory, as an offload would: th
 and a node need not have room for them.
 """
 
+import torch
+
 from pipeline.checkpoints.background import saver
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
+from pipeline.training.workers.offload import allocated
+
+LIBRARIES_BYTES = 128 << 20
+"""What libraries may keep of a CUDA device until their process ends: cuBLAS has workspaces of 64 MiB on an H200."""
 
 
 def release(dispatch: Dispatch) -> None:
-    """Give the device memory of every model and optimizer back on every rank, see that it is, and drop the models.
+    """Give the device memory of every model and optimizer back on every rank, drop the models, and see that it is so.
 
-    Every rank has answered when this returns: that is the barrier. `TrainingError` names what is still held; counted
-    are the tensors of models and optimizers, not what an allocator keeps.
+    Every rank has answered when this returns: that is the barrier. `TrainingError` names what is still held. Counted
+    are the storages of models and optimizers, which must be empty; and on CUDA, where that can be told, what all
+    tensors of the process have, also those that nobody here knows of: at most `LIBRARIES_BYTES`.
     """
     dispatch.on_sites(discard_models)
     for rank, models in enumerate(dispatch.memory()):
@@ -24,6 +31,12 @@ def release(dispatch: Dispatch) -> None:
                 raise TrainingError(f"rank {rank} still holds {held} bytes of {name}, which nobody needs any more")
     for name in list(dispatch.models):
         dispatch.remove_model(name)
+    for rank, held in enumerate(dispatch.on_sites(held_on_cuda)):
+        if held > LIBRARIES_BYTES:
+            expected = f"at most {LIBRARIES_BYTES}, which libraries keep"
+            raise TrainingError(
+                f"rank {rank} has no model any more, but {held} bytes of its device; expected {expected}"
+            )
 
 
 def discard_models(site: Site) -> None:
@@ -31,3 +44,8 @@ def discard_models(site: Site) -> None:
     saver.forget()
     for worker in site.workers.values():
         worker.discard()
+
+
+def held_on_cuda(site: Site) -> int:
+    """On every rank: bytes that tensors have of its CUDA device; 0 on the CPU."""
+    return allocated(torch.device("cuda")) if site.device == "cuda" else 0

@@ -1,6 +1,6 @@
 """Which parts of which models are on the device.
 
-Owns the one table of what each operation needs on the device, and the plan that gets it there. Promises that after the
+Owns the one table of what has to be on the device for what, and the plan that gets it there. Promises that after the
 moves of a plan everything that the operation needs is on the device and, when models are colocated, nothing else; and
 that an operation which needs nothing moves nothing. Pure: states and operations go in, moves come out. Must not know
 how bytes move, nor how many ranks there are: all ranks are always in one state.
@@ -15,9 +15,8 @@ from typing import Final, Literal
 
 from pipeline.training.workers.offload import Part
 
-Operation = Literal[
+Purpose = Literal[
     "init_model",
-    "remove_model",
     "forward",
     "forward_backward",
     "optim_step",
@@ -25,14 +24,12 @@ Operation = Literal[
     "reset_optimizer",
     "copy_parameters",
     "prepare_weight_sync",
-    "full_parameters",
-    "finish_weight_sync",
     "save_hf_model",
     "save_checkpoint",
     "load_checkpoint",
     "pass_through",
 ]
-"""What the controller can ask of a model. Everything else that it does minds no model, and moves nothing."""
+"""What an operation wants of a model. One that wants nothing of any, such as `remove_model`, moves nothing."""
 Place = Literal["device", "offloaded"]
 State = Literal["device", "offloaded", "unknown"]
 """`unknown`: a move began, and not all ranks said that it ended. A plan moves such a part whichever way it has to go,
@@ -40,15 +37,14 @@ which does nothing where it is there already."""
 Holding = tuple[str, Part]
 """A part of a model, by the model's name."""
 States = Mapping[Holding, State]
-Needs = Mapping[str, Operation]
-"""What is to be done with each model, all at once."""
+Needs = Mapping[str, Purpose]
+"""What an operation wants of each model, by name."""
 
 _NOTHING: Final[frozenset[Part]] = frozenset()
 _MODEL: Final[frozenset[Part]] = frozenset({"model"})
 _BOTH: Final[frozenset[Part]] = frozenset({"model", "optimizer"})
-NEEDED: Final[Mapping[Operation, frozenset[Part]]] = {
+NEEDED: Final[Mapping[Purpose, frozenset[Part]]] = {
     "init_model": _BOTH,
-    "remove_model": _NOTHING,
     "forward": _MODEL,
     "forward_backward": _MODEL,
     "optim_step": _BOTH,
@@ -56,14 +52,12 @@ NEEDED: Final[Mapping[Operation, frozenset[Part]]] = {
     "reset_optimizer": _BOTH,
     "copy_parameters": _MODEL,
     "prepare_weight_sync": _MODEL,
-    "full_parameters": _MODEL,
-    "finish_weight_sync": _NOTHING,
     "save_hf_model": _MODEL,
     "save_checkpoint": _BOTH,
     "load_checkpoint": _BOTH,
     "pass_through": _BOTH,
 }
-"""The parts of a model that each operation needs on the device. Gradients are with the model."""
+"""The parts of a model that have to be on the device for each purpose. Gradients are with the model."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def plan(states: States, needs: Needs, colocated: bool) -> tuple[Move, ...]:
     Only colocated models leave. What has no state, a model that is yet to be made or one that has no optimizer, does
     not move.
     """
-    needed = {(name, part) for name, operation in needs.items() for part in NEEDED[operation]}
+    needed = {(name, part) for name, purpose in needs.items() for part in NEEDED[purpose]}
     leaving = [held for held in states if held not in needed] if colocated and needed else []
     coming = [held for held in states if held in needed]
     return _moves(states, leaving, "offloaded") + _moves(states, coming, "device")

@@ -2,7 +2,7 @@
 
 Owns how the rows of a call are cut for the models that take them, which of them each rank gets, and what stays there
 between calls. Rows travel pickled through the controller's scatter, with every operation on a `Batch`, or once, when
-they are staged; then only a handle travels. Promises that the rows of a staged part are cut once, so that every
+they are staged; then only a handle travels. Promises that the rows of a staged batch are cut once, so that every
 operation on it computes the same micro-batches, to the last bit; and that a row which no model could take is refused on
 the controller, before anything is sent. Must not know losses.
 
@@ -11,8 +11,8 @@ the controller, before anything is sent. Must not know losses.
     …
     dispatch.amend(staged, "advantages", advantages)
     for _ in range(epochs):
-        for part in staged.parts:
-            dispatch.forward_backward("policy", part, config.loss)
+        for batch in staged.batches:
+            dispatch.forward_backward("policy", batch, config.loss)
             dispatch.optim_step("policy")
     dispatch.unstage(staged)
 
@@ -32,20 +32,20 @@ from numpy.typing import NDArray
 from pipeline import packing
 from pipeline.errors import TrainingError
 from pipeline.packing import Bins, Budget
-from pipeline.training.dispatch.ranks import Site
+from pipeline.training.dispatch.ranks import Shares, Site
 from pipeline.training.rows import Batch, Column, Row
 
 Values = Sequence[Sequence[NDArray[np.float32]]]
-"""float32[T] for each row of each part."""
+"""float32[T] for each row of each batch."""
 _Cut = list[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """Rows that a rank has: some shares of a part of a staging."""
+    """Rows that a rank has: some shares of a batch of a staging."""
 
     number: int
-    part: int
+    index: int
     shares: range
 
 
@@ -54,14 +54,14 @@ Data = list[Batch] | Handle
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Rows that are cut.
+class CutBatch:
+    """A batch that is cut.
 
     Attributes:
         batch: the rows, on the controller.
         shares: row indices of every micro-batch of every share.
         sizes: the data-parallel sizes that they are cut for.
-        number, index: of the staging that it is part of, and its place in that; −1: it travels with its operation.
+        number, index: of the staging that it belongs to, and its place in that; −1: it travels with its operation.
     """
 
     batch: Batch
@@ -71,7 +71,7 @@ class Part:
     index: int = 0
 
     @classmethod
-    def cut(cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0) -> "Part":
+    def cut(cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0) -> "CutBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
         return cls(batch, packing.split(batch.lengths, lcm(*chosen), budget), chosen, number, index)
@@ -108,16 +108,16 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Rows that are on the ranks, from `Dispatch.stage` to `Dispatch.unstage`; `staged[i]` is the i-th part."""
+    """Rows that are on the ranks, from `Dispatch.stage` to `Dispatch.unstage`; `staged[i]` is the i-th batch."""
 
     number: int
-    parts: tuple[Part, ...]
+    batches: tuple[CutBatch, ...]
 
-    def __getitem__(self, index: int) -> Part:
-        return self.parts[index]
+    def __getitem__(self, index: int) -> CutBatch:
+        return self.batches[index]
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.batches)
 
 
 def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:
@@ -132,12 +132,12 @@ def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:
             raise TrainingError(f"row {index} has a token outside the model's vocabulary of {vocabulary}")
 
 
-def checked(parts: Sequence[Part], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
+def checked(batches: Sequence[CutBatch], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
     """The values as float32; `TrainingError` unless each row gets as many as it has tokens, finite where it counts."""
-    if len(values) != len(parts):
-        raise TrainingError(f"{column} for {len(values)} parts; there are {len(parts)}")
+    if len(values) != len(batches):
+        raise TrainingError(f"{column} for {len(values)} batches; there are {len(batches)}")
     return [
-        _checked(f"part {part.index}", part.batch, column, of_part) for part, of_part in zip(parts, values, strict=True)
+        _checked(f"batch {cut.index}", cut.batch, column, given) for cut, given in zip(batches, values, strict=True)
     ]
 
 
@@ -152,18 +152,18 @@ def _checked(
     return arrays
 
 
-def put(site: Site, number: int, parts: list[dict[int, list[Batch]]]) -> None:
+def put(site: Site, number: int, batches: list[Shares]) -> None:
     """On every rank: keep rows."""
-    site.staged[number] = parts
+    site.staged[number] = batches
 
 
 def put_column(
     site: Site, number: int, column: Column, values: list[dict[int, list[list[NDArray[np.float32]]]]]
 ) -> None:
     """On every rank: give rows that are kept a further column."""
-    for part, of_part in zip(site.staged[number], values, strict=True):
-        for share, batches in part.items():
-            part[share] = [_amended(batch, column, of) for batch, of in zip(batches, of_part[share], strict=True)]
+    for shares, given in zip(site.staged[number], values, strict=True):
+        for share, micro in shares.items():
+            shares[share] = [_amended(batch, column, of) for batch, of in zip(micro, given[share], strict=True)]
 
 
 def drop(site: Site, number: int) -> None:
@@ -175,8 +175,8 @@ def micro_batches(site: Site, data: Data) -> list[Batch]:
     """On every rank: the rows of an operation."""
     if not isinstance(data, Handle):
         return data
-    part = site.staged[data.number][data.part]
-    return [batch for share in data.shares for batch in part[share]]
+    shares = site.staged[data.number][data.index]
+    return [batch for share in data.shares for batch in shares[share]]
 
 
 def _amended(batch: Batch, column: Column, values: list[NDArray[np.float32]]) -> Batch:

@@ -6,5 +6,5 @@
 | `algorithms` | SFT and RL on packed rows |
 | `packed` | the rows as memory-mapped files |
 | `state` | commits of a job, and what it goes on from |
-| `queue`, `log`, `folders` | which job is next; what is told of it; folders that are replaced whole |
+| `queue`, `log` | which job is next; what is told of it |
 """

@@ -21,17 +21,17 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pipeline import folders
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
 from pipeline.errors import CheckpointError, RollcallError, TrainingError
 from pipeline.models import model_directory
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
 from pipeline.training.dispatch.release import release
 from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
 from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
-from pipeline.training.standalone import folders
 from pipeline.training.standalone.algorithms import algorithm_of
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.packed import PackedRows, remove_packed
@@ -124,7 +124,7 @@ class Execution:
     def _train(self, done: int) -> None:
         """The steps that are left. When this returns, nothing maps the packed files."""
         job, training = self._job, self._config.training
-        machine = machine_of(self._dispatch, self._config, job)
+        machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = Runner(self, training.checkpoint_every, machine)
         if not isinstance(job.inputs, Packed):
             runner.run(algorithm_of(job, self._config, self._dispatch, self._state, None), done)
@@ -203,13 +203,10 @@ def one_line(error: BaseException) -> str:
 def main(arguments: list[str]) -> None:
     """One process of torchrun."""
     from pipeline import logs, process
-    from pipeline.packing import Budget
 
     process.die_with_parent()
     path, config = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1]))
     logs.configure("trainer")
-    training = config.training
-    budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
 
     def lead(dispatch: Dispatch) -> None:
         try:
@@ -218,9 +215,11 @@ def main(arguments: list[str]) -> None:
             log.error("%s", one_line(error))
             raise SystemExit(error.exit_code) from None
 
-    lead_or_serve(lead, budget, device=config.resources.device, colocated=training.offload)
+    lead_or_serve_as(config, lead)
     process.leave(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(main)(sys.argv[1:])  # torchrun's last words then say what ended a process

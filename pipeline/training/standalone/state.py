@@ -15,20 +15,16 @@ SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the s
 import logging
 import secrets
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed
+from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, newest_committed
 from pipeline.checkpoints.background import saver
-from pipeline.checkpoints.sharded import load
 from pipeline.errors import CheckpointError
-from pipeline.training.commits import COMMIT_SECONDS, start_save
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Site
+from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
 from pipeline.training.jobs import Job
-from pipeline.waiting import wait_for
 
 log = logging.getLogger(__name__)
 KEPT = 2
 """Commits of a state."""
-_JOB, _MODELS = "job", "models"
 
 
 class JobState:
@@ -53,14 +49,15 @@ class JobState:
             raise CheckpointError(
                 f"{root} is the state of {manifest.job} jobs; give this {self._job.kind} job another optimizer_state"
             )
-        kept = self._found.state().acknowledge
-        self._kept = kept[_MODELS]
-        identity, base = kept[_JOB]
-        if identity != self._identity:
-            self._base = manifest.step
+        state = self._found.state()
+        self._kept = state.models
+        if state.alone is None:
+            raise CheckpointError(f"{root} holds the checkpoints of a run; give this job an optimizer_state of its own")
+        if state.alone.identity != self._identity:
+            self._base = state.step
             return 0
-        self._base = int(base)
-        return manifest.step - self._base
+        self._base = state.alone.before
+        return state.step - self._base
 
     def restore(self) -> None:
         """Fill all models and optimizers with what this job committed last."""
@@ -76,34 +73,16 @@ class JobState:
 
     def commit(self, done: int) -> None:
         """Commit all models after `done` steps of this job; durable on return."""
-        names: list[str] = []
-        for name in self._dispatch.models:
-            names += self._dispatch.on_sites(stage_parts, name, needs={name: "save_checkpoint"})[0]
-        kept = {_JOB: (self._identity, str(self._base)), _MODELS: tuple(self._dispatch.models)}
-        state = TrainerState(job=self._job.kind, step=self._base + done, acknowledge=kept)
-        self._dispatch.on_sites(start_save, self._job.optimizer_state, self._attempt, state, names, KEPT)
-        wait_for("the commit", lambda: saver.idle, COMMIT_SECONDS)
+        names = tuple(self._dispatch.models)
+        parts = stage_models(self._dispatch, names)
+        alone = Alone(identity=self._identity, before=self._base)
+        state = TrainerState(job=self._job.kind, step=self._base + done, models=names, alone=alone)
+        start_save(self._dispatch, self._job.optimizer_state, self._attempt, state, parts, KEPT)
+        await_save(self._dispatch, f"the commit of {state.job}-{state.step}")
         log.info("committed %s", saver.result())
 
     def _load(self, without: tuple[str, ...]) -> None:
         assert self._found is not None
         log.info("taking over %s", self._found)
-        for name in self._dispatch.models.keys() & set(self._kept):
-            self._dispatch.on_sites(load_parts, self._found, name, without, needs={name: "load_checkpoint"})
-
-
-def stage_parts(site: Site, name: str) -> list[str]:
-    """On every rank: copy a model's state for the save that follows, each part of it under a name of its own."""
-    parts = {f"{name}/{part}": tensors for part, tensors in site.worker(name).state().items()}
-    for part, tensors in parts.items():
-        saver.stage(part, tensors)
-    return list(parts)
-
-
-def load_parts(site: Site, checkpoint: Checkpoint, name: str, without: tuple[str, ...]) -> None:
-    """On every rank: fill a model from a checkpoint, but for the parts named."""
-    worker = site.worker(name)
-    state = worker.state()
-    wanted = {f"{name}/{part}": tensors for part, tensors in state.items() if f"{name}/{part}" not in without}
-    load(checkpoint, wanted, group=site.background)
-    worker.load_state(state)
+        names = [name for name in self._dispatch.models if name in self._kept]
+        load_models(self._dispatch, self._found, names, without)

@@ -1,0 +1,78 @@
+"""Directories that are replaced as a whole.
+
+Owns how a model takes its name. Promises that who looks at the name finds the old directory or the new one, whole and
+on disk; only a crash between two renames leaves neither, and `mend` puts the old one back. Knows nothing of what is in
+a directory.
+
+    mend(path)
+    part = unfinished(path)
+    …write part…
+    replace(path, part)
+
+Writers that may be there at the same time, such as the attempts of a run, have a part each:
+
+    part = unfinished(path, "12-1")
+    …write part…
+    replace(path, part, fence.check)
+    clear(path)
+"""
+
+import glob
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def unfinished(path: Path, writer: str = "") -> Path:
+    """Where `writer` writes what will become `path`; what it left there earlier is removed."""
+    part = path.with_name(f"{_part(path)}-{writer}" if writer else _part(path))
+    shutil.rmtree(part, ignore_errors=True)
+    return part
+
+
+def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) -> None:
+    """Give `part` the name `path`; what had it is removed. `part` is on disk before it has the name.
+
+    `check` is called right before anything gets another name; what it raises leaves everything as it is.
+    """
+    for file in part.rglob("*"):
+        _flush(file)
+    _flush(part)
+    check()
+    old = _replaced(path)
+    if path.exists():
+        path.rename(old)
+    part.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def mend(path: Path) -> None:
+    """Undo or end a `replace` that a crash cut short."""
+    old = _replaced(path)
+    if old.exists() and not path.exists():
+        old.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clear(path: Path) -> None:
+    """Remove the parts of all named writers."""
+    for part in path.parent.glob(f"{glob.escape(_part(path))}-*"):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _part(path: Path) -> str:
+    return f".{path.name}.part"
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

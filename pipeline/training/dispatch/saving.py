@@ -1,0 +1,80 @@
+"""The models of a trainer on their way to a checkpoint, and back.
+
+Owns the layout of the tensors in every checkpoint, of a run or of a job that stands alone: `<model>/<part>`, where the
+parts are those of `Worker.state`. Promises that models may change as soon as `stage_models` returned, and that a save
+is given up only after `Patience.commit`, however slow one of its parts is. Must not know jobs, ledgers, nor when to
+save.
+
+    parts = stage_models(dispatch, state.models)           # only this holds training up
+    start_save(dispatch, root, attempt, state, parts, keep)
+    …
+    await_save(dispatch, "the commit of rl-50")            # or now and then: saver.idle
+    checkpoint = saver.result()
+
+    load_models(dispatch, checkpoint, names)
+"""
+
+from collections.abc import Iterable, Sequence
+
+from pipeline.checkpoints import Checkpoint, TrainerState
+from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.sharded import load
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
+from pipeline.waiting import wait_for
+
+
+def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:
+    """Copy models with their optimizers for the save that follows; the names of their parts."""
+    parts: list[str] = []
+    for name in names:
+        parts += dispatch.on_sites(_stage, name, needs={name: "save_checkpoint"})[0]
+    return parts
+
+
+def start_save(
+    dispatch: Dispatch, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int
+) -> None:
+    """Begin to commit `state` with the parts that were staged, in the background; see `Saver.start`."""
+    dispatch.on_sites(_start, root, attempt, state, parts, keep)
+
+
+def await_save(dispatch: Dispatch, what: str) -> None:
+    """Wait until no save is under way; `DeadlineError` naming `what` after `Patience.commit` seconds."""
+
+    def is_over() -> bool:
+        dispatch.idle()
+        return saver.idle
+
+    wait_for(what, is_over, dispatch.patience.commit)
+
+
+def load_models(dispatch: Dispatch, checkpoint: Checkpoint, names: Iterable[str], without: Sequence[str] = ()) -> None:
+    """Fill models and optimizers from a checkpoint, but for the parts `without`.
+
+    Raises `CheckpointError` if the checkpoint holds other tensors.
+    """
+    for name in names:
+        dispatch.on_sites(_load, checkpoint, name, without, needs={name: "load_checkpoint"})
+
+
+def _stage(site: Site, name: str) -> list[str]:
+    """On every rank."""
+    parts = {f"{name}/{part}": tensors for part, tensors in site.worker(name).state().items()}
+    for part, tensors in parts.items():
+        saver.stage(part, tensors)
+    return list(parts)
+
+
+def _start(site: Site, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int) -> None:
+    """On every rank."""
+    saver.start(root, attempt, state, parts, keep, site.background)
+
+
+def _load(site: Site, checkpoint: Checkpoint, name: str, without: Sequence[str]) -> None:
+    """On every rank."""
+    worker = site.worker(name)
+    state = worker.state()
+    wanted = {f"{name}/{part}": tensors for part, tensors in state.items() if f"{name}/{part}" not in without}
+    load(checkpoint, wanted, group=site.background)
+    worker.load_state(state)

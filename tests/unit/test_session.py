@@ -1,0 +1,109 @@
+"""What the controller does as it begins and while it waits: real commits of a policy that is one tensor."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipeline.checkpoints import Fence, TrainerState, newest_committed, sharded
+from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import commit
+from pipeline.errors import CheckpointError
+from pipeline.roles.context import RoleContext
+from pipeline.roles.session import Session
+from pipeline.training.batches import Interrupted
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.jobs import jobs_of
+from pipeline.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+
+COVERED = ("1-0", "2-0")
+
+
+class OneRank:
+    """A dispatch whose only rank is this process."""
+
+    patience = Patience()
+
+    def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
+        worker = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}})
+        return [function(SimpleNamespace(worker=lambda name: worker, background=None), *args)]
+
+    def idle(self) -> None:
+        pass
+
+
+class Waiting:
+    """A session of attempt 12-0 with a commit under way; `durable` is what it may give up."""
+
+    def __init__(self, root: Path) -> None:
+        run = FakeRun(root / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
+        attempt = run.attempt("12-0")
+        world = attempt.meet()
+        self.context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
+        session = Session(self.context, cast(Dispatch, OneRank()))
+        self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
+        self.durable: list[tuple[str, ...]] = []
+        self.commits.on_durable = self.durable.append
+        self.commits.fence.claim()
+
+    def commit(self) -> None:
+        """It is over, well or badly, when this returns; nobody has looked at it yet."""
+        self.commits.commit(jobs_of(self.context.config)[0], 1, COVERED)
+        wait_for("the save to be over", lambda: saver.idle, 30)
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Waiting]:
+    yield Waiting(tmp_path)
+    saver.forget()
+
+
+def overtaken_while_it_is_written(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*arguments: Any) -> Any:
+        Fence(waiting.root, "12-1").claim()
+        return commit(*arguments)
+
+    monkeypatch.setattr(sharded, "commit", late)
+    waiting.commit()
+
+
+def test_a_checkpoint_of_another_version_ends_the_attempt_and_is_not_skipped(waiting: Waiting) -> None:
+    older = TrainerState(job="rl", step=7, version=1)
+    commit(Storage(waiting.root), older, "12-0", {}, 1)
+    with pytest.raises(
+        CheckpointError, match=r"rl-7.* has version 1; this code reads version 2; go on with the Rollcall"
+    ):
+        waiting.commits.restore()
+
+
+def test_what_a_commit_covers_is_given_up_while_the_trainer_waits(waiting: Waiting) -> None:
+    waiting.commit()
+    assert newest_committed(waiting.root) is not None
+    waiting.pulse()
+    waiting.pulse()
+    assert waiting.durable == [COVERED]
+
+
+def test_a_trainer_that_was_replaced_learns_it_while_it_waits(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overtaken_while_it_is_written(waiting, monkeypatch)
+    with pytest.raises(CheckpointError, match="attempt 12-1 has taken over"):
+        waiting.pulse()
+    assert waiting.durable == []
+
+
+def test_an_attempt_that_is_ending_says_so_rather_than_that_a_commit_failed(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overtaken_while_it_is_written(waiting, monkeypatch)
+    waiting.context.events.publish("draining", "agent")
+    with pytest.raises(Interrupted, match="draining by agent"):
+        waiting.pulse()

@@ -1,0 +1,55 @@
+"""Supervised fine-tuning, with a dispatch that only remembers."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pipeline.errors import TrainingError
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.jobs import Demonstrations, SftJob, SftSchedule
+from pipeline.training.rows import Row
+from pipeline.training.sft import SupervisedFineTuning
+
+
+class Ranks:
+    """What a step asked for, in order; `failing` is the operation that fails."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.asked: list[str] = []
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        def operation(*args: object, **settings: object) -> dict[str, float]:
+            self.asked.append(name)
+            if name == self._failing:
+                raise TrainingError(f"{name} failed on rank 1")
+            return {"skipped": 0.0}
+
+        return operation
+
+
+def rows(step: int, count: int) -> Sequence[Row]:
+    return [Row(np.array([1, 2], np.int32), np.array([0, 1], np.uint8), prompt=step * count + i) for i in range(count)]
+
+
+def fine_tuning(ranks: Ranks) -> SupervisedFineTuning:
+    job = SftJob(inputs=Demonstrations(), schedule=SftSchedule(steps=3, batch=2))
+    return SupervisedFineTuning(job, cast(Dispatch, ranks), rows, lambda: None)
+
+
+def test_a_step_is_one_optimizer_step_and_leaves_a_whole_model() -> None:
+    algorithm = fine_tuning(ranks := Ranks())
+    algorithm.begin(0)
+    algorithm.step(0)
+    assert ranks.asked == ["reset_optimizer", "forward_backward", "optim_step"]
+    assert algorithm.whole
+
+
+@pytest.mark.parametrize(("failing", "whole"), [("forward_backward", True), ("optim_step", False)])
+def test_a_model_is_not_whole_when_its_optimizer_step_failed(failing: str, whole: bool) -> None:
+    algorithm = fine_tuning(Ranks(failing))
+    with pytest.raises(TrainingError, match="failed on rank 1"):
+        algorithm.step(0)
+    assert algorithm.whole is whole
