@@ -285,6 +285,31 @@ def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_sched
     assert seen == [({0.0}, begun), ({float(STEPS)}, begun)]
 
 
+def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_decay(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
+    execute(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
+    seen: list[list[tuple[Any, ...]]] = []
+    inherited = JobState.inherit
+
+    def look(state: JobState) -> None:
+        inherited(state)
+        seen.extend(dispatch.pass_through(name, settings_seen)[0] for name in ("policy", "critic"))
+
+    monkeypatch.setattr(JobState, "inherit", look)
+    optim = {"lr": 1e-3, "beta1": 0.5, "beta2": 0.75, "eps": 1e-4, "weight_decay": 0.25}
+    schedule = {"steps": 1, "prompts": 3, "optim": optim}
+    execute(write_job(tmp_path, "rl", "second", schedule=schedule), dispatch, with_critic)
+    assert seen == [[((0.5, 0.75), 1e-4, 0.25), ((0.5, 0.75), 1e-4, 0.0)]] * 2
+
+
+def settings_seen(worker: Worker) -> list[tuple[Any, ...]]:
+    """Of matrices, and of vectors."""
+    assert worker.optimizer is not None
+    return [(tuple(each["betas"]), each["eps"], each["weight_decay"]) for each in worker.optimizer.adamw.param_groups]
+
+
 def progress_of(worker: Worker) -> dict[str, int]:
     assert worker.optimizer is not None
     return worker.optimizer.progress()

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config import OptimConfig
+from pipeline.config import LossConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
 from pipeline.packing import Budget
@@ -43,7 +43,7 @@ from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import Device, Patience, Site, joined
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import Part, Staged, Values
-from pipeline.training.rows import Batch, Column
+from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.offload import Memory
 from pipeline.training.workers.worker import ModelInfo, Worker
@@ -177,6 +177,8 @@ class Dispatch:
         Gradients accumulate over calls until `optim_step`.
         """
         part = self._cut((name,), data)
+        if isinstance(loss, LossConfig):
+            refuse_unsampled(part.batch.rows)
         settings = (self._budget.packed, loss, loss_weight, level)
         arguments = [(name, given, *settings) for given in part.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run(

@@ -27,7 +27,6 @@ from pipeline.models import model_directory
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.release import release
 from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
-from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
@@ -131,8 +130,7 @@ class Execution:
             return
         with PackedRows(Path(job.inputs.folder)) as packed:
             longest = min(self._config.model.max_length, training.micro_batch_tokens)
-            needed: tuple[Column, ...] = ("behaviour",) if isinstance(job, RlJob) else ()
-            packed.check(self._dispatch.models["policy"].vocabulary, longest, needed)
+            packed.check(self._dispatch.models["policy"].vocabulary, longest, sampled=isinstance(job, RlJob))
             runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed), done)
 
     def _export(self) -> None:

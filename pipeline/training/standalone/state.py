@@ -2,8 +2,9 @@
 
 Owns `optimizer_state`: commits of all models with their optimizers below that address (see `pipeline.checkpoints`).
 Promises that a job which was interrupted goes on with exactly what it committed; that a new one takes over the moments
-of the optimizer, the critic and the reference of the job before it, but neither its policy nor its schedule; and that
-SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the seventh step from this state on.
+of the optimizer, the critic and the reference of the job before it, but neither its policy, its schedule nor any other
+setting of AdamW; and that SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the seventh step
+from this state on.
 
     state = JobState(job, identity, dispatch)
     done = state.find()                # steps of this very job that are committed
@@ -14,6 +15,7 @@ SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the s
 
 import logging
 import secrets
+from typing import Any
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed
 from pipeline.checkpoints.background import saver
@@ -23,6 +25,7 @@ from pipeline.training.commits import COMMIT_SECONDS, start_save
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.jobs import Job
+from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 
 log = logging.getLogger(__name__)
@@ -105,5 +108,15 @@ def load_parts(site: Site, checkpoint: Checkpoint, name: str, without: tuple[str
     worker = site.worker(name)
     state = worker.state()
     wanted = {f"{name}/{part}": tensors for part, tensors in state.items() if f"{name}/{part}" not in without}
+    own = settings_of(worker)
     load(checkpoint, wanted, group=site.background)
     worker.load_state(state)
+    if worker.optimizer:
+        for group, settings in zip(worker.optimizer.adamw.param_groups, own, strict=True):
+            group.update(settings)
+
+
+def settings_of(worker: Worker) -> list[dict[str, Any]]:
+    """Betas, epsilon and weight decay of each group of parameters: a job's own, though they lie beside the moments."""
+    groups = worker.optimizer.adamw.param_groups if worker.optimizer else []
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
