@@ -1,4 +1,4 @@
-"""A trainer of jobs without torch, for `test_train`: its only process is told to end once, and ends the job when it comes again."""
+"""A trainer of jobs without torch, for `test_train`: its only process is told to end once, and then ends the job."""
 
 import sys
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Jobs that stand alone, on a node of a real Slurm.
 
-python -m pytest -m "cluster and trial" tests/cluster/test_train.py trains real models there, and waits for Slurm's requeue.
+python -m pytest -m "cluster and trial" tests/cluster/test_train.py trains real models there, and waits for requeues.
 """
 
 import os
