@@ -73,8 +73,8 @@ def checked(path: Path, config: RunConfig) -> RunConfig:
     if not waiting_at(path):
         raise ConfigError("jobs", str(path), "a job file, or a folder with at least one *.json", "see docs/jobs.md")
     for file in waiting_at(path):
-        check_alone(file, read_job(file))
-    check_config(config, longest_sequence(config.model))
+        check_alone(file, read_job(file), config)
+    check_config(config, longest_sequence(config.model), alone=True)
     if config.resources.trainer.nodes > 1:
         mend = "a job that stands alone has one node; what needs more is a run: python launchers/submit.py"
         raise ConfigError("resources.trainer.nodes", config.resources.trainer.nodes, "1", mend)

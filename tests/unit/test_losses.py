@@ -13,6 +13,8 @@ from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.penalties import ESTIMATORS
+from pipeline.readers import READ_WITH
+from tests.fakes.configs import make_config
 from tests.unit.losses_by_hand import (
     BOUNDS,
     FORMULAS,
@@ -60,6 +62,16 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(
     rows = rows_by_hand(t)
     assert total(t, config)[0].item() == pytest.approx(loss_by_hand(rows, config))
     assert gradient(t, config) == pytest.approx(slopes_by_hand(rows, config), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("changed", [{"clip_low": 0.9}, {"clip_high": 3.0}, {"ratio_cap": 1.1}, {"beta": 0.9}], ids=str)
+def test_a_loss_reads_the_keys_that_the_table_says(name: str, changed: dict[str, float]) -> None:
+    config = make_config(loss={"name": name, **BOUNDS})
+    (key,) = changed
+    other = config.loss.model_copy(update=changed)
+    same = all(total(tokens(seed), config.loss)[0] == total(tokens(seed), other)[0] for seed in range(5))
+    assert READ_WITH[f"loss.{key}"].reads(config) != same
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -85,7 +85,7 @@ def execute(
     """
     job = read_job(file)
     identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
-    check_alone(file, job)
+    check_alone(file, job, config)
     told = JobLog(Path(job.log))
     told.clear()
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
