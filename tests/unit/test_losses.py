@@ -15,6 +15,7 @@ from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, Valu
 from pipeline.losses.penalties import ESTIMATORS
 from pipeline.readers import READ_WITH
 from tests.fakes.configs import make_config
+from tests.integration.oracle_losses import divergence
 from tests.unit.losses_by_hand import (
     BOUNDS,
     FORMULAS,
@@ -160,6 +161,30 @@ def test_a_kl_in_the_reward_is_no_term_of_the_loss_but_is_watched() -> None:
 def test_a_kl_term_without_reference_log_probabilities_is_refused() -> None:
     with pytest.raises(TrainingError, match="needs reference log-probabilities"):
         total(tokens(reference_N=None), LossConfig(name="grpo", kl=0.1))
+
+
+@pytest.mark.parametrize("difference", [-3000.0, -88.8, -20.1, -20.0, -19.9, -1.0, 0.0, 1.0, 20.1, 3000.0])
+def test_k3_and_its_gradient_stay_finite_and_are_the_oracles(difference: float) -> None:
+    mine, theirs = (torch.tensor(difference, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    k3, expected = ESTIMATORS["k3"](mine), divergence(theirs, "k3")
+    k3.backward()
+    expected.backward()
+    assert k3.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    assert ESTIMATORS["k3"](torch.tensor(difference)).isfinite()
+    if difference < -20:
+        assert mine.grad == 0
+
+
+def test_a_reference_far_off_makes_no_loss_and_no_gradient_infinite() -> None:
+    t = tokens()
+    far = replace(t, logprobs_N=all_at(-200).float().requires_grad_(), reference_N=all_at(0).float())
+    far = replace(far, **{name: getattr(t, name).float() for name in ("weights_N", "advantages_N", "behaviour_N")})
+    loss, sums = total(replace(far, proximal_N=far.logprobs_N.detach()), LossConfig(name="grpo", kl=0.1))
+    (slopes,) = torch.autograd.grad(loss, far.logprobs_N)
+    assert loss.isfinite()
+    assert slopes.isfinite().all()
+    assert all(value.isfinite() for value in sums.values())
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
