@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from pipeline.errors import TrainingError
 from pipeline.training.standalone.stop import Stop
 from slurm import requeue, train
-from slurm.hearing import NOTICE, heard
+from slurm.hearing import NOTICE, SIGNALS, heard
 from slurm.train import QueuedTrainer, Seen, Trainer, run_here
 from tests.fakes.configs import make_config
 
@@ -28,6 +29,16 @@ for _ in range(400):
         stop.answer()
         break
 """
+
+
+@pytest.fixture(autouse=True)
+def plain_handlers() -> Iterator[None]:
+    """Python's own handlers, whatever a shell or an earlier test left."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -59,12 +70,8 @@ def tell(path: Path, *numbers: signal.Signals) -> None:
 def test_a_trainer_that_is_told_to_end_ends_after_the_answer_with_the_signals_code(
     number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    default = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
-    try:
-        tell(tmp_path, number)
-        assert run_here(OneRank(tmp_path, make_config())) == 128 + number
-    finally:
-        signal.signal(signal.SIGINT, default)
+    tell(tmp_path, number)
+    assert run_here(OneRank(tmp_path, make_config())) == 128 + number
     said = capfd.readouterr().err.splitlines()
     assert said == [
         f"{number.name}: ending after this step, which is committed; Ctrl-C ends at once",
@@ -73,28 +80,21 @@ def test_a_trainer_that_is_told_to_end_ends_after_the_answer_with_the_signals_co
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    default = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        tell(tmp_path, signal.SIGINT, signal.SIGINT)
-        assert run_here(OneRank(tmp_path, make_config(), says="nothing")) == 130
-    finally:
-        signal.signal(signal.SIGINT, default)
+    tell(tmp_path, signal.SIGINT, signal.SIGINT)
+    assert run_here(OneRank(tmp_path, make_config(), says="nothing")) == 130
     assert "the same command goes on from the last commit" in capfd.readouterr().err
 
 
 def test_what_was_ignored_before_stays_ignored_and_handlers_come_back() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked: list[int] = []
-    try:
-        with heard(lambda: asked.append(1)) as told:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert told.by is None
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGUSR1)
-        assert (told.by, asked) == (signal.SIGTERM, [1])
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with heard(lambda: asked.append(1)) as told:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert told.by is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (told.by, asked) == (signal.SIGTERM, [1])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def end_on_node(by: signal.Signals, steps: int, restarts: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
