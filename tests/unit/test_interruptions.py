@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.errors import TrainingError
 from pipeline.training.standalone.stop import Stop
+from pipeline.waiting import wait_for
 from slurm import requeue, train
 from slurm.hearing import NOTICE, SIGNALS, heard
 from slurm.train import QueuedTrainer, Seen, Trainer, run_here
@@ -55,10 +56,7 @@ def tell(path: Path, *numbers: signal.Signals) -> None:
     """Send these to this process once the rank is there."""
 
     def send() -> None:
-        for _ in range(500):
-            if (path / "here").exists():
-                break
-            threading.Event().wait(0.02)
+        wait_for("the rank", (path / "here").exists, 30)
         for number in numbers:
             os.kill(os.getpid(), number)
             threading.Event().wait(0.1)
