@@ -12,6 +12,7 @@ import fsspec
 
 from pipeline.config import ClusterConfig, RunConfig
 from pipeline.errors import ConfigError
+from pipeline.readers import default_of, unread, value_of
 
 _TOKEN_BYTES = 9
 """Of one token in a group on its way to the trainer: id, mask, log-probability (`pipeline.records.Sample`)."""
@@ -29,9 +30,11 @@ SLURM_KEYS = tuple(
 
 
 def check_run(config: RunConfig, positions: int | None = None) -> None:
-    """`check_config`, and what holds for a run only, not for jobs that stand alone."""
+    """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
+    which `pipeline.training.jobs.check_alone` looks at."""
     _servers_have_no_cuda(config)
     check_config(config, positions)
+    check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
 
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
@@ -41,6 +44,29 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
     if positions is not None and config.model.max_length > positions:
         expected = f"at most {positions}, the model's max_position_embeddings"
         raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
+
+
+def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
+    """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
+    parts = config.training.mini_batches
+    if prompts % parts:
+        expected = f"a divisor of {says} ({prompts}), since each takes whole prompts"
+        raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
+
+
+def check_address(key: str, url: str, mend: str) -> None:
+    """`ConfigError` unless `url` is an absolute path, or a URL that all nodes see alike and fsspec can open."""
+    protocol, is_url, place = url.partition("://")
+    if url.startswith("/"):
+        return
+    if not is_url or protocol == "memory":
+        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", mend)
+    if not place.strip("/"):
+        raise ConfigError(key, url, f"a bucket or a folder after {protocol}://", mend)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
 
 
 def _servers_have_no_cuda(config: RunConfig) -> None:
@@ -74,29 +100,19 @@ def _het_needs_services(config: RunConfig) -> None:
         raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
 
 
-def _mini_batches_are_alike(config: RunConfig) -> None:
-    prompts, parts = config.training.prompts_per_step, config.training.mini_batches
-    if prompts % parts:
-        expected = f"a divisor of training.prompts_per_step ({prompts}), since each takes whole prompts"
-        raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
+def _what_is_set_is_read(config: RunConfig) -> None:
+    for key, value, reader in unread(config):
+        found = f"{reader.key}={value_of(config, reader.key)}"
+        expected = f"its default ({default_of(key)!r}), since {found} does not read it"
+        raise ConfigError(key, value, expected, f"leave it out, or set {reader}")
 
 
-def _reference_is_used(config: RunConfig) -> None:
+def _kl_has_a_gradient(config: RunConfig) -> None:
     loss = config.loss
-    if loss.kl:
-        return
-    if loss.kl_in == "reward":
-        raise ConfigError("loss.kl_in", "reward", "loss, without a KL", "set loss.kl, or leave it out")
-    if loss.reference_every:
-        expected = "0, without a KL: there is no reference model"
-        raise ConfigError("loss.reference_every", loss.reference_every, expected, "set loss.kl, or leave it out")
-
-
-def _correction_has_a_proximal_policy(config: RunConfig) -> None:
-    loss = config.loss
-    if loss.correction != "none" and loss.proximal == "behaviour":
-        expected = "none, while the ratio is taken over the policy that sampled: there is no mismatch beside it"
-        raise ConfigError("loss.correction", loss.correction, expected, "set loss.proximal=recompute")
+    if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
+        expected = "k2 or k3 with loss.kl_in=loss: as a term of the loss, the gradient of k1 has mean zero"
+        mend = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
+        raise ConfigError("loss.kl_estimator", "k1", expected, mend)
 
 
 def _only_groups_are_filtered(config: RunConfig) -> None:
@@ -105,11 +121,8 @@ def _only_groups_are_filtered(config: RunConfig) -> None:
         raise ConfigError("training.zero_advantage", "drop", expected, "leave it out, or choose a group's baseline")
 
 
-def _adapters_have_a_rank(config: RunConfig) -> None:
+def _adapters_are_there(config: RunConfig) -> None:
     lora = config.model.lora
-    if lora.adapter and not lora.rank:
-        expected = "nothing, while model.lora.rank is 0 and all weights are trained"
-        raise ConfigError("model.lora.adapter", lora.adapter, expected, "set model.lora.rank to that adapter's")
     if lora.adapter and not Path(lora.adapter).is_dir():
         raise ConfigError(
             "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"
@@ -146,28 +159,19 @@ def _groups_fit_streams(config: RunConfig) -> None:
 
 
 def _checkpoints_can_be_kept(config: RunConfig) -> None:
-    url = config.training.checkpoints
-    protocol, is_url, _ = url.partition("://")
-    key, mend = "training.checkpoints", "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
-    if not url or url.startswith("/"):
-        return
-    if not is_url or protocol == "memory":
-        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", mend)
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+    mend = "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
+    if config.training.checkpoints:
+        check_address("training.checkpoints", config.training.checkpoints, mend)
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _cuda_has_gpus,
     _slurm_keys_need_slurm,
     _het_needs_services,
-    _mini_batches_are_alike,
-    _reference_is_used,
-    _correction_has_a_proximal_policy,
+    _what_is_set_is_read,
+    _kl_has_a_gradient,
     _only_groups_are_filtered,
-    _adapters_have_a_rank,
+    _adapters_are_there,
     _groups_can_succeed,
     _turns_leave_room_for_prompts,
     _samples_fit_micro_batches,

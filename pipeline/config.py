@@ -209,8 +209,8 @@ class LossConfig(Section):
     )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="With `proximal=recompute`, what the ratio of that policy to the one that sampled does to each "
-        "token: weigh it, truncated at correction_cap, or drop it outside of 1 / correction_cap … correction_cap.",
+        description="What the ratio of the recomputed policy to the one that sampled does to each token: weigh it, "
+        "truncated at correction_cap, or drop it outside of 1 / correction_cap … correction_cap.",
     )
     correction_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of that ratio.")
     clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -234,13 +234,13 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL (Schulman 2020).")
     entropy: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
     ratio_cap: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="`reinforce` and `rloo`: truncation of the importance weight (truncated importance sampling)."
+        5.0, description="Truncation of the importance weight (truncated importance sampling)."
     )
     beta: Annotated[float, Field(ge=0)] = Field(
-        0.05, description="`dro`: weight of the squared distance from the policy that sampled."
+        0.05, description="Weight of the squared distance from the policy that sampled."
     )
     discount: Fraction = Field(1.0, description="What a reward is worth one sampled token earlier (γ).")
-    trace: Fraction = Field(0.95, description="`advantage=gae`: decay of the temporal differences (λ).")
+    trace: Fraction = Field(0.95, description="Decay of the temporal differences (λ).")
 
 
 class CriticConfig(Section):

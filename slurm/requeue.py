@@ -126,7 +126,7 @@ def conclude(run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: 
         (seen,) = _insist("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
         outcome = kept(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
-            now = _insist("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
+            now = queue_again(scheduler, job, restart, clock)
             if now != REQUEUED:
                 return kept(Outcome(decision="left", reason=now, barren=outcome.barren, time=time.time()))
     except DeadlineError as error:
@@ -157,6 +157,11 @@ def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
 
 
 REQUEUED = "requeued"
+
+
+def queue_again(scheduler: Scheduler, job: str, restart: int, clock: Clock = CLOCK) -> str:
+    """Requeue the job if it is ours: `REQUEUED`, or who has it. `DeadlineError` if the scheduler does neither."""
+    return _insist("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
 
 
 def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:

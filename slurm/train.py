@@ -6,13 +6,16 @@ under the paths that the jobs name; and that Ctrl-C ends what was started here, 
 """
 
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from submitit import SlurmExecutor
@@ -29,10 +32,12 @@ from pipeline.paths import RunPaths
 from pipeline.training.jobs import check_alone, read_job
 from pipeline.training.standalone.log import JobLog, Line
 from pipeline.training.standalone.queue import waiting
+from pipeline.training.standalone.stop import Stop
 from slurm.commands import find_slurm
 from slurm.compose import compose_config
-from slurm.environment import child_environment, submission_environment
+from slurm.environment import batch_attempt, child_environment, submission_environment
 from slurm.executors import RunJob
+from slurm.hearing import NOTICE, heard
 
 _PAUSE = 0.2
 _LONG_MINUTES = 1 << 20
@@ -43,19 +48,24 @@ _SHOWN = ("loss", "reward/mean", "grad_norm", "tokens_per_second")
 def main(argv: Sequence[str]) -> int:
     """The exit code of `train.py <job file or folder> [key=value …]`."""
     try:
-        if not argv or "=" in argv[0]:
+        if not argv or ("=" in argv[0] and not Path(argv[0]).exists()):
             raise ConfigError(
                 "jobs", None, "a job file, or a folder of them, as the first argument", "see docs/jobs.md"
             )
         path = Path(argv[0]).resolve()
-        config = checked(path, compose_config([f"name={path.stem}", *argv[1:]]))
+        config = checked(path, compose_config([f"name='{name_of(path)}'", *argv[1:]]))
         for file in waiting_at(path):
             JobLog(Path(read_job(file).log)).clear()
         trainer = Trainer(path, config)
-        return run_here(trainer) if config.cluster.kind == "local" else submit(trainer)
+        return run_here(trainer) if config.cluster.kind == "local" else submit(QueuedTrainer(path, config))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def name_of(path: Path) -> str:
+    """What the jobs of a path are called in the config: its stem, as far as a name may have its letters."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:63] or "jobs"
 
 
 def checked(path: Path, config: RunConfig) -> RunConfig:
@@ -63,7 +73,7 @@ def checked(path: Path, config: RunConfig) -> RunConfig:
     if not waiting_at(path):
         raise ConfigError("jobs", str(path), "a job file, or a folder with at least one *.json", "see docs/jobs.md")
     for file in waiting_at(path):
-        check_alone(file, read_job(file))
+        check_alone(file, read_job(file), config)
     check_config(config, longest_sequence(config.model))
     if config.resources.trainer.nodes > 1:
         mend = "a job that stands alone has one node; what needs more is a run: python launchers/submit.py"
@@ -78,7 +88,8 @@ def waiting_at(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Trainer(Checkpointable):
-    """What every backend calls on the node; it returns when the jobs are done. Requeued, it does what is left."""
+    """What every backend calls on the node; it returns when the jobs are done, or told to end, when what is done is
+    committed. Called again, it does what is left."""
 
     path: Path
     config: RunConfig
@@ -89,26 +100,67 @@ class Trainer(Checkpointable):
         return self.path / "trainer.out" if self.path.is_dir() else self.path.with_suffix(".out")
 
     def __call__(self) -> int:
-        """Exit code 0; `TrainingError` if the processes ended otherwise, with what failed in which job, or with the
-        last lines of the output if no log says it."""
-        trainer = self.config.resources.trainer
-        command = [
+        """Exit code 0, or 128 + the signal that interrupted it, after a commit. `TrainingError` if the processes ended
+        otherwise, with what failed in which job, or with the last lines of the output if no log says it."""
+        with TemporaryDirectory(prefix="rollcall-") as folder:
+            stop = Stop(Path(folder) / "stop")
+            with heard(stop.ask) as told:
+                seen = self._train(stop)
+            if told.by and stop.answered:
+                return self._interrupted(told.by, seen)
+        return 0
+
+    def _command(self, stop: Stop) -> list[str]:
+        return [
             *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-            *("--nproc-per-node", str(trainer.processes), "-m", "pipeline.training.standalone.execute"),
-            *(str(self.path), self.config.model_dump_json()),
+            *("--nproc-per-node", str(self.config.resources.trainer.processes)),
+            *("-m", "pipeline.training.standalone.execute"),
+            *(str(self.path), self.config.model_dump_json(), str(stop.path)),
         ]
-        threads = {"OMP_NUM_THREADS": str(trainer.threads), "TOKENIZERS_PARALLELISM": "false"}
-        child = process.Child(command, self.output, child_environment(threads))
+
+    def _train(self, stop: Stop) -> "Seen":
+        threads = str(self.config.resources.trainer.threads)
+        env = child_environment({"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"})
+        child = process.Child(self._command(stop), self.output, env)
         try:
-            failures = follow(self.path, lambda: child.poll() is not None)
+            seen = follow(self.path, lambda: child.poll() is not None)
         finally:
             code = child.stop(self.config.cluster.stop_seconds)
         if code:
-            if failures:
-                raise TrainingError("; ".join(failures))
+            if seen.failures:
+                raise TrainingError("; ".join(seen.failures))
             said = "\n".join(process.tail(self.output))
             raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
-        return 0
+        return seen
+
+    def _interrupted(self, by: signal.Signals, seen: "Seen") -> int:
+        """The exit code after a commit that `by` asked for."""
+        del seen
+        print(f"ended by {by.name}; the same command goes on from here", file=sys.stderr)
+        return 128 + by
+
+
+@dataclass(frozen=True)
+class QueuedTrainer(Trainer):
+    """A trainer that is a job of Slurm, and queued again when it is interrupted."""
+
+    def _interrupted(self, by: signal.Signals, seen: "Seen") -> int:
+        """Queue the job again, if it is not the scheduler's by now; this process then ends without a result.
+
+        `TrainingError` if another attempt would be in vain: after `cluster.max_restarts`, and when the time limit did
+        not suffice for a single step.
+        """
+        from slurm.requeue import queue_again  # draws reports, which takes a second to import
+
+        job, restart = batch_attempt()
+        if restart >= self.config.cluster.max_restarts:
+            raise TrainingError(f"{by.name}: the job was requeued cluster.max_restarts={restart} times already")
+        if by == NOTICE and not seen.steps:
+            raise TrainingError(
+                "the time limit came before the first step was done, and would again: raise cluster.time"
+            )
+        print(f"ended by {by.name}: {queue_again(find_slurm(), job, restart)}", file=sys.stderr)
+        sys.exit(128 + by)
 
 
 def run_here(trainer: Trainer) -> int:
@@ -184,10 +236,18 @@ def executor_of(trainer: Trainer) -> OneNode:
     return executor
 
 
-def follow(path: Path, over: Callable[[], bool]) -> list[str]:
-    """Print what the logs of the jobs say until the trainer is over; what failed, a line for each job."""
+@dataclass
+class Seen:
+    """What logs said: what failed, a line for each job, and how many steps were done."""
+
+    failures: list[str] = field(default_factory=list)
+    steps: int = 0
+
+
+def follow(path: Path, over: Callable[[], bool]) -> Seen:
+    """Print what the logs of the jobs say until the trainer is over."""
     logs: dict[Path, JobLog] = {}
-    failures: list[str] = []
+    seen = Seen()
     while True:
         gone = over()  # asked before reading: what was written until then is read
         for file in waiting_at(path):
@@ -197,10 +257,11 @@ def follow(path: Path, over: Callable[[], bool]) -> list[str]:
         for file, log in logs.items():
             for line in log.new_lines():
                 print(f"{file.stem}: {describe(line)}", flush=True)
+                seen.steps += line["event"] == "step"
                 if line["event"] == "failed":
-                    failures.append(f"{file.stem}: {line['error']}")
+                    seen.failures.append(f"{file.stem}: {line['error']}")
         if gone:
-            return failures
+            return seen
         time.sleep(_PAUSE)
 
 
@@ -209,4 +270,6 @@ def describe(line: Line) -> str:
     if line["event"] == "step":
         numbers = " ".join(f"{name} {line[name]:.4g}" for name in _SHOWN if line.get(name) is not None)
         return f"step {line['step']} of {line['of']}  {numbers}"
+    if line["event"] == "interrupted":
+        return f"interrupted, {line['step']} of {line['of']} steps are committed"
     return " ".join(filter(None, [line["event"], line.get("error") or line.get("output")]))

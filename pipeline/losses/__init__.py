@@ -16,7 +16,7 @@ from pipeline.errors import TrainingError
 from pipeline.losses.correction import corrected
 from pipeline.losses.objectives import SFT, Level, Objective, PolicyObjective, Supervised, ValueObjective
 from pipeline.losses.penalties import ESTIMATORS, k3
-from pipeline.losses.policy import LARGEST, POLICY_LOSSES, PolicyLoss, Terms
+from pipeline.losses.policy import POLICY_LOSSES, PolicyLoss, Terms
 from pipeline.losses.tokens import LossTokens, ValueTokens
 from pipeline.losses.values import clipped_value
 from pipeline.losses.watched import sums_of
@@ -108,6 +108,6 @@ def _basics(tokens: LossTokens) -> dict[str, Tensor]:
     return {
         "logprob": tokens.logprobs_N,
         "log_ratio": log_ratio_N.abs(),
-        "ratio_kl": k3(-log_ratio_N.clamp(max=LARGEST)),
+        "ratio_kl": k3(-log_ratio_N),
         "advantage": tokens.advantages_N,
     }

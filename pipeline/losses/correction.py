@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.losses.penalties import k3
-from pipeline.losses.policy import LARGEST, Terms, ratio
+from pipeline.losses.policy import Terms, ratio
 from pipeline.losses.tokens import LossTokens
 
 
@@ -30,7 +30,7 @@ def corrected(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
             )
         return loss_N, {}
     log_w_N = tokens.proximal_N - tokens.behaviour_N
-    watched = {"mismatch": log_w_N.abs(), "mismatch_kl": k3(-log_w_N.clamp(max=LARGEST))}
+    watched = {"mismatch": log_w_N.abs(), "mismatch_kl": k3(-log_w_N)}
     if config.correction == "none":
         return loss_N, watched
     w_N = ratio(log_w_N)

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LossConfig
+from pipeline.losses.penalties import LARGEST
 from pipeline.losses.tokens import LossTokens
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[[LossTokens, LossConfig], Terms]
-
-LARGEST = 20.0
-"""A log ratio above it counts as this one, so that no ratio, and no product over a long row, becomes infinite."""
 
 
 def reinforce(tokens: LossTokens, config: LossConfig) -> Terms:

@@ -20,7 +20,7 @@ class LossTokens:
         logprobs_N: log-probability (nats, at the batch's temperature) of each token under the policy; has a gradient.
         weights_N: factor of each token in the global loss; carries the normalisation, so a loss only sums.
         advantages_N: advantage of each token.
-        behaviour_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` where unknown.
+        behaviour_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` in supervised rows.
         proximal_N: log-probability under the policy that the ratio is taken over; `behaviour_N` where unknown.
         rows_N: int64, row of each token, 0 … rows − 1.
         rows: R.

@@ -29,6 +29,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline import files
+from pipeline.checks import check_address, check_mini_batches
 from pipeline.config import OptimConfig, Positive, RunConfig, Section, nearest
 from pipeline.errors import ConfigError
 
@@ -240,18 +241,22 @@ def _keys() -> Iterator[str]:
         yield from section.model_fields
 
 
-def check_alone(file: Path, job: Job) -> None:
-    """`ConfigError` unless a job can stand alone, and can be done without removing anything but what it replaces."""
+def check_alone(file: Path, job: Job, config: RunConfig) -> None:
+    """`ConfigError` unless a job can stand alone, its batches are such as `config` can cut, and it can be done without
+    removing anything but what it replaces, whatever links lead there."""
     for name in ("optimizer_state", "output", "log"):
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
     if isinstance(job.inputs, Stream):
         mend = "pack the rows, or start a run: python launchers/submit.py"
         raise ConfigError(f"{file}: inputs.kind", "stream", "packed, in a job that stands alone", mend)
-    log, output = Path(job.log), Path(job.output)
+    if isinstance(job, RlJob):
+        check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")
+    check_address(f"{file}: optimizer_state", job.optimizer_state, "see docs/checkpoints.md")
+    file, log, output = file.resolve(), Path(job.log), Path(job.output)
     if log.is_dir() or log == file:
         raise ConfigError(f"{file}: log", job.log, "a file of its own")
-    places = {"the job": file, "its log": log, "its optimizer_state": Path(job.optimizer_state)}
+    places = {"the job": file, "its log": log, "its optimizer_state": _place(job.optimizer_state)}
     if isinstance(job.inputs, Packed):
         places["its inputs"] = Path(job.inputs.folder)
     for name, place in places.items():
@@ -259,6 +264,12 @@ def check_alone(file: Path, job: Job) -> None:
             raise ConfigError(f"{file}: output", job.output, f"a folder apart from {name}, {place}")
     if output.exists() and not _is_replaceable(output):
         raise ConfigError(f"{file}: output", job.output, "a new folder, or one with a model or adapter to replace")
+
+
+def _place(address: str) -> Path:
+    """The folder of a path or of a URL of this file system; of any other URL, one that is nowhere."""
+    protocol, is_url, path = address.partition("://")
+    return Path(path).resolve() if is_url and protocol in ("file", "local") else Path(address)
 
 
 def _is_replaceable(path: Path) -> bool:

@@ -85,6 +85,19 @@ class Row:
             raise TrainingError(f"{name}: {field} holds a value that is not finite")
 
 
+def refuse_unsampled(rows: Sequence[Row], name: str = "row") -> None:
+    """Raise `TrainingError` unless every row says what the policy that sampled it gave its tokens.
+
+    Every policy loss is held to it: without them each ratio would be 1, however old the samples are.
+    """
+    for index, row in enumerate(rows):
+        if row.behaviour is None:
+            raise TrainingError(
+                f"{name} {index} has no behaviour, which a policy loss needs: the log-probabilities of its tokens "
+                "under the policy that sampled them"
+            )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Rows with their weights in the global loss.

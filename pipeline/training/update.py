@@ -27,7 +27,7 @@ from pipeline.losses import Objective, ValueObjective
 from pipeline.training import credit
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.staging import Staged
-from pipeline.training.rows import Batch, Column, Row
+from pipeline.training.rows import Batch, Column, Row, refuse_unsampled
 from pipeline.training.spec import models_of
 from pipeline.training.tally import Tally
 
@@ -74,7 +74,8 @@ class PolicyUpdate:
         """Do step `step` with these rows, whose `advantages` are as the preprocessor or the packed file has them.
 
         Returns the metrics of docs/metrics.md; `optimizer_steps` is 0, and there are no others, if no token counts.
-        Raises `TrainingError` before anything is trained for rows that are malformed or not finite.
+        Raises `TrainingError` before anything is trained for rows that are malformed, not finite, or without
+        `behaviour`.
         """
         every = self._loss.reference_every
         if self._loss.kl and every and step and step % every == 0:
@@ -88,6 +89,7 @@ class PolicyUpdate:
 
     def _cut(self, rows: Sequence[Row], step: int) -> list[MiniBatch]:
         """The mini-batches that have counted tokens. Weights are decided over each whole one."""
+        refuse_unsampled(rows)
         found: list[MiniBatch] = []
         for places in cut_by_prompt(rows, self._config.training.mini_batches, [self._config.seed, step]):
             batch = Batch.of(

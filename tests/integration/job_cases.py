@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
@@ -97,3 +98,15 @@ def write_job(folder: Path, kind: str, name: str = "", rows: list[Row] | None = 
 def events(log: Path) -> list[str]:
     """The events of a job's log, in order."""
     return [json.loads(line)["event"] for line in log.read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same(one: Path, other: Path, tolerance: float = 0.0) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        np.testing.assert_allclose(tensor, theirs[name], rtol=0, atol=tolerance, err_msg=name)

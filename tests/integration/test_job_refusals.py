@@ -124,7 +124,7 @@ def test_rl_without_what_the_sampling_policy_said_is_refused(
     dispatch: Dispatch, config: RunConfig, tmp_path: Path
 ) -> None:
     rows = [replace(row, behaviour=None) for row in make_rows()]
-    with pytest.raises(TrainingError, match="has no behaviour, which this job needs"):
+    with pytest.raises(TrainingError, match="rl-data: row 0 has no behaviour, which a policy loss needs"):
         execute(write_job(tmp_path, "rl", "rl", rows), dispatch, config)
     assert (tmp_path / "rl-data").exists()
 

@@ -6,16 +6,12 @@ python -m pytest -m trial tests/integration/test_jobs.py kills the two.
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from pipeline import folders
 from pipeline.checkpoints import TrainerState
@@ -32,11 +28,19 @@ from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
 from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
-from tests.integration.job_cases import STEPS, config_of, events, world_of_one, write_job, write_model
+from tests.integration.job_cases import (
+    STEPS,
+    assert_same,
+    config_of,
+    events,
+    weights,
+    world_of_one,
+    write_job,
+    write_model,
+)
 from tests.integration.job_ranks import KILLED_AT, execute_on_rank
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 
 
 class Crash(BaseException):
@@ -59,18 +63,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(model: Path) -> RunConfig:
     return config_of(model)
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
-def assert_same(one: Path, other: Path, tolerance: float = 0.0) -> None:
-    mine, theirs = weights(one), weights(other)
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        np.testing.assert_allclose(tensor, theirs[name], rtol=0, atol=tolerance, err_msg=name)
 
 
 def moments_taken(worker: Worker) -> set[float]:
@@ -287,6 +279,31 @@ def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_sched
     assert seen == [({0.0}, begun), ({float(STEPS)}, begun)]
 
 
+def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_decay(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
+    execute(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
+    seen: list[list[tuple[Any, ...]]] = []
+    inherited = JobState.inherit
+
+    def look(state: JobState) -> None:
+        inherited(state)
+        seen.extend(dispatch.pass_through(name, settings_seen)[0] for name in ("policy", "critic"))
+
+    monkeypatch.setattr(JobState, "inherit", look)
+    optim = {"lr": 1e-3, "beta1": 0.5, "beta2": 0.75, "eps": 1e-4, "weight_decay": 0.25}
+    schedule = {"steps": 1, "prompts": 3, "optim": optim}
+    execute(write_job(tmp_path, "rl", "second", schedule=schedule), dispatch, with_critic)
+    assert seen == [[((0.5, 0.75), 1e-4, 0.25), ((0.5, 0.75), 1e-4, 0.0)]] * 2
+
+
+def settings_seen(worker: Worker) -> list[tuple[Any, ...]]:
+    """Of matrices, and of vectors."""
+    assert worker.optimizer is not None
+    return [(tuple(each["betas"]), each["eps"], each["weight_decay"]) for each in worker.optimizer.adamw.param_groups]
+
+
 def progress_of(worker: Worker) -> dict[str, int]:
     assert worker.optimizer is not None
     return worker.optimizer.progress()
@@ -375,30 +392,3 @@ def test_two_ranks_are_killed_and_one_ends_the_job(model: Path, uninterrupted: P
     run_ranks(1, execute_on_rank, file, model)
     assert events(tmp_path / "rl.jsonl") == ["started", "step", "finished"]
     assert_same(tmp_path / "rl-model", uninterrupted, tolerance=1e-6)
-
-
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_launcher_executes_a_folder_of_jobs_and_tells_what_their_logs_say(model: Path, tmp_path: Path) -> None:
-    write_job(tmp_path, "sft")
-    settings = ("model.init=pretrained", "model.max_length=48", "resources.trainer.processes=2")
-    ended = launch(str(tmp_path), f"model.path={model}", *settings)
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
-    assert lines[0] == "sft: started"
-    assert [line.partition("  ")[0] for line in lines[1:-1]] == [
-        f"sft: step {n} of {STEPS}" for n in range(1, STEPS + 1)
-    ]
-    assert lines[-1] == f"sft: finished {tmp_path / 'sft-model'}"
-    assert (tmp_path / "done" / "sft.json").exists()
-
-
-def test_the_launcher_refuses_what_it_cannot_read_before_anything_starts(tmp_path: Path) -> None:
-    write_job(tmp_path, "sft", kind="dpo")
-    ended = launch(str(tmp_path))
-    assert ended.returncode == 2
-    assert "kind='dpo': expected one of sft, rl" in ended.stderr
-    assert not (tmp_path / "trainer.out").exists()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import RunConfig
+from pipeline.config import LossConfig, RunConfig
 from pipeline.errors import TrainingError
-from pipeline.losses import ValueObjective
+from pipeline.losses import SFT, ValueObjective
 from pipeline.training import credit
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.rows import Batch, Row
@@ -218,6 +219,21 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: D
     assert update.whole
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
+
+
+def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_trained(
+    dispatch: Dispatch, model: Path
+) -> None:
+    update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae", "proximal": "recompute"}))
+    before, unsampled = parameters(dispatch), [replace(row, behaviour=None) for row in some_rows()]
+    with pytest.raises(TrainingError, match="row 0 has no behaviour, which a policy loss needs"):
+        update.run(unsampled, 0)
+    with pytest.raises(TrainingError, match="row 0 has no behaviour, which a policy loss needs"):
+        dispatch.forward_backward("policy", Batch.of(unsampled), LossConfig(name="grpo"))
+    assert update.whole
+    assert alike(parameters(dispatch), before)
+    assert update.run(some_rows(), 0)["skipped"] == 0
+    assert dispatch.forward_backward("policy", Batch.of(unsampled), SFT)["loss"] > 0
 
 
 def test_models_are_not_whole_when_a_step_ends_in_between(

@@ -22,7 +22,7 @@ LOW, HIGH, CAP, BETA = 0.8, 1.4, 1.3, 0.3
 KL: dict[Estimator, Callable[[float], float]] = {
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2,
-    "k3": lambda d: math.exp(-d) - 1 + d,
+    "k3": lambda d: math.exp(-max(d, -20)) - 1 + max(d, -20),
 }
 
 

@@ -11,7 +11,7 @@ from slurm.compose import compose_config, groups
 
 @pytest.mark.parametrize("loss", groups()["loss"])
 def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
-    check_config(compose_config(["experiment=demo", f"loss={loss}"]))
+    check_run(compose_config(["experiment=demo", f"loss={loss}"]))
 
 
 @pytest.mark.parametrize(
@@ -24,23 +24,48 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
         ["training.overlong=mask", "training.zero_advantage=drop", "loss.advantage=group_batch"],
         ["training.compile=true", "training.activation_checkpointing=true", "training.offload=true"],
         ["model.lora.rank=4", "loss.kl=0.1"],
+        ["model.lora.rank=4", "model.lora.alpha=8"],
+        ["loss.kl=0.1", "loss.kl_estimator=k2"],
+        ["loss.kl=0.1", "loss.kl_estimator=k1", "loss.kl_in=reward"],
+        ["loss=ppo", "critic.lr=1e-3", "critic.clip=0", "loss.trace=0.9"],
+        ["loss=rloo", "loss.ratio_cap=2"],
     ],
 )
 def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
-    check_config(compose_config(["experiment=demo", *overrides]))
+    check_run(compose_config(["experiment=demo", *overrides]))
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["training.mini_batches=5"], "expected a divisor of training.prompts_per_step (32)"),
-        (["training.mini_batches=64"], "expected a divisor of training.prompts_per_step (32)"),
-        (["loss.kl_in=reward"], "loss.kl_in='reward': expected loss, without a KL"),
-        (["loss.reference_every=5"], "there is no reference model"),
+        (
+            ["loss.kl_in=reward"],
+            "expected its default ('loss'), since loss.kl=0.0 does not read it; leave it out, or set",
+        ),
+        (["loss.reference_every=5"], "or set loss.kl above 0"),
+        (["loss.kl_estimator=k1"], "or set loss.kl above 0"),
+        (["loss.kl=0.1", "loss.kl_estimator=k1"], "the gradient of k1 has mean zero; set loss.kl_estimator=k2"),
+        (["loss.beta=0.1"], "loss.beta=0.1: expected its default (0.05), since loss.name=grpo does not read it"),
+        (["loss=ppo", "loss.beta=0.1"], "since loss.name=ppo does not read it; leave it out, or set loss.name=dro"),
+        (["loss.ratio_cap=2"], "or set loss.name=reinforce or rloo"),
+        (["loss=dro", "loss.clip_high=0.3"], "or set loss.name=ppo, grpo, gspo, dr_grpo, dapo, cispo or reinforce_pp"),
+        (
+            ["loss.trace=0.5"],
+            "since loss.advantage=group_std does not read it; leave it out, or set loss.advantage=gae",
+        ),
+        (["critic.lr=1e-3"], "or set loss.advantage=gae"),
+        (["critic.clip=0"], "or set loss.advantage=gae"),
+        (["loss.proximal=recompute", "loss.correction_cap=3"], "or set loss.correction=truncate or mask"),
+        (
+            ["model.lora.alpha=8"],
+            "since model.lora.rank=0 does not read it; leave it out, or set model.lora.rank above 0",
+        ),
+        (["training.checkpoints=s3://"], "training.checkpoints='s3://': expected a bucket or a folder after s3://"),
+        (["training.checkpoints=s3:///"], "expected a bucket or a folder after s3://"),
         (["loss.correction=truncate"], "set loss.proximal=recompute"),
         (["loss=ppo", "training.zero_advantage=drop"], "samples that score alike teach there"),
         (["loss=reinforce_pp", "training.zero_advantage=drop"], "samples that score alike teach there"),
-        (["model.lora.adapter=somewhere"], "set model.lora.rank to that adapter's"),
+        (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
         (["rollout.min_samples=9"], "at most rollout.attempts (8)"),
         (["training.micro_batch_tokens=8"], "so that every sample fits"),
@@ -51,6 +76,13 @@ def test_what_cannot_is_refused_with_its_mend(overrides: list[str], said: str) -
     with pytest.raises(ConfigError) as refused:
         check_config(compose_config(["experiment=demo", *overrides]))
     assert said in str(refused.value)
+
+
+def test_mini_batches_of_a_run_are_of_one_size() -> None:
+    with pytest.raises(
+        ConfigError, match=r"divisor of training\.prompts_per_step \(32\), since each takes whole prompts"
+    ):
+        check_run(compose_config(["experiment=demo", "training.mini_batches=3"]))
 
 
 def test_jobs_that_stand_alone_may_use_gpus_and_runs_may_not() -> None:

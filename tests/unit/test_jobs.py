@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline import folders
+from pipeline.checks import check_config
 from pipeline.errors import ConfigError
 from pipeline.training.jobs import (
     Demonstrations,
@@ -23,6 +24,9 @@ from pipeline.training.jobs import (
 )
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.queue import JobQueue
+from slurm import train
+from slurm.compose import compose_config
+from slurm.train import Trainer, name_of
 from tests.fakes.configs import make_config
 
 RL: dict[str, Any] = {
@@ -262,11 +266,75 @@ def test_a_job_may_replace_nothing_but_a_model(changed: dict[str, Any], said: st
     for kind in (SFT, RL | {"optimizer_state": "state"}):
         file = write(tmp_path, "a.json", kind | changed)
         with pytest.raises(ConfigError, match=said):
-            check_alone(file, read_job(file))
+            check_alone(file, read_job(file), make_config())
 
 
 def test_a_job_may_replace_the_model_that_it_starts_from(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     file = write(tmp_path, "a.json", SFT | {"checkpoint": "model"})
-    check_alone(file, read_job(file))
+    check_alone(file, read_job(file), make_config())
+
+
+def test_a_job_that_is_reached_by_a_link_may_not_replace_its_own_folder_either(tmp_path: Path) -> None:
+    (tmp_path / "real" / "jobs").mkdir(parents=True)
+    (tmp_path / "real" / "config.json").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for state in ("../../state", f"file://{tmp_path}/link/state"):
+        write(
+            tmp_path / "real" / "jobs", "a.json", SFT | {"output": "..", "optimizer_state": state, "log": "../../log"}
+        )
+        file = tmp_path / "link" / "jobs" / "a.json"
+        with pytest.raises(ConfigError, match="apart from the job"):
+            check_alone(file, read_job(file), make_config())
+    write(tmp_path / "real" / "jobs", "a.json", SFT | {"output": "../state", "optimizer_state": state})
+    with pytest.raises(ConfigError, match="apart from its optimizer_state"):
+        check_alone(file, read_job(file), make_config())
+
+
+def test_an_optimizer_state_without_a_bucket_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.json", RL | {"optimizer_state": "s3://"})
+    with pytest.raises(ConfigError, match="optimizer_state='s3://': expected a bucket or a folder after s3://"):
+        check_alone(file, read_job(file), make_config())
+
+
+def test_the_prompts_of_a_job_of_rl_are_cut_into_mini_batches_of_one_size(tmp_path: Path) -> None:
+    three = make_config(training={"steps": 1, "prompts_per_step": 32, "mini_batches": 3})
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    file = write(folder, "a.json", RL | {"schedule": {"steps": 1, "prompts": 6}})
+    check_config(three)
+    check_alone(file, read_job(file), three)
+    check_alone(write(tmp_path, "b.json", SFT), read_job(tmp_path / "b.json"), three)
+    file = write(folder, "a.json", RL | {"schedule": {"steps": 1, "prompts": 32}})
+    with pytest.raises(
+        ConfigError, match=r"mini_batches=3: expected a divisor of schedule\.prompts of .*a\.json \(32\)"
+    ):
+        check_alone(file, read_job(file), three)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a b.json", "a-b"),
+        ("lr=1.json", "lr-1"),
+        ("007", "007"),
+        ("-.json", "jobs"),
+        ("é.json", "jobs"),
+        ("_x{y}", "x-y-"),
+    ],
+)
+def test_a_path_of_any_letters_gives_the_config_a_name(name: str, expected: str, tmp_path: Path) -> None:
+    assert name_of(tmp_path / name) == expected
+    assert compose_config([f"name='{name_of(tmp_path / name)}'", "training.steps=1"]).name == expected
+
+
+def test_a_job_below_a_path_of_any_letters_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Trainer] = []
+    monkeypatch.setattr(train, "run_here", lambda trainer: started.append(trainer) or 0)
+    folder = tmp_path / "lr=1 [é]"
+    folder.mkdir()
+    file = write(folder, "step 7, lr=2.json", SFT)
+    assert [train.main([str(path), "training.steps=1"]) for path in (file, folder)] == [0, 0]
+    assert [(each.path, each.config.name) for each in started] == [(file, "step-7-lr-2"), (folder, "lr-1-")]
+    assert train.main([str(tmp_path / "x=y.json")]) == 2

@@ -13,6 +13,9 @@ from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.penalties import ESTIMATORS
+from pipeline.readers import READ_WITH
+from tests.fakes.configs import make_config
+from tests.integration.oracle_losses import divergence
 from tests.unit.losses_by_hand import (
     BOUNDS,
     FORMULAS,
@@ -60,6 +63,16 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(
     rows = rows_by_hand(t)
     assert total(t, config)[0].item() == pytest.approx(loss_by_hand(rows, config))
     assert gradient(t, config) == pytest.approx(slopes_by_hand(rows, config), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("changed", [{"clip_low": 0.9}, {"clip_high": 3.0}, {"ratio_cap": 1.1}, {"beta": 0.9}], ids=str)
+def test_a_loss_reads_the_keys_that_the_table_says(name: str, changed: dict[str, float]) -> None:
+    config = make_config(loss={"name": name, **BOUNDS})
+    (key,) = changed
+    other = config.loss.model_copy(update=changed)
+    same = all(total(tokens(seed), config.loss)[0] == total(tokens(seed), other)[0] for seed in range(5))
+    assert READ_WITH[f"loss.{key}"].reads(config) != same
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,6 +161,30 @@ def test_a_kl_in_the_reward_is_no_term_of_the_loss_but_is_watched() -> None:
 def test_a_kl_term_without_reference_log_probabilities_is_refused() -> None:
     with pytest.raises(TrainingError, match="needs reference log-probabilities"):
         total(tokens(reference_N=None), LossConfig(name="grpo", kl=0.1))
+
+
+@pytest.mark.parametrize("difference", [-3000.0, -88.8, -20.1, -20.0, -19.9, -1.0, 0.0, 1.0, 20.1, 3000.0])
+def test_k3_and_its_gradient_stay_finite_and_are_the_oracles(difference: float) -> None:
+    mine, theirs = (torch.tensor(difference, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    k3, expected = ESTIMATORS["k3"](mine), divergence(theirs, "k3")
+    k3.backward()
+    expected.backward()
+    assert k3.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    assert ESTIMATORS["k3"](torch.tensor(difference)).isfinite()
+    if difference < -20:
+        assert mine.grad == 0
+
+
+def test_a_reference_far_off_makes_no_loss_and_no_gradient_infinite() -> None:
+    t = tokens()
+    far = replace(t, logprobs_N=all_at(-200).float().requires_grad_(), reference_N=all_at(0).float())
+    far = replace(far, **{name: getattr(t, name).float() for name in ("weights_N", "advantages_N", "behaviour_N")})
+    loss, sums = total(replace(far, proximal_N=far.logprobs_N.detach()), LossConfig(name="grpo", kl=0.1))
+    (slopes,) = torch.autograd.grad(loss, far.logprobs_N)
+    assert loss.isfinite()
+    assert slopes.isfinite().all()
+    assert all(value.isfinite() for value in sums.values())
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])

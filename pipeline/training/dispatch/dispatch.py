@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config import OptimConfig, RunConfig
+from pipeline.config import LossConfig, OptimConfig, RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
 from pipeline.packing import Budget
@@ -43,7 +43,7 @@ from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import Device, Patience, Site, joined
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
-from pipeline.training.rows import Batch, Column
+from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.offload import Memory
 from pipeline.training.workers.worker import ModelInfo, Worker
@@ -184,6 +184,8 @@ class Dispatch:
         Gradients accumulate over calls until `optim_step`.
         """
         cut = self._cut((name,), data)
+        if isinstance(loss, LossConfig):
+            refuse_unsampled(cut.batch.rows)
         settings = (self._budget.packed, loss, loss_weight, level)
         arguments = [(name, given, *settings) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run(

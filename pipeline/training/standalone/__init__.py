@@ -7,4 +7,5 @@
 | `packed` | the rows as memory-mapped files |
 | `state` | commits of a job, and what it goes on from |
 | `queue`, `log` | which job is next; what is told of it |
+| `stop` | how an execution is told to end early |
 """

@@ -11,6 +11,7 @@ from functools import partial
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level
+from pipeline.training.batches import Pulse
 from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import Job, RlJob, SftJob
@@ -24,15 +25,16 @@ from pipeline.training.update import PolicyUpdate
 
 
 def algorithm_of(
-    job: Job, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows | None
+    job: Job, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows | None, pulse: Pulse
 ) -> Algorithm:
-    """What trains the job: on the packed rows, or without them on the task's demonstrations."""
+    """What trains the job: on the packed rows, or without them on the task's demonstrations. Each step begins with a
+    `pulse`, which may raise `Interrupted`."""
     if isinstance(job, SftJob):
         rows = partial(_in_turn, packed) if packed else TaskDemonstrations(config)
-        return FineTuningAlone(job, dispatch, rows, config.training.metrics, state)
+        return FineTuningAlone(job, dispatch, rows, config.training.metrics, state, pulse)
     if packed is None:
         raise TrainingError("a job of RL that stands alone trains packed rows")
-    return LearningAlone(job, config, dispatch, state, packed)
+    return LearningAlone(job, config, dispatch, state, packed, pulse)
 
 
 def _in_turn(packed: PackedRows, step: int, count: int) -> list[Row]:
@@ -42,8 +44,10 @@ def _in_turn(packed: PackedRows, step: int, count: int) -> list[Row]:
 class FineTuningAlone(SupervisedFineTuning):
     """The `Algorithm` of an `SftJob` that stands alone: a fresh one goes on with the moments of the one before."""
 
-    def __init__(self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, level: Level, state: JobState) -> None:
-        super().__init__(job, dispatch, rows, dispatch.idle, level)
+    def __init__(
+        self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, level: Level, state: JobState, pulse: Pulse
+    ) -> None:
+        super().__init__(job, dispatch, rows, pulse, level)
         self._state = state
 
     def begin(self, step: int) -> None:
@@ -55,8 +59,10 @@ class FineTuningAlone(SupervisedFineTuning):
 class LearningAlone:
     """The `Algorithm` of an `RlJob` on packed rows, whose advantages (or rewards) they bring."""
 
-    def __init__(self, job: RlJob, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows) -> None:
-        self.job = job
+    def __init__(
+        self, job: RlJob, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows, pulse: Pulse
+    ) -> None:
+        self.job, self._pulse = job, pulse
         self._state, self._packed = state, packed
         self._update = PolicyUpdate(dispatch, config)
         self._skips = Skips()
@@ -72,6 +78,7 @@ class LearningAlone:
             self._state.inherit()
 
     def step(self, step: int) -> Mapping[str, float]:
+        self._pulse()
         started = time.monotonic()
         rows = self._packed.rows(self._packed.of_prompts(step, self.job.prompts))
         metrics = self._update.run(rows, step)

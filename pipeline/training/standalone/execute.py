@@ -9,26 +9,27 @@ on from its last commit; and that by the time a job is announced as finished
 3. every rank has given its device memory back,
 4. its data folder is removed, and its file has left the queue.
 
-A job that fails keeps its data. Rank 0 alone looks at folders and files; the others learn of a job by what they are
-told to do. Run by torchrun:
+A job that fails keeps its data; so does one that is told to end early, after a commit of the steps that are done. Rank
+0 alone looks at folders and files; the others learn of a job by what they are told to do. Run by torchrun:
 
-    python -m pipeline.training.standalone.execute <job file or folder> <config as JSON>
+    python -m pipeline.training.standalone.execute <job file or folder> <config as JSON> <file that asks it to stop>
 """
 
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline import folders
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
 from pipeline.errors import CheckpointError, RollcallError, TrainingError
 from pipeline.models import model_directory
+from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
 from pipeline.training.dispatch.release import release
 from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
-from pipeline.training.rows import Column
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
@@ -37,25 +38,29 @@ from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.packed import PackedRows, remove_packed
 from pipeline.training.standalone.queue import JobQueue
 from pipeline.training.standalone.state import JobState
+from pipeline.training.standalone.stop import Stop
 from pipeline.training.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def serve(path: Path, dispatch: Dispatch, config: RunConfig) -> None:
+def serve(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None = None) -> None:
     """Execute the job of a file, or those of a folder until none is left that can be executed.
 
     Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
-    needs nothing of the failed one; then `TrainingError` at the end says what failed and what waits.
+    needs nothing of the failed one; then `TrainingError` at the end says what failed and what waits. A `pulse` that
+    raises `Interrupted` ends everything: the job stays where it is.
     """
     if not path.is_dir():
-        execute(path, dispatch, config)
+        execute(path, dispatch, config, pulse=pulse)
         return
     queue, failures = JobQueue(path), []
     while (file := queue.next()) is not None:
         try:
-            execute(file, dispatch, config, put_away=queue.done)
+            execute(file, dispatch, config, put_away=queue.done, pulse=pulse)
+        except Interrupted:
+            raise
         except RollcallError as error:
             failures.append(file.name)
             queue.failed(file, one_line(error))
@@ -67,36 +72,62 @@ def serve(path: Path, dispatch: Dispatch, config: RunConfig) -> None:
 
 
 def execute(
-    file: Path, dispatch: Dispatch, config: RunConfig, put_away: Callable[[Path], None] = lambda file: None
+    file: Path,
+    dispatch: Dispatch,
+    config: RunConfig,
+    put_away: Callable[[Path], None] = lambda file: None,
+    pulse: Pulse | None = None,
 ) -> None:
     """Do the job of a file and announce it; raises what it failed with, which its log then says too.
 
-    `put_away` is called with the file right before the announcement.
+    `put_away` is called with the file right before the announcement, `pulse` (by default `dispatch.idle`) before each
+    step: if it raises `Interrupted`, the steps that are done are committed and the log says so.
     """
     job = read_job(file)
     identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
-    check_alone(file, job)
+    check_alone(file, job, config)
     told = JobLog(Path(job.log))
     told.clear()
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
     log.info("%s: %s", file, job.kind)
-    try:
-        Execution(job, identity, dispatch, config, told).run()
+    with _failures_told(dispatch, told):
+        execution = Execution(job, identity, dispatch, config, told, pulse or dispatch.idle)
+        try:
+            execution.run()
+        except Interrupted:
+            told.write("interrupted", step=execution.done, of=job.steps)
+            raise
         put_away(file)
-    except RollcallError as error:
-        _forget_models(dispatch)
-        told.write("failed", error=one_line(error))
-        raise
     told.write("finished", job=str(file), output=job.output)
     log.info("%s: finished", file)
 
 
-class Execution:
-    """One execution of one job, and its `runner.Book`."""
+@contextmanager
+def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
+    """Have the log say what ends the block early, and no model be left; `OSError` becomes `TrainingError`."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except Exception as error:
+        _forget_models(dispatch)
+        try:
+            told.write("failed", error=one_line(error))
+        except OSError as unwritable:
+            log.error("%s does not say why its job failed: %s", told.path, unwritable)
+        if isinstance(error, OSError):
+            raise TrainingError(f"rank 0: {one_line(error)}") from error
+        raise
 
-    def __init__(self, job: Job, identity: str, dispatch: Dispatch, config: RunConfig, told: JobLog) -> None:
-        self._job, self._dispatch, self._told = job, dispatch, told
-        self._output = Path(job.output)
+
+class Execution:
+    """One execution of one job, and its `runner.Book`; `done` are the steps that it did or found committed."""
+
+    def __init__(
+        self, job: Job, identity: str, dispatch: Dispatch, config: RunConfig, told: JobLog, pulse: Pulse
+    ) -> None:
+        self._job, self._dispatch, self._told, self._pulse = job, dispatch, told, pulse
+        self._output, self.done = Path(job.output), 0
         for folder in filter(None, (job.output, job.checkpoint)):
             folders.mend(Path(folder))
         self._config = starting_from(job, config)
@@ -105,7 +136,7 @@ class Execution:
     def run(self) -> None:
         """Train what is left of the job, write its model, and give everything back."""
         job = self._job
-        done = self._state.find()
+        done = self.done = self._state.find()
         models = models_of(self._config, job.kind, job.optim, job.steps)
         for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
             self._dispatch.init_model(name, models[name])
@@ -127,13 +158,12 @@ class Execution:
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = Runner(self, training.checkpoint_every, machine)
         if not isinstance(job.inputs, Packed):
-            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, None), done)
+            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse), done)
             return
         with PackedRows(Path(job.inputs.folder)) as packed:
             longest = min(self._config.model.max_length, training.micro_batch_tokens)
-            needed: tuple[Column, ...] = ("behaviour",) if isinstance(job, RlJob) else ()
-            packed.check(self._dispatch.models["policy"].vocabulary, longest, needed)
-            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed), done)
+            packed.check(self._dispatch.models["policy"].vocabulary, longest, sampled=isinstance(job, RlJob))
+            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed, self._pulse), done)
 
     def _export(self) -> None:
         part = folders.unfinished(self._output)
@@ -152,6 +182,7 @@ class Execution:
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `runner.Book`."""
+        self.done = step
         self._told.write("step", step=step, of=job.steps, **metrics)
         log.info("%s step %d of %d: loss %.4g", job.kind, step, job.steps, metrics.get("loss", float("nan")))
 
@@ -205,12 +236,20 @@ def main(arguments: list[str]) -> None:
     from pipeline import logs, process
 
     process.die_with_parent()
-    path, config = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1]))
+    path, config, stop = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1])), Stop(Path(arguments[2]))
     logs.configure("trainer")
 
     def lead(dispatch: Dispatch) -> None:
+        def pulse() -> None:
+            dispatch.idle()
+            if stop.asked:
+                raise Interrupted("told to stop")
+
         try:
-            serve(path, dispatch, config)
+            serve(path, dispatch, config, pulse)
+        except Interrupted as reason:
+            log.info("%s", reason)
+            stop.answer()
         except RollcallError as error:
             log.error("%s", one_line(error))
             raise SystemExit(error.exit_code) from None

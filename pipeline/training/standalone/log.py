@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ENDS = ("finished", "failed")
+ENDS = ("finished", "failed", "interrupted")
 """The events after which an execution writes nothing more."""
 Line = dict[str, Any]
 _INFINITE = (float("inf"), float("-inf"))

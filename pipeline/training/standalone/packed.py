@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from pipeline import files
 from pipeline.errors import TrainingError
-from pipeline.training.rows import COLUMNS, Column, Row
+from pipeline.training.rows import COLUMNS, Row, refuse_unsampled
 
 PACKED_VERSION = 1
 MANIFEST = "manifest.json"
@@ -176,16 +176,15 @@ class PackedRows:
         """These rows; views that must be gone before `close`."""
         return [self._row(index) for index in indices]
 
-    def check(self, vocabulary: int, longest: int, columns: Sequence[Column] = ()) -> None:
-        """Raise `TrainingError` unless there are these columns, and every row can be trained by a model of this
-        vocabulary and length.
+    def check(self, vocabulary: int, longest: int, sampled: bool = False) -> None:
+        """Raise `TrainingError` unless every row can be trained by a model of this vocabulary and length, and if they
+        must be `sampled`, by a policy loss.
 
         Names the first row that cannot: a number that is not finite, a token that the model does not know, more tokens
         than `longest`.
         """
-        missing = [column for column in columns if column not in self.manifest.arrays]
-        if missing:
-            raise TrainingError(f"{self.folder} has no {missing[0]}, which this job needs")
+        if sampled:
+            refuse_unsampled([self._row(0)], f"{self.folder}: row")
         if self.manifest.vocabulary != vocabulary:
             raise TrainingError(
                 f"{self.folder} was packed for a vocabulary of {self.manifest.vocabulary}; the model has {vocabulary}"

@@ -2,8 +2,9 @@
 
 Owns `optimizer_state`: commits of all models with their optimizers below that address (see `pipeline.checkpoints`).
 Promises that a job which was interrupted goes on with exactly what it committed; that a new one takes over the moments
-of the optimizer, the critic and the reference of the job before it, but neither its policy nor its schedule; and that
-SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the seventh step from this state on.
+of the optimizer, the critic and the reference of the job before it, but neither its policy, its schedule nor any other
+setting of AdamW; and that SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the seventh step
+from this state on.
 
     state = JobState(job, identity, dispatch)
     done = state.find()                # steps of this very job that are committed

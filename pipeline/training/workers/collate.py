@@ -45,7 +45,7 @@ class MicroBatch:
     def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
         """The counted tokens with the policy's answer about them; numbers in the type of `logprobs_N`.
 
-        Rows without behaviour log-probabilities count as sampled by the policy itself: their ratio is 1.
+        Rows without behaviour log-probabilities, which only supervised losses are given, get the policy's own.
         """
         rows = self.batch.rows
         behaviour_N = self._given("behaviour", logprobs_N)

@@ -171,11 +171,15 @@ class Worker:
         return {"model": model, "optimizer": moments, "progress": self.optimizer.progress()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of the form of `state()`."""
+        """Take over a state of the form of `state()`. Betas, epsilon and weight decay stay those of the spec, though
+        they lie beside the moments."""
         states.set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:
             adamw = self.optimizer.adamw
+            own = [{key: value for key, value in group.items() if key != "params"} for group in adamw.param_groups]
             states.set_optimizer_state_dict(self.model, adamw, state["optimizer"], options=self._options)
+            for group, settings in zip(adamw.param_groups, own, strict=True):
+                group.update(settings)
             self.optimizer.load_progress(state["progress"])
 
     def save_hf_model(self, path: Path) -> None:

@@ -1,0 +1,53 @@
+"""What a process hears that is told to end, but has something to put in order first.
+
+Owns the signals by which schedulers, shells and users say so, and their handlers for the length of a block. Promises
+that the first of them is only noted, with one line for people, and that a second Ctrl-C ends the process as it would
+have without: who is impatient is obeyed. A signal that the process was started to ignore (nohup) stays ignored.
+
+    with heard(stop.ask) as told:
+        …                       # minutes
+    if told.by: …               # SIGTERM
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NOTICE = signal.SIGUSR2
+"""What Slurm sends `cluster.notice_seconds` before the time limit."""
+
+
+class Told:
+    """`by`: the first signal that was heard, or None."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.by: signal.Signals | None = None
+        self._act = act
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The handler; `KeyboardInterrupt` for a Ctrl-C that is not the first signal."""
+        del frame
+        if self.by is None:
+            self.by = signal.Signals(number)
+            self._act()
+            os.write(2, f"{self.by.name}: ending after this step, which is committed; Ctrl-C ends at once\n".encode())
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def heard(act: Callable[[], None]) -> Iterator[Told]:
+    """Call `act` at the first signal of the block. Only for the main thread."""
+    told, before = Told(act), dict[signal.Signals, Any]()
+    try:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, told)
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,126 @@
+"""What becomes of a trainer of jobs whose process is told to end."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import TrainingError
+from pipeline.training.standalone.stop import Stop
+from pipeline.waiting import wait_for
+from slurm import requeue, train
+from slurm.hearing import NOTICE, SIGNALS, heard
+from slurm.train import QueuedTrainer, Seen, Trainer, run_here
+from tests.fakes.configs import make_config
+
+RANK = """
+import sys, time
+from pathlib import Path
+from pipeline.training.standalone.stop import Stop
+stop = Stop(Path(sys.argv[1]))
+Path(sys.argv[2]).touch()
+for _ in range(400):
+    time.sleep(0.02)
+    if stop.asked and sys.argv[3] == "answers":
+        stop.answer()
+        break
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain_handlers() -> Iterator[None]:
+    """Python's own handlers, whatever a shell or an earlier test left."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class OneRank(Trainer):
+    """A trainer whose only process waits until it is asked to stop; it answers, or not."""
+
+    says: str = "answers"
+
+    def _command(self, stop: Stop) -> list[str]:
+        return [sys.executable, "-c", RANK, str(stop.path), str(self.path / "here"), self.says]
+
+
+def tell(path: Path, *numbers: signal.Signals) -> None:
+    """Send these to this process once the rank is there."""
+
+    def send() -> None:
+        wait_for("the rank", (path / "here").exists, 30)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            threading.Event().wait(0.1)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_trainer_that_is_told_to_end_ends_after_the_answer_with_the_signals_code(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tell(tmp_path, number)
+    assert run_here(OneRank(tmp_path, make_config())) == 128 + number
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        f"{number.name}: ending after this step, which is committed; Ctrl-C ends at once",
+        f"ended by {number.name}; the same command goes on from here",
+    ]
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tell(tmp_path, signal.SIGINT, signal.SIGINT)
+    assert run_here(OneRank(tmp_path, make_config(), says="nothing")) == 130
+    assert "the same command goes on from the last commit" in capfd.readouterr().err
+
+
+def test_what_was_ignored_before_stays_ignored_and_handlers_come_back() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked: list[int] = []
+    with heard(lambda: asked.append(1)) as told:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert told.by is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (told.by, asked) == (signal.SIGTERM, [1])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def end_on_node(by: signal.Signals, steps: int, restarts: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which jobs are queued again when a job of Slurm was interrupted."""
+    queued: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    monkeypatch.setattr(train, "find_slurm", lambda: None)
+    monkeypatch.setattr(requeue, "queue_again", lambda scheduler, job, restart: queued.append(f"{job}-{restart}"))
+    config = make_config(cluster={"kind": "slurm", "max_restarts": 3})
+    with pytest.raises(SystemExit) as ended:
+        QueuedTrainer(Path("job.json"), config)._interrupted(by, Seen(steps=steps))
+    assert ended.value.code == 128 + by
+    return queued
+
+
+@pytest.mark.parametrize(("by", "steps"), [(NOTICE, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 0)])
+def test_an_interrupted_job_of_slurm_is_queued_again(
+    by: signal.Signals, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert end_on_node(by, steps, 2, monkeypatch) == ["7-2"]
+
+
+def test_a_job_whose_time_limit_does_not_suffice_for_a_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match=r"raise cluster\.time"):
+        end_on_node(NOTICE, 0, 0, monkeypatch)
+
+
+def test_a_job_that_was_queued_again_too_often_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match="max_restarts=3 times already"):
+        end_on_node(signal.SIGTERM, 5, 3, monkeypatch)
