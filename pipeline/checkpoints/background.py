@@ -80,10 +80,15 @@ class Saver:
                 _prune(root, keep, group)
                 outcome.set_result(checkpoint)
             except CheckpointError as error:
-                outcome.set_exception(error)
+                fail(error)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `result` reports it)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                outcome.set_exception(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
+                fail(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
+
+        def fail(error: CheckpointError) -> None:
+            if _leads(group):  # at once: whoever asks for the result may be held up, and be ended before
+                log.warning("%s-%d is not committed: %s", state.job, state.step, error)
+            outcome.set_exception(error)
 
         self._save = outcome
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
@@ -125,12 +130,16 @@ class Saver:
 
 
 def _prune(root: str, keep: int, group: dist.ProcessGroup | None) -> None:
-    if group is not None and dist.get_rank(group) != 0:
+    if not _leads(group):
         return
     try:
         prune(root, keep)
     except CheckpointError as error:
         log.warning("old checkpoints stay until the next commit: %s", error)
+
+
+def _leads(group: dist.ProcessGroup | None) -> bool:
+    return group is None or dist.get_rank(group) == 0
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ STEPS, PROMPTS, EVERY, CUT_AT = 32, 8, 8, 6
 CONFIG = (
     f"training.steps={STEPS}",
     f"training.checkpoint_every={EVERY}",
-    "training.async_checkpoints=false",  # the zombie has to hang in a commit, not beside one
     "resources.inference.nodes=1",
     "resources.trainer.gpus=1",
     "resources.inference.gpus=1",
@@ -80,7 +79,7 @@ def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_
     )
     assert running(networked, node, "pipeline.roles.trainer")
     send(networked.processes(node), signal.SIGCONT)
-    refusal = f"attempt {second.attempt} has taken over"
+    refusal = f"rl-{step} is not committed: attempt {second.attempt} has taken over"
     log = first.log("trainer", 0)
     wait_for("the zombie to be refused", lambda: refusal in log.read_text(), 60, missing=log.read_text)
     assert f"committed rl-{step}" not in log.read_text()
