@@ -4,7 +4,7 @@
 
 Needs torch, transformers, pydantic, msgspec, psutil and numpy; cases with adapters are left out where there is no peft.
 Parts run one after the other, each in a torchrun world of its own: the oracle in float32, the speed, the oracle in
-bf16, the memory, the oracle with compiled layers. On the CPU nothing is compiled but in the last part.
+bf16, the memory, jobs that stand alone, the oracle with compiled layers. On the CPU nothing is compiled before.
 
 Each part's figures lie in DIR as JSON as soon as it has them, beside its log; one that fails, or for which there is no
 time left, does not keep the others from running. Exit code 1 unless all parts passed.
@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from tests.bench.tables import markdown
+from tests.gpu.jobs import config_of, look_at, write_queue
 from tests.gpu.speed import WAYS
 from tests.gpu.workload import WORKLOADS
 from tests.integration.training_cases import write_models
@@ -146,11 +147,32 @@ def report_memory(found: Any) -> str:
     return markdown(("when", "held MiB (rank 0)", "free MiB", "s"), rows) if rows else ""
 
 
+def jobs(run: Run) -> Outcome:
+    with tempfile.TemporaryDirectory() as name:
+        folder, load = Path(name), WORKLOADS[run.shape]
+        write_queue(folder, load)
+        config = config_of(folder, load, run.device, run.ranks).model_dump_json()
+        module = "pipeline.training.standalone.execute"
+        trouble = run.torchrun("jobs", module, str(folder / "queue"), config, str(folder / "stop"), most=120)
+        found = look_at(folder)
+    good = [job["model_loads"] and not job["rows_left"] for job in found]
+    return not trouble and good == [True, True], {"trouble": trouble, "jobs": found}
+
+
+def report_jobs(found: Any) -> str:
+    rows = []
+    for job in found["jobs"]:
+        numbers = (job["last_step"].get(key, "") for key in ("tokens_per_second", "mfu"))
+        rows.append((job["job"], ", ".join(dict.fromkeys(job["events"])), *numbers, job["error"][:80]))
+    return markdown(("job", "events", "tokens/s", "MFU", "error"), rows) if rows else ""
+
+
 PARTS: dict[str, tuple[Callable[[Run], Outcome], Callable[[Any], str]]] = {
     "oracle_float32": (lambda run: oracle(run, "oracle_float32", "float32", "some", 100), report_oracle),
     "speed": (speed, report_speed),
     "oracle_bfloat16": (lambda run: oracle(run, "oracle_bfloat16", "bfloat16", "some", 100), report_oracle),
     "memory": (memory, report_memory),
+    "jobs": (jobs, report_jobs),
     "oracle_compiled": (lambda run: oracle(run, "oracle_compiled", "float32", "few_compiled", 300), report_oracle),
 }
 
