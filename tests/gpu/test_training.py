@@ -12,7 +12,7 @@ from tests.gpu import training
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_everything_passes_on_gpus(ranks: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:

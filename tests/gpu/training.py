@@ -1,6 +1,6 @@
 """Everything that is shown of the training core on GPUs, by one command.
 
-    python -m tests.gpu.training --ranks N --out DIR [--device cpu --shape tiny] [--parts …] [--seconds 350]
+    python -m tests.gpu.training --ranks N --out DIR [--device cpu --shape tiny] [--parts …] [--seconds 900]
 
 Needs torch, transformers, pydantic, msgspec, psutil and numpy; cases with adapters are left out where there is no peft.
 Parts run one after the other, each in a torchrun world of its own: the oracle in float32, the speed, the oracle in
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shape", choices=WORKLOADS, default="0.6b")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=350, help="after which no part goes on")
+    parser.add_argument("--seconds", type=float, default=900, help="after which no part goes on")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + given.seconds
