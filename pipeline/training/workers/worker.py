@@ -176,7 +176,7 @@ class Worker:
         states.set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:
             adamw = self.optimizer.adamw
-            own = [{key: value for key, value in group.items() if key != "params"} for group in adamw.param_groups]
+            own = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in adamw.param_groups]
             states.set_optimizer_state_dict(self.model, adamw, state["optimizer"], options=self._options)
             for group, settings in zip(adamw.param_groups, own, strict=True):
                 group.update(settings)
