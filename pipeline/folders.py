@@ -37,14 +37,14 @@ def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) ->
     `check` is called right before anything gets another name; what it raises leaves everything as it is.
     """
     for file in part.rglob("*"):
-        _flush(file)
-    _flush(part)
+        flush(file)
+    flush(part)
     check()
     old = _replaced(path)
     if path.exists():
         path.rename(old)
     part.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -62,17 +62,18 @@ def clear(path: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def flush(path: Path) -> None:
+    """Have a file's bytes, or the names in a directory, on disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _part(path: Path) -> str:
     return f".{path.name}.part"
 
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline import folders
 from pipeline.errors import StreamError
 
 HEADER = struct.Struct("<II")
@@ -119,15 +120,6 @@ def size_after(folder: Path, start: Position) -> int:
     return total
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -189,4 +181,4 @@ class SegmentWriter:
             except FileExistsError:
                 number += 1
         self._number, self._written = number, 0
-        sync_folder(self._folder)
+        folders.flush(self._folder)
