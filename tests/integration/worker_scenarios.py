@@ -161,6 +161,28 @@ def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, p
             np.testing.assert_allclose(some, others, rtol=1e-5)
 
 
+def a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more(rank: int, path: Path) -> None:
+    attend, calls = attention.attend, 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # in the last layer of the second micro-batch
+            raise ValueError("an error")
+        return attend(*args, **kwargs)
+
+    attention.AttentionInterface.register(attention.ATTENTION, failing)
+    with world() as mesh:
+        calls = 4
+        one = Worker(spec_of(path), mesh)
+        calls = 0
+        with pytest.raises(ValueError, match="an error"):
+            one.forward_backward(MICRO_BATCHES, True, SFT)
+        for use in (lambda: train(one), lambda: one.forward(MICRO_BATCHES, True), one.optim_step, one.state):
+            with pytest.raises(TrainingError, match="make it anew"):
+                use()
+
+
 def compiled_layers_are_whole_graphs_and_agree(rank: int, path: Path) -> None:
     """Captured as for the real compiler, which takes a minute on a CPU, but run as captured."""
     compile_ = torch.nn.Module.compile
@@ -373,6 +395,7 @@ TOGETHER: list[Scenario] = [
     offloaded_in_the_middle_it_trains_to_the_same_bits,
     activations_are_computed_again_with_the_same_bits,
     sharded_again_after_every_pass_it_gathers_more_and_trains_alike,
+    a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more,
     a_model_without_an_optimizer_only_answers,
     a_copy_answers_as_its_source,
     a_critic_copies_the_decoder,

@@ -59,7 +59,8 @@ class Worker:
 
     Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
     whenever no method runs. What has no gradient (below adapters, the whole model) is neither trained nor part of
-    `full_parameters` and `state`. No method but `load` minds whether a part is offloaded.
+    `full_parameters` and `state`. No method but `load` minds whether a part is offloaded. A model that broke off in the
+    middle of a pass answers, trains and is saved no more.
     """
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
@@ -72,8 +73,8 @@ class Worker:
             recompute_activations(self.model)
         if spec.compile:
             compile_layers(self.model)
-        self._reshard = spec.reshard and mesh.size() > 1
-        _shard(self.model, mesh, self.compute, self._reshard)
+        self._reshard, self._broken = spec.reshard, False
+        _shard(self.model, mesh, self.compute, spec.reshard)
         self.model.to(self.device)
         self._group = mesh.get_group()
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
@@ -107,6 +108,7 @@ class Worker:
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss; returns this rank's sums (see `pipeline.losses.total`)."""
         self._trainer()
+        self._refuse_loss(objective)
         parts: list[dict[str, Tensor]] = []
         with self._passes():
             for number, batch in enumerate(micro_batches):
@@ -118,6 +120,7 @@ class Worker:
 
     def optim_step(self) -> Step:
         """One step of AdamW with clipping; see `Optimizer.step`."""
+        self._refuse_if_broken()
         return self._trainer().step()
 
     def set_lr(self, lr: float) -> None:
@@ -164,6 +167,7 @@ class Worker:
 
         Tensors are the live ones, so a loader may fill them in place; then call `load_state` with the same tree.
         """
+        self._refuse_if_broken()
         model = states.get_model_state_dict(self.model, options=self._options)
         if self.optimizer is None:
             return {"model": model}
@@ -248,14 +252,16 @@ class Worker:
     def _loss(
         self, micro: MicroBatch, temperature: float, objective: Objective, level: Level
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if isinstance(objective, ValueObjective) == isinstance(self.model, Policy):
-            kind = "policy" if isinstance(self.model, Policy) else "critic"
-            raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
         if isinstance(objective, ValueObjective):
             return total_value(micro.value_tokens(self._values(micro)), objective, level)
         entropy = objective.entropy > 0 or level == "with_entropy"
         logprobs_N, entropy_N = self._logprobs(micro, temperature, entropy)
         return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
+
+    def _refuse_loss(self, objective: Objective) -> None:
+        if isinstance(objective, ValueObjective) == isinstance(self.model, Policy):
+            kind = "policy" if isinstance(self.model, Policy) else "critic"
+            raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 
     def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         answer = self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, temperature, entropy)
@@ -263,6 +269,11 @@ class Worker:
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N))
+
+    def _refuse_if_broken(self) -> None:
+        """FSDP keeps gradients of a call that broke off, and adds them to those of the next."""
+        if self._broken:
+            raise TrainingError("this model broke off in the middle of a pass: make it anew, from its checkpoint")
 
     def _reduce_after(self, last: bool) -> None:
         """Unless all is sharded again after every pass, gradients cross ranks once a call, after the last micro-batch;
@@ -273,12 +284,15 @@ class Worker:
     @contextmanager
     def _passes(self) -> Iterator[None]:
         """Forward and backward passes; parameters that they left whole are sharded again, as a step changes shards."""
+        self._refuse_if_broken()
         try:
             yield
-        finally:
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        except BaseException:
+            self._broken = True
+            raise
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
