@@ -1,8 +1,8 @@
 """Directories that are replaced as a whole.
 
 Owns how a model takes its name. Promises that who looks at the name finds the old directory or the new one, whole and
-on disk; only a crash between two renames leaves neither, and `mend` puts the old one back. Knows nothing of what is in
-a directory.
+on disk, or for the moment between two renames neither; if a crash makes that moment longer, `mend` puts the old one
+back. Knows nothing of what is in a directory.
 
     mend(path)
     part = unfinished(path)
@@ -40,12 +40,15 @@ def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) ->
         flush(file)
     flush(part)
     check()
-    old = _replaced(path)
-    if path.exists():
-        path.rename(old)
-    part.rename(path)
+    try:
+        if path.exists():
+            path.rename(_replaced(path))
+        part.rename(path)
+    except OSError:
+        mend(path)
+        raise
     flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    mend(path)
 
 
 def mend(path: Path) -> None:

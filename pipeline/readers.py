@@ -1,7 +1,8 @@
-"""Who reads which key: the keys that say nothing unless another key has a certain value.
+"""Who reads which key of the algorithm: the keys that say nothing unless another key has a certain value.
 
-Owns one table, from which the check of a config and docs/configuration.md derive. A key that is not in it is always
-read. Pure; must not know what a key does.
+Owns one table, from which the check of a config and docs/configuration.md derive. Keys of losses, critic and adapters
+are in it, where one that nobody reads would pass for an experiment; those that only say how something is carried out
+are not. Pure; must not know what a key does.
 
     unread(config)          # [("loss.beta", 0.1, READ_WITH["loss.beta"])] for a loss that has no β
 """

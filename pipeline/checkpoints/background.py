@@ -73,6 +73,7 @@ class Saver:
         self._settle()
         self._staged = {name: self._staged[name] for name in names}
         outcome: Future[Checkpoint] = Future()
+        leads = _leads(group)
 
         def work() -> None:
             try:
@@ -86,7 +87,7 @@ class Saver:
                 fail(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
 
         def fail(error: CheckpointError) -> None:
-            if _leads(group):  # at once: whoever asks for the result may be held up, and be ended before
+            if leads:  # at once: whoever asks for the result may be held up, and be ended before
                 log.warning("%s-%d is not committed: %s", state.job, state.step, error)
             outcome.set_exception(error)
 

@@ -42,7 +42,7 @@ SAVED, STEPS, VOCABULARY = 3, 6, 17
 TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
 NAMES = ("policy", "reference", "critic")
 PATIENCE = Patience(operation=30, control=30, grace=2)
-SLOW = Patience(operation=3, control=30, grace=2)
+SLOW = Patience(operation=6, control=30, grace=2)
 """A collective of training has less time than the commit of `commit_slowly` takes."""
 Algorithm = Callable[[Dispatch, Commits, Path], None]
 
