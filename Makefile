@@ -9,9 +9,9 @@ RANKS ?= 1
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
 
-# The cluster tests mostly wait for Slurm, so three files of them run at a time.
+# Most tests wait for processes, so two files run at a time, and of the cluster tests, which wait for Slurm, three.
 test: $(VENV)/.installed check
-	$(BIN)/python -m pytest -m "not trial and not gpu and not cluster" $(ARGS)
+	$(BIN)/python -m pytest -m "not trial and not gpu and not cluster" -n 2 --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest -m "cluster and not trial" -n 3 --dist loadfile $(ARGS)
 
 quick: $(VENV)/.installed
