@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,10 +54,8 @@ def main(argv: Sequence[str]) -> int:
             )
         path = Path(argv[0]).resolve()
         config = checked(path, compose_config([f"name='{name_of(path)}'", *argv[1:]]))
-        for file in waiting_at(path):
-            JobLog(Path(read_job(file).log)).clear()
-        trainer = Trainer(path, config)
-        return run_here(trainer) if config.cluster.kind == "local" else submit(QueuedTrainer(path, config))
+        local = config.cluster.kind == "local"
+        return run_here(Trainer(path, config)) if local else submit(QueuedTrainer(path, config))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -84,6 +82,21 @@ def checked(path: Path, config: RunConfig) -> RunConfig:
 def waiting_at(path: Path) -> list[Path]:
     """The job files that a trainer of this path will execute, as far as they are there by now."""
     return waiting(path) if path.is_dir() else [path] if path.is_file() else []
+
+
+def logs_of(files: Iterable[Path]) -> dict[Path, JobLog]:
+    """The logs of jobs, without those that are gone since they were listed, or for the trainer to refuse."""
+    logs: dict[Path, JobLog] = {}
+    for file in files:
+        with suppress(ConfigError):
+            logs[file] = JobLog(Path(read_job(file).log))
+    return logs
+
+
+def forget_earlier(path: Path) -> None:
+    """Have logs say nothing of an earlier attempt, before anybody follows them."""
+    for log in logs_of(waiting_at(path)).values():
+        log.clear()
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,7 @@ class Trainer(Checkpointable):
     def _train(self, stop: Stop) -> "Seen":
         threads = str(self.config.resources.trainer.threads)
         env = child_environment({"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"})
+        forget_earlier(self.path)
         child = process.Child(self._command(stop), self.output, env)
         try:
             seen = follow(self.path, lambda: child.poll() is not None)
@@ -174,6 +188,7 @@ def run_here(trainer: Trainer) -> int:
 
 def submit(trainer: Trainer) -> int:
     """Queue one job of Slurm that calls the trainer, and follow it; its exit code."""
+    forget_earlier(trainer.path)
     try:
         job = executor_of(trainer).submit(trainer)
     except (FailedJobError, FailedSubmissionError) as error:
@@ -250,10 +265,7 @@ def follow(path: Path, over: Callable[[], bool]) -> Seen:
     seen = Seen()
     while True:
         gone = over()  # asked before reading: what was written until then is read
-        for file in waiting_at(path):
-            if file not in logs:
-                with suppress(ConfigError):  # gone since it was listed, or for the trainer to refuse
-                    logs[file] = JobLog(Path(read_job(file).log))
+        logs |= logs_of(file for file in waiting_at(path) if file not in logs)
         for file, log in logs.items():
             for line in log.new_lines():
                 print(f"{file.stem}: {describe(line)}", flush=True)

@@ -1,5 +1,6 @@
 """What becomes of a trainer of jobs whose process is told to end."""
 
+import json
 import os
 import signal
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
 from pipeline.waiting import wait_for
 from slurm import requeue, train
 from slurm.hearing import NOTICE, SIGNALS, heard
 from slurm.train import QueuedTrainer, Seen, Trainer, run_here
 from tests.fakes.configs import make_config
+from tests.unit.test_jobs import SFT
 
 RANK = """
 import sys, time
@@ -50,6 +53,11 @@ class OneRank(Trainer):
 
     def _command(self, stop: Stop) -> list[str]:
         return [sys.executable, "-c", RANK, str(stop.path), str(self.path / "here"), self.says]
+
+
+@dataclass(frozen=True)
+class QueuedOneRank(OneRank, QueuedTrainer):
+    """The same as a job of Slurm."""
 
 
 def tell(path: Path, *numbers: signal.Signals) -> None:
@@ -107,6 +115,21 @@ def end_on_node(by: signal.Signals, steps: int, restarts: int, monkeypatch: pyte
         QueuedTrainer(Path("job.json"), config)._interrupted(by, Seen(steps=steps))
     assert ended.value.code == 128 + by
     return queued
+
+
+def test_the_steps_of_an_earlier_attempt_are_not_told_or_counted_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps(SFT))
+    earlier = JobLog(tmp_path / "sft.jsonl")
+    earlier.write("step", step=1, of=4)
+    earlier.write("failed", error="TrainingError: of the attempt before")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(requeue, "queue_again", lambda *_: "queued again")
+    tell(tmp_path, NOTICE)
+    with pytest.raises(TrainingError, match=r"the time limit came before the first step .* raise cluster\.time"):
+        QueuedOneRank(tmp_path, make_config(cluster={"kind": "slurm"}))()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("by", "steps"), [(NOTICE, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 0)])
