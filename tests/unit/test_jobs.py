@@ -23,7 +23,7 @@ from pipeline.training.jobs import (
     write_job,
 )
 from pipeline.training.standalone.log import JobLog
-from pipeline.training.standalone.queue import JobQueue
+from pipeline.training.standalone.queue import JobQueue, waiting
 from slurm import train
 from slurm.compose import compose_config
 from slurm.train import Trainer, name_of
@@ -174,6 +174,18 @@ def test_jobs_wait_for_a_failed_one_in_a_later_process_too(tmp_path: Path) -> No
     assert later.left == {needy: str(tmp_path / "model")}
     (tmp_path / "failed" / "1.json").rename(first)
     assert JobQueue(tmp_path).next() == first
+
+
+def test_files_that_leave_while_they_are_looked_at_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, stays = write(tmp_path, "1.json", RL), write(tmp_path, "2.json", RL)
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, stays])
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    gone.unlink()
+    assert waiting(tmp_path) == [stays]
+    assert JobLog(tmp_path / "gone.jsonl").new_lines() == []
 
 
 def test_a_file_that_is_no_job_stops_the_queue_and_stays(tmp_path: Path) -> None:

@@ -49,26 +49,27 @@ def serve(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None
     """Execute the job of a file, or those of a folder until none is left that can be executed.
 
     Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
-    needs nothing of the failed one; then `TrainingError` at the end says what failed and what waits. A `pulse` that
-    raises `Interrupted` ends everything: the job stays where it is.
+    needs nothing of the failed one; then `TrainingError` at the end says what failed, here or in an execution before,
+    and what waits. A `pulse` that raises `Interrupted` ends everything: the job stays where it is.
     """
     if not path.is_dir():
         execute(path, dispatch, config, pulse=pulse)
         return
-    queue, failures = JobQueue(path), []
+    queue = JobQueue(path)
     while (file := queue.next()) is not None:
         try:
             execute(file, dispatch, config, put_away=queue.done, pulse=pulse)
         except Interrupted:
             raise
         except RollcallError as error:
-            failures.append(file.name)
             queue.failed(file, one_line(error))
             if dispatch.broken:
                 raise
-    if failures:
-        waits = "".join(f"; {file.name} waits for {needed}" for file, needed in queue.left.items())
-        raise TrainingError(f"failed: {', '.join(failures)} (see {path / 'failed'}){waits}")
+    waits = [f"{file.name} waits for {needed}" for file, needed in queue.left.items()]
+    if failures := queue.failures:
+        waits.insert(0, f"failed: {', '.join(failures)} (see {path / 'failed'})")
+    if waits:
+        raise TrainingError("; ".join(waits))
 
 
 def execute(
