@@ -231,7 +231,7 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text in ("old", "new"):
         folders.mend(target)
-        folders.replace(target, fill(folders.unfinished(target), text))
+        folders.replace(target, fill(folders.unfinished(target, "1-0"), text))
         assert (target / "weights").read_text() == text
     assert list(tmp_path.iterdir()) == [target]
 
@@ -241,18 +241,18 @@ def test_what_a_crash_left_of_a_replacement_is_mended(tmp_path: Path, monkeypatc
     renamed = Path.rename
 
     def crash_at_second(path: Path, to: Path) -> Path:
-        if path.name.endswith(".part"):
+        if ".part" in path.name:
             raise KeyboardInterrupt
         return renamed(path, to)
 
     monkeypatch.setattr(Path, "rename", crash_at_second)
     with pytest.raises(KeyboardInterrupt):
-        folders.replace(target, fill(folders.unfinished(target), "new"))
+        folders.replace(target, fill(folders.unfinished(target, "1-0"), "new"))
     monkeypatch.undo()
     assert not target.exists()
     folders.mend(target)
     assert (target / "weights").read_text() == "old"
-    folders.replace(target, fill(folders.unfinished(target), "newer"))
+    folders.replace(target, fill(folders.unfinished(target, "1-0"), "newer"))
     assert (target / "weights").read_text() == "newer"
     assert list(tmp_path.iterdir()) == [target]
 
