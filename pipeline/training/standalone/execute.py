@@ -97,8 +97,8 @@ def execute(
     told.clear()
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
     log.info("%s: %s", file, job.kind)
-    state = JobState(job, identity, dispatch)
     with _failures_told(dispatch, told):
+        state = JobState(job, identity, dispatch)
         state.claim()
         with state.unless_overtaken():
             Execution(job, state, dispatch, config, told, pulse or dispatch.idle).run()
