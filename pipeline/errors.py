@@ -13,6 +13,7 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── RecordError          a wire record of an unknown kind or version, or torn
     ├── StreamError          the streams' backend failed or refused
     ├── CheckpointError      a checkpoint is missing, torn, or of another shape
+    │   └── OvertakenError   another attempt has the right to write by now
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
     ├── TaskError            a task cannot produce anything usable
@@ -82,6 +83,10 @@ class StreamError(RollcallError):
 
 class CheckpointError(RollcallError):
     """A checkpoint is missing, torn, or does not match the model."""
+
+
+class OvertakenError(CheckpointError):
+    """Another attempt has taken over: this one writes nothing more, and what it ran into is nobody's failure."""
 
 
 class WeightSyncError(RollcallError):

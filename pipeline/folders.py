@@ -4,13 +4,9 @@ Owns how a model takes its name. Promises that who looks at the name finds the o
 on disk, or for the moment between two renames neither; if a crash makes that moment longer, `mend` puts the old one
 back. Knows nothing of what is in a directory.
 
-    mend(path)
-    part = unfinished(path)
-    …write part…
-    replace(path, part)
-
 Writers that may be there at the same time, such as the attempts of a run, have a part each:
 
+    mend(path)
     part = unfinished(path, "12-1")
     …write part…
     replace(path, part, fence.check)
@@ -24,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def unfinished(path: Path, writer: str = "") -> Path:
+def unfinished(path: Path, writer: str) -> Path:
     """Where `writer` writes what will become `path`; what it left there earlier is removed."""
-    part = path.with_name(f"{_part(path)}-{writer}" if writer else _part(path))
+    part = path.with_name(f"{_part(path)}-{writer}")
     shutil.rmtree(part, ignore_errors=True)
     return part
 

@@ -12,13 +12,15 @@ have without: who is impatient is obeyed. A signal that the process was started 
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NOTICE = signal.SIGUSR2
 """What Slurm sends `cluster.notice_seconds` before the time limit."""
+
+_WORDS = "ending after this step, which is committed; Ctrl-C ends at once"
 
 
 class Told:
@@ -34,7 +36,8 @@ class Told:
         if self.by is None:
             self.by = signal.Signals(number)
             self._act()
-            os.write(2, f"{self.by.name}: ending after this step, which is committed; Ctrl-C ends at once\n".encode())
+            with suppress(OSError):  # a terminal that was closed takes no word, and is why HUP comes
+                os.write(2, f"{self.by.name}: {_WORDS}\n".encode())
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 

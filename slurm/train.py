@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from slurm.compose import compose_config
 from slurm.environment import batch_attempt, child_environment, submission_environment
 from slurm.executors import RunJob
 from slurm.hearing import NOTICE, heard
+from slurm.saying import say
 
 _PAUSE = 0.2
 _LONG_MINUTES = 1 << 20
@@ -54,12 +55,10 @@ def main(argv: Sequence[str]) -> int:
             )
         path = Path(argv[0]).resolve()
         config = checked(path, compose_config([f"name='{name_of(path)}'", *argv[1:]]))
-        for file in waiting_at(path):
-            JobLog(Path(read_job(file).log)).clear()
-        trainer = Trainer(path, config)
-        return run_here(trainer) if config.cluster.kind == "local" else submit(QueuedTrainer(path, config))
+        local = config.cluster.kind == "local"
+        return run_here(Trainer(path, config)) if local else submit(QueuedTrainer(path, config))
     except RollcallError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return error.exit_code
 
 
@@ -86,9 +85,24 @@ def waiting_at(path: Path) -> list[Path]:
     return waiting(path) if path.is_dir() else [path] if path.is_file() else []
 
 
+def logs_of(files: Iterable[Path]) -> dict[Path, JobLog]:
+    """The logs of jobs, without those that are gone since they were listed, or for the trainer to refuse."""
+    logs: dict[Path, JobLog] = {}
+    for file in files:
+        with suppress(ConfigError):
+            logs[file] = JobLog(Path(read_job(file).log))
+    return logs
+
+
+def forget_earlier(path: Path) -> None:
+    """Have logs say nothing of an earlier attempt, before anybody follows them."""
+    for log in logs_of(waiting_at(path)).values():
+        log.clear()
+
+
 @dataclass(frozen=True)
 class Trainer(Checkpointable):
-    """What every backend calls on the node; it returns when the jobs are done, or told to end, when what is done is
+    """What every backend calls on the node; it ends when the jobs are done, or told to end, when what is done is
     committed. Called again, it does what is left."""
 
     path: Path
@@ -100,15 +114,12 @@ class Trainer(Checkpointable):
         return self.path / "trainer.out" if self.path.is_dir() else self.path.with_suffix(".out")
 
     def __call__(self) -> int:
-        """Exit code 0, or 128 + the signal that interrupted it, after a commit. `TrainingError` if the processes ended
-        otherwise, with what failed in which job, or with the last lines of the output if no log says it."""
-        with TemporaryDirectory(prefix="rollcall-") as folder:
-            stop = Stop(Path(folder) / "stop")
-            with heard(stop.ask) as told:
-                seen = self._train(stop)
-            if told.by and stop.answered:
-                return self._interrupted(told.by, seen)
-        return 0
+        """Exit code 0, or 128 + the signal that interrupted it; raises what `_train` raises."""
+        interruption = self._train()
+        if interruption is None:
+            return 0
+        say(f"ended by {interruption.by.name}; the same command goes on from here", sys.stderr)
+        return 128 + interruption.by
 
     def _command(self, stop: Stop) -> list[str]:
         return [
@@ -118,49 +129,69 @@ class Trainer(Checkpointable):
             *(str(self.path), self.config.model_dump_json(), str(stop.path)),
         ]
 
-    def _train(self, stop: Stop) -> "Seen":
+    def _train(self) -> "Interruption | None":
+        """Have the processes do what is left; what interrupted them, if they committed what they did for it.
+
+        `TrainingError` if they ended otherwise, with what failed in which job, or with the last lines of the output if
+        no log says it.
+        """
+        with TemporaryDirectory(prefix="rollcall-") as folder:
+            stop = Stop(Path(folder) / "stop")
+            with heard(stop.ask) as told:
+                seen, code = self._follow_child(stop)
+            if told.by and stop.answered:
+                if code:
+                    say(f"after the last commit the trainer {process.describe_exit(code)}", sys.stderr)
+                return Interruption(told.by, seen.steps)
+        if code and seen.failures:
+            raise TrainingError("; ".join(seen.failures))
+        if code:
+            said = "\n".join(process.tail(self.output))
+            raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
+        return None
+
+    def _follow_child(self, stop: Stop) -> "tuple[Seen, int]":
+        """What the logs said until the processes ended, and their exit code."""
         threads = str(self.config.resources.trainer.threads)
         env = child_environment({"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"})
+        forget_earlier(self.path)
         child = process.Child(self._command(stop), self.output, env)
         try:
             seen = follow(self.path, lambda: child.poll() is not None)
         finally:
             code = child.stop(self.config.cluster.stop_seconds)
-        if code:
-            if seen.failures:
-                raise TrainingError("; ".join(seen.failures))
-            said = "\n".join(process.tail(self.output))
-            raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
-        return seen
-
-    def _interrupted(self, by: signal.Signals, seen: "Seen") -> int:
-        """The exit code after a commit that `by` asked for."""
-        del seen
-        print(f"ended by {by.name}; the same command goes on from here", file=sys.stderr)
-        return 128 + by
+        return seen, code
 
 
 @dataclass(frozen=True)
 class QueuedTrainer(Trainer):
     """A trainer that is a job of Slurm, and queued again when it is interrupted."""
 
-    def _interrupted(self, by: signal.Signals, seen: "Seen") -> int:
-        """Queue the job again, if it is not the scheduler's by now; this process then ends without a result.
+    def __call__(self) -> int:
+        """Exit code 0; an interruption ends this process, which leaves no result. `TrainingError` as `queue_again`."""
+        interruption = self._train()
+        if interruption is None:
+            return 0
+        say(f"ended by {interruption.by.name}: {self.queue_again(interruption)}", sys.stderr)
+        sys.exit(128 + interruption.by)
+
+    def queue_again(self, interruption: "Interruption") -> str:
+        """Queue the job again, if it is not the scheduler's by now; what was done, for people.
 
         `TrainingError` if another attempt would be in vain: after `cluster.max_restarts`, and when the time limit did
         not suffice for a single step.
         """
-        from slurm.requeue import queue_again  # draws reports, which takes a second to import
+        from slurm import requeue  # draws reports, which takes a second to import
 
         job, restart = batch_attempt()
         if restart >= self.config.cluster.max_restarts:
-            raise TrainingError(f"{by.name}: the job was requeued cluster.max_restarts={restart} times already")
-        if by == NOTICE and not seen.steps:
+            by = interruption.by.name
+            raise TrainingError(f"{by}: the job was requeued cluster.max_restarts={restart} times already")
+        if interruption.by == NOTICE and not interruption.steps:
             raise TrainingError(
                 "the time limit came before the first step was done, and would again: raise cluster.time"
             )
-        print(f"ended by {by.name}: {queue_again(find_slurm(), job, restart)}", file=sys.stderr)
-        sys.exit(128 + by)
+        return requeue.queue_again(find_slurm(), job, restart)
 
 
 def run_here(trainer: Trainer) -> int:
@@ -168,21 +199,22 @@ def run_here(trainer: Trainer) -> int:
     try:
         return trainer()
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
+        say("interrupted; the same command goes on from the last commit", sys.stderr)
         return 130
 
 
 def submit(trainer: Trainer) -> int:
     """Queue one job of Slurm that calls the trainer, and follow it; its exit code."""
+    forget_earlier(trainer.path)
     try:
         job = executor_of(trainer).submit(trainer)
     except (FailedJobError, FailedSubmissionError) as error:
         raise SchedulerError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
-    print(f"submitted job {job.job_id}; its output: {trainer.output}", flush=True)
+    say(f"submitted job {job.job_id}; its output: {trainer.output}")
     try:
         follow(trainer.path, lambda: bool(job.done()))
     except KeyboardInterrupt:
-        print(f"job {job.job_id} goes on; end it with scancel {job.job_id}", file=sys.stderr)
+        say(f"job {job.job_id} goes on; end it with scancel {job.job_id}", sys.stderr)
         return 130
     failure = job.exception()
     if failure is not None:
@@ -193,19 +225,21 @@ def submit(trainer: Trainer) -> int:
 class OneNode(SlurmExecutor):
     """Submitit's Slurm executor for one node.
 
-    Differs from its base in a time limit that may be the partition's own, in an sbatch that hears nothing of a job
-    around this process, and in a handle that asks Slurm itself whether the job is over.
+    Differs from its base in a time limit that may be the partition's own, of which the job may hear nothing, in an
+    sbatch that hears nothing of a job around this process, and in a handle that asks Slurm itself whether the job is
+    over.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         super().__init__(folder, max_num_timeout=config.cluster.max_restarts)
-        self._time = config.cluster.time or None
+        self._time, self._notice = config.cluster.time or None, config.cluster.notice_seconds
         handle = partial(RunJob, run=RunPaths(folder), scheduler=find_slurm())
         self.job_class = cast(type[SlurmJob[Any]], handle)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         parameters = {**self.parameters, "time": self._time}
-        return _make_sbatch_string(command=command, folder=self.folder, **parameters)
+        text = _make_sbatch_string(command=command, folder=self.folder, **parameters)
+        return text if self._notice else re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unwanted = os.environ.keys() - submission_environment().keys()
@@ -236,6 +270,14 @@ def executor_of(trainer: Trainer) -> OneNode:
     return executor
 
 
+@dataclass(frozen=True)
+class Interruption:
+    """The signal that ended an attempt after a commit, and how many steps the attempt did."""
+
+    by: signal.Signals
+    steps: int
+
+
 @dataclass
 class Seen:
     """What logs said: what failed, a line for each job, and how many steps were done."""
@@ -250,13 +292,10 @@ def follow(path: Path, over: Callable[[], bool]) -> Seen:
     seen = Seen()
     while True:
         gone = over()  # asked before reading: what was written until then is read
-        for file in waiting_at(path):
-            if file not in logs:
-                with suppress(ConfigError):  # gone since it was listed, or for the trainer to refuse
-                    logs[file] = JobLog(Path(read_job(file).log))
+        logs |= logs_of(file for file in waiting_at(path) if file not in logs)
         for file, log in logs.items():
             for line in log.new_lines():
-                print(f"{file.stem}: {describe(line)}", flush=True)
+                say(f"{file.stem}: {describe(line)}")
                 seen.steps += line["event"] == "step"
                 if line["event"] == "failed":
                     seen.failures.append(f"{file.stem}: {line['error']}")

@@ -18,7 +18,7 @@ import msgspec
 
 from pipeline import files
 from pipeline.checkpoints.storage import Storage
-from pipeline.errors import CheckpointError
+from pipeline.errors import OvertakenError
 
 OWNER = "OWNER"
 
@@ -32,7 +32,7 @@ class Fence:
     def claim(self, submitted: str = "") -> None:
         """Make this attempt the only one that may write from now on.
 
-        `submitted` is the job that was submitted for the run last; empty where that is not recorded. `CheckpointError`
+        `submitted` is the job that was submitted for the run last; empty where that is not recorded. `OvertakenError`
         if it is another than this attempt's, or if a later attempt of this job did so before: then this is the zombie.
         """
         if submitted and submitted != self._attempt.rpartition("-")[0]:
@@ -43,7 +43,7 @@ class Fence:
         self._storage.put(OWNER, files.seal(msgspec.json.encode(self._attempt)))
 
     def check(self) -> None:
-        """Raise `CheckpointError` if another attempt has claimed the run. One small file is read."""
+        """Raise `OvertakenError` if another attempt has claimed the run. One small file is read."""
         owner = self._owner()
         if owner not in (None, self._attempt):
             raise self._error(str(owner))
@@ -52,8 +52,8 @@ class Fence:
         body = files.unseal(self._storage.get(OWNER) or b"")
         return None if body is None else msgspec.json.decode(body, type=str)
 
-    def _error(self, owner: str) -> CheckpointError:
-        return CheckpointError(
+    def _error(self, owner: str) -> OvertakenError:
+        return OvertakenError(
             f"attempt {owner} has taken over {self._storage.url()}; attempt {self._attempt} must write nothing more"
         )
 

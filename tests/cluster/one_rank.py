@@ -1,6 +1,7 @@
 """A trainer of jobs without torch, for `test_train`: its only process is told to end once, and then ends the job."""
 
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
 from pipeline.waiting import wait_for
 from slurm.train import QueuedTrainer
+
+IMPORTS_SECONDS = 1.0
+"""How long a trainer's rank is there before it touches its log: longer than the pause of who follows it."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class OneRank(QueuedTrainer):
 
 def main(file: Path, stop: Stop) -> None:
     told, mark = JobLog(Path(read_job(file).log)), file.with_suffix(".begun")
+    time.sleep(IMPORTS_SECONDS)
+    told.clear()
     if mark.exists():
         told.write("finished", output="the second attempt")
         return

@@ -5,6 +5,7 @@ python -m pytest -m trial tests/integration/test_job_interruptions.py terminates
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def test_a_queue_that_is_told_to_stop_leaves_its_jobs_where_they_are(
     assert events(tmp_path / "sft.jsonl") == ["started", "interrupted"]
     assert (tmp_path / "sft.json").exists()
     assert not (tmp_path / "failed").exists()
+
+
+def test_an_interruption_forgets_no_failure_of_the_queue(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+    for age, file in enumerate([write_job(tmp_path, "rl", "1", checkpoint="gone"), write_job(tmp_path, "sft", "2")]):
+        os.utime(file, (1e9 + age, 1e9 + age))
+    with pytest.raises(Interrupted):
+        serve(tmp_path, dispatch, config, interrupt_before(1))
+    assert (tmp_path / "failed" / "1.json").exists()
+    with pytest.raises(TrainingError, match=r"^failed: 1\.json \(see .*failed\)$"):
+        serve(tmp_path, dispatch, config)
+    assert (tmp_path / "done" / "2.json").exists()
 
 
 def test_an_error_of_the_disk_is_told_in_the_log_and_does_not_stop_a_queue(

@@ -52,7 +52,8 @@ def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
     file = write_job(tmp_path, "rl", checkpoint="gone")
     with pytest.raises(CheckpointError, match=said):
         execute(file, dispatch, config_of(model, lora=lora))
-    assert {path.name for path in tmp_path.iterdir()} == {"rl.json", "rl-data", "rl.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rl.json", "rl-data", "rl.jsonl", "rl-state"}
+    assert [path.name for path in (tmp_path / "rl-state").iterdir()] == ["OWNER"]
     assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
 
 

@@ -337,7 +337,7 @@ def test_of_two_executions_of_a_job_the_earlier_one_may_write_no_more(
     file, commit = write_job(tmp_path, "sft"), JobState.commit
 
     def overtaken(state: JobState, done: int) -> None:
-        JobState(read_job(file), "another execution", dispatch).find()
+        JobState(read_job(file), "another execution", dispatch).claim()
         commit(state, done)
 
     monkeypatch.setattr(JobState, "commit", overtaken)

@@ -1,7 +1,11 @@
 """What becomes of a trainer of jobs whose process is told to end."""
 
+import json
 import os
+import pty
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,24 +15,29 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
 from pipeline.waiting import wait_for
 from slurm import requeue, train
 from slurm.hearing import NOTICE, SIGNALS, heard
-from slurm.train import QueuedTrainer, Seen, Trainer, run_here
+from slurm.train import Interruption, QueuedTrainer, Trainer, executor_of, run_here
 from tests.fakes.configs import make_config
+from tests.unit.test_jobs import SFT
 
 RANK = """
 import sys, time
 from pathlib import Path
+from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
 stop = Stop(Path(sys.argv[1]))
 Path(sys.argv[2]).touch()
 for _ in range(400):
     time.sleep(0.02)
-    if stop.asked and sys.argv[3] == "answers":
+    if stop.asked and sys.argv[3] != "nothing":
+        if sys.argv[3] == "tells":
+            JobLog(Path(sys.argv[2]).with_name("sft.jsonl")).write("interrupted", step=1, of=4)
         stop.answer()
-        break
+        sys.exit(sys.argv[3] == "fails")
 """
 
 
@@ -44,12 +53,31 @@ def plain_handlers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OneRank(Trainer):
-    """A trainer whose only process waits until it is asked to stop; it answers, or not."""
+    """A trainer whose only process waits until it is asked to stop; it answers, or not.
+
+    `says`: `answers`, also `tells` its log, `fails` after its answer, or `nothing`.
+    """
 
     says: str = "answers"
 
     def _command(self, stop: Stop) -> list[str]:
         return [sys.executable, "-c", RANK, str(stop.path), str(self.path / "here"), self.says]
+
+
+@dataclass(frozen=True)
+class Interrupted(QueuedTrainer):
+    """A job of Slurm that `by` interrupted after so many steps."""
+
+    by: signal.Signals
+    steps: int
+
+    def _train(self) -> Interruption:
+        return Interruption(self.by, self.steps)
+
+
+@dataclass(frozen=True)
+class QueuedOneRank(OneRank, QueuedTrainer):
+    """The same as a job of Slurm."""
 
 
 def tell(path: Path, *numbers: signal.Signals) -> None:
@@ -64,7 +92,7 @@ def tell(path: Path, *numbers: signal.Signals) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
 def test_a_trainer_that_is_told_to_end_ends_after_the_answer_with_the_signals_code(
     number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +103,51 @@ def test_a_trainer_that_is_told_to_end_ends_after_the_answer_with_the_signals_co
         f"{number.name}: ending after this step, which is committed; Ctrl-C ends at once",
         f"ended by {number.name}; the same command goes on from here",
     ]
+
+
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+os.open(sys.argv[1], os.O_RDWR)  # the terminal of this session from now on, which sends HUP when it is closed
+from slurm.train import run_here
+from tests.fakes.configs import make_config
+from tests.unit.test_interruptions import OneRank
+sys.exit(run_here(OneRank(Path(sys.argv[2]), make_config(), says="tells")))
+"""
+
+
+def test_a_trainer_whose_terminal_is_closed_ends_after_the_answer_too(tmp_path: Path) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps(SFT))
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", LAUNCHER, os.ttyname(slave), str(tmp_path)]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, start_new_session=True) as launcher:
+        try:
+            os.close(slave)
+            wait_for("the rank", (tmp_path / "here").exists, 30)
+            os.close(master)
+            assert launcher.wait(30) == 128 + signal.SIGHUP
+        finally:
+            launcher.kill()
+    assert '"interrupted"' in (tmp_path / "sft.jsonl").read_text()
+
+
+def test_a_trainer_that_fails_after_its_answer_was_interrupted_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tell(tmp_path, signal.SIGTERM)
+    assert run_here(OneRank(tmp_path, make_config(), says="fails")) == 128 + signal.SIGTERM
+    assert "after the last commit the trainer exited with code 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, []), (60, ["#SBATCH --signal=USR2@60"])])
+def test_slurm_gives_notice_of_the_time_limit_only_if_it_is_asked_to(
+    seconds: int, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "find_slurm", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # submitit looks for srun
+    config = make_config(cluster={"kind": "slurm", "notice_seconds": seconds})
+    text = executor_of(Trainer(tmp_path / "job.json", config))._make_submission_file_text("command", "uid")
+    assert [line for line in text.splitlines() if "--signal" in line] == expected
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +177,24 @@ def end_on_node(by: signal.Signals, steps: int, restarts: int, monkeypatch: pyte
     monkeypatch.setattr(requeue, "queue_again", lambda scheduler, job, restart: queued.append(f"{job}-{restart}"))
     config = make_config(cluster={"kind": "slurm", "max_restarts": 3})
     with pytest.raises(SystemExit) as ended:
-        QueuedTrainer(Path("job.json"), config)._interrupted(by, Seen(steps=steps))
+        Interrupted(Path("job.json"), config, by, steps)()
     assert ended.value.code == 128 + by
     return queued
+
+
+def test_the_steps_of_an_earlier_attempt_are_not_told_or_counted_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps(SFT))
+    earlier = JobLog(tmp_path / "sft.jsonl")
+    earlier.write("step", step=1, of=4)
+    earlier.write("failed", error="TrainingError: of the attempt before")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(requeue, "queue_again", lambda *_: "queued again")
+    tell(tmp_path, NOTICE)
+    with pytest.raises(TrainingError, match=r"the time limit came before the first step .* raise cluster\.time"):
+        QueuedOneRank(tmp_path, make_config(cluster={"kind": "slurm"}))()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("by", "steps"), [(NOTICE, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 0)])

@@ -23,7 +23,7 @@ from pipeline.training.jobs import (
     write_job,
 )
 from pipeline.training.standalone.log import JobLog
-from pipeline.training.standalone.queue import JobQueue
+from pipeline.training.standalone.queue import JobQueue, waiting
 from slurm import train
 from slurm.compose import compose_config
 from slurm.train import Trainer, name_of
@@ -176,6 +176,18 @@ def test_jobs_wait_for_a_failed_one_in_a_later_process_too(tmp_path: Path) -> No
     assert JobQueue(tmp_path).next() == first
 
 
+def test_files_that_leave_while_they_are_looked_at_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, stays = write(tmp_path, "1.json", RL), write(tmp_path, "2.json", RL)
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, stays])
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    gone.unlink()
+    assert waiting(tmp_path) == [stays]
+    assert JobLog(tmp_path / "gone.jsonl").new_lines() == []
+
+
 def test_a_file_that_is_no_job_stops_the_queue_and_stays(tmp_path: Path) -> None:
     bad = write(tmp_path, "1.json", RL | {"kind": "dpo"}, age=1)
     write(tmp_path, "2.json", RL)
@@ -219,7 +231,7 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text in ("old", "new"):
         folders.mend(target)
-        folders.replace(target, fill(folders.unfinished(target), text))
+        folders.replace(target, fill(folders.unfinished(target, "1-0"), text))
         assert (target / "weights").read_text() == text
     assert list(tmp_path.iterdir()) == [target]
 
@@ -229,18 +241,18 @@ def test_what_a_crash_left_of_a_replacement_is_mended(tmp_path: Path, monkeypatc
     renamed = Path.rename
 
     def crash_at_second(path: Path, to: Path) -> Path:
-        if path.name.endswith(".part"):
+        if ".part" in path.name:
             raise KeyboardInterrupt
         return renamed(path, to)
 
     monkeypatch.setattr(Path, "rename", crash_at_second)
     with pytest.raises(KeyboardInterrupt):
-        folders.replace(target, fill(folders.unfinished(target), "new"))
+        folders.replace(target, fill(folders.unfinished(target, "1-0"), "new"))
     monkeypatch.undo()
     assert not target.exists()
     folders.mend(target)
     assert (target / "weights").read_text() == "old"
-    folders.replace(target, fill(folders.unfinished(target), "newer"))
+    folders.replace(target, fill(folders.unfinished(target, "1-0"), "newer"))
     assert (target / "weights").read_text() == "newer"
     assert list(tmp_path.iterdir()) == [target]
 

@@ -9,6 +9,9 @@ on from its last commit; and that by the time a job is announced as finished
 3. every rank has given its device memory back,
 4. its data folder is removed, and its file has left the queue.
 
+Of two executions of a job, the later owns all that the job names, its log and its file: the earlier one looks
+before each of its writes, and ends with `OvertakenError`.
+
 A job that fails keeps its data; so does one that is told to end early, after a commit of the steps that are done. Rank
 0 alone looks at folders and files; the others learn of a job by what they are told to do. Run by torchrun:
 
@@ -21,10 +24,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeline import folders
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
-from pipeline.errors import CheckpointError, RollcallError, TrainingError
+from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError
 from pipeline.models import model_directory
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
@@ -49,26 +53,28 @@ def serve(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None
     """Execute the job of a file, or those of a folder until none is left that can be executed.
 
     Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
-    needs nothing of the failed one; then `TrainingError` at the end says what failed and what waits. A `pulse` that
-    raises `Interrupted` ends everything: the job stays where it is.
+    needs nothing of the failed one; then `TrainingError` at the end says what failed, here or in an execution before,
+    and what waits. A `pulse` that raises `Interrupted` ends everything: the job stays where it is. So does an
+    `OvertakenError`: the folder is another execution's by now.
     """
     if not path.is_dir():
         execute(path, dispatch, config, pulse=pulse)
         return
-    queue, failures = JobQueue(path), []
+    queue = JobQueue(path)
     while (file := queue.next()) is not None:
         try:
             execute(file, dispatch, config, put_away=queue.done, pulse=pulse)
-        except Interrupted:
+        except (Interrupted, OvertakenError):
             raise
         except RollcallError as error:
-            failures.append(file.name)
             queue.failed(file, one_line(error))
             if dispatch.broken:
                 raise
-    if failures:
-        waits = "".join(f"; {file.name} waits for {needed}" for file, needed in queue.left.items())
-        raise TrainingError(f"failed: {', '.join(failures)} (see {path / 'failed'}){waits}")
+    waits = [f"{file.name} waits for {needed}" for file, needed in queue.left.items()]
+    if failures := queue.failures:
+        waits.insert(0, f"failed: {', '.join(failures)} (see {path / 'failed'})")
+    if waits:
+        raise TrainingError("; ".join(waits))
 
 
 def execute(
@@ -80,6 +86,7 @@ def execute(
 ) -> None:
     """Do the job of a file and announce it; raises what it failed with, which its log then says too.
 
+    `OvertakenError`, of which the log says nothing, when another execution of the job began meanwhile and owns all.
     `put_away` is called with the file right before the announcement, `pulse` (by default `dispatch.idle`) before each
     step: if it raises `Interrupted`, the steps that are done are committed and the log says so.
     """
@@ -91,13 +98,12 @@ def execute(
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
     log.info("%s: %s", file, job.kind)
     with _failures_told(dispatch, told):
-        execution = Execution(job, identity, dispatch, config, told, pulse or dispatch.idle)
-        try:
-            execution.run()
-        except Interrupted:
-            told.write("interrupted", step=execution.done, of=job.steps)
-            raise
-        put_away(file)
+        state = JobState(job, identity, dispatch)
+        state.claim()
+        with state.unless_overtaken():
+            Execution(job, state, dispatch, config, told, pulse or dispatch.idle).run()
+            state.check()
+            put_away(file)
     told.write("finished", job=str(file), output=job.output)
     log.info("%s: finished", file)
 
@@ -108,6 +114,9 @@ def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
     try:
         yield
     except Interrupted:
+        raise
+    except OvertakenError:
+        _forget_models(dispatch)
         raise
     except Exception as error:
         _forget_models(dispatch)
@@ -124,18 +133,23 @@ class Execution:
     """One execution of one job, and its `runner.Book`; `done` are the steps that it did or found committed."""
 
     def __init__(
-        self, job: Job, identity: str, dispatch: Dispatch, config: RunConfig, told: JobLog, pulse: Pulse
+        self, job: Job, state: JobState, dispatch: Dispatch, config: RunConfig, told: JobLog, pulse: Pulse
     ) -> None:
-        self._job, self._dispatch, self._told, self._pulse = job, dispatch, told, pulse
+        self._job, self._state, self._dispatch, self._told, self._pulse = job, state, dispatch, told, pulse
         self._output, self.done = Path(job.output), 0
         for folder in filter(None, (job.output, job.checkpoint)):
             folders.mend(Path(folder))
         self._config = starting_from(job, config)
-        self._state = JobState(job, identity, dispatch)
 
     def run(self) -> None:
         """Train what is left of the job, write its model, and give everything back."""
-        job = self._job
+        try:
+            self._run(self._job)
+        except Interrupted:
+            self._tell("interrupted", step=self.done, of=self._job.steps)
+            raise
+
+    def _run(self, job: Job) -> None:
         done = self.done = self._state.find()
         models = models_of(self._config, job.kind, job.optim, job.steps)
         for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
@@ -150,6 +164,7 @@ class Execution:
         self._export()
         release(self._dispatch)
         if isinstance(job.inputs, Packed):
+            self._state.check()
             remove_packed(Path(job.inputs.folder))
 
     def _train(self, done: int) -> None:
@@ -166,10 +181,17 @@ class Execution:
             runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed, self._pulse), done)
 
     def _export(self) -> None:
-        part = folders.unfinished(self._output)
+        self._state.check()
+        part = folders.unfinished(self._output, self._state.attempt)
         part.parent.mkdir(parents=True, exist_ok=True)
         self._dispatch.save_hf_model("policy", part)
-        folders.replace(self._output, part)
+        folders.replace(self._output, part, self._state.check)
+        folders.clear(self._output)
+
+    def _tell(self, event: str, **details: Any) -> None:
+        """Write to the log, which is another execution's once that has claimed the job."""
+        self._state.check()
+        self._told.write(event, **details)
 
     @property
     def whole(self) -> bool:
@@ -183,7 +205,7 @@ class Execution:
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `runner.Book`."""
         self.done = step
-        self._told.write("step", step=step, of=job.steps, **metrics)
+        self._tell("step", step=step, of=job.steps, **metrics)
         log.info("%s step %d of %d: loss %.4g", job.kind, step, job.steps, metrics.get("loss", float("nan")))
 
 

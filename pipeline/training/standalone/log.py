@@ -16,7 +16,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ENDS = ("finished", "failed", "interrupted")
 """The events after which an execution writes nothing more."""
@@ -45,14 +45,18 @@ class JobLog:
 
     def new_lines(self) -> list[Line]:
         """The whole lines since the last call; one that is still being written comes with a later call."""
-        if not self.path.exists():
+        try:
+            with self.path.open("rb") as file:
+                return self._new_lines_of(file)
+        except FileNotFoundError:
             return []
-        with self.path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._file or found.st_size < self._read:  # cleared since, and begun anew
-                self._file, self._read = found.st_ino, 0
-            file.seek(self._read)
-            data = file.read()
+
+    def _new_lines_of(self, file: BinaryIO) -> list[Line]:
+        found = os.fstat(file.fileno())
+        if found.st_ino != self._file or found.st_size < self._read:  # cleared since, and begun anew
+            self._file, self._read = found.st_ino, 0
+        file.seek(self._read)
+        data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         return [json.loads(line) for line in whole.splitlines()]

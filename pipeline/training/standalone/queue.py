@@ -11,6 +11,8 @@ one process, the controller.
       failed/005-sft.json, failed/005-sft.error
 """
 
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline import files
@@ -53,6 +55,11 @@ class JobQueue:
         """Jobs that wait for something that a failed one should have made, and for what."""
         return {path: needed for path, needed in self._waiting_for.items() if path.exists()}
 
+    @property
+    def failures(self) -> list[str]:
+        """The names of the jobs in `failed/`, whichever execution they failed in."""
+        return sorted(path.name for path in (self.folder / FAILED).glob("*.json"))
+
     def _must_wait(self, path: Path) -> bool:
         job = read_job(path)
         missing = sorted(needed_by(job) & self._missing)
@@ -69,7 +76,12 @@ class JobQueue:
 
 def waiting(folder: Path) -> list[Path]:
     """The jobs of a folder, the oldest first: by the time of their last change, then by name."""
-    found = [(path.stat().st_mtime_ns, path.name, path) for path in folder.glob("*.json") if path.is_file()]
+    found = []
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):  # done, or failed, since it was listed
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(found)]
 
 

@@ -7,18 +7,22 @@ setting of AdamW; and that SFT and RL never share a state. Steps are counted ove
 from this state on.
 
     state = JobState(job, identity, dispatch)
+    state.claim()                      # before anything of the job is read, mended or written
     done = state.find()                # steps of this very job that are committed
     if done: state.restore()
     else: state.inherit()              # after the algorithm has begun
     state.commit(step)
+    state.check()                      # before anything else that another execution could be at work on
 """
 
 import logging
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, newest_committed
 from pipeline.checkpoints.background import saver
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, OvertakenError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
 from pipeline.training.jobs import Job
@@ -29,19 +33,47 @@ KEPT = 2
 
 
 class JobState:
-    """The state of one execution of a job, which `identity` names; the newest execution alone may write."""
+    """The state of one execution of a job, which `identity` names; the newest execution alone may write.
+
+    `attempt` is a name of this execution that no other has.
+    """
 
     def __init__(self, job: Job, identity: str, dispatch: Dispatch) -> None:
         self._job, self._identity, self._dispatch = job, identity, dispatch
-        self._attempt = f"{secrets.token_hex(4)}-0"
+        self.attempt = f"{secrets.token_hex(4)}-0"
+        self._fence = Fence(job.optimizer_state, self.attempt)
         self._base = 0
         self._found: Checkpoint | None = None
         self._kept: tuple[str, ...] = ()
 
+    def claim(self) -> None:
+        """Take the right to write, from other executions of this job and from other jobs of this state."""
+        self._fence.claim()
+
+    def check(self) -> None:
+        """Raise `OvertakenError` if another execution has claimed the state since."""
+        self._fence.check()
+
+    @contextmanager
+    def unless_overtaken(self) -> Iterator[None]:
+        """A block whose errors are all `OvertakenError` once another execution has claimed the state: files that are
+        gone, for instance, are then that one's doing."""
+        try:
+            yield
+        except OvertakenError:
+            raise
+        except Exception as error:
+            try:
+                self.check()
+            except OvertakenError:
+                raise
+            except CheckpointError as unreadable:
+                log.warning("whether another execution has taken over is not known: %s", unreadable)
+            raise error
+
     def find(self) -> int:
-        """Take the right to write; committed steps of this job. `CheckpointError` for a state of the other kind."""
+        """Committed steps of this job. `CheckpointError` for a state of the other kind."""
         root = self._job.optimizer_state
-        Fence(root, self._attempt).claim()
         self._found = newest_committed(root, hashes=True)
         if self._found is None:
             return 0
@@ -78,7 +110,7 @@ class JobState:
         parts = stage_models(self._dispatch, names)
         alone = Alone(identity=self._identity, before=self._base)
         state = TrainerState(job=self._job.kind, step=self._base + done, models=names, alone=alone)
-        start_save(self._dispatch, self._job.optimizer_state, self._attempt, state, parts, KEPT)
+        start_save(self._dispatch, self._job.optimizer_state, self.attempt, state, parts, KEPT)
         await_save(self._dispatch, f"the commit of {state.job}-{state.step}")
         log.info("committed %s", saver.result())
 

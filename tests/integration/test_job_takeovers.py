@@ -1,0 +1,117 @@
+"""Two executions of one job, as when a node that was cut off works on: the later one owns everything."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import folders
+from pipeline.config import RunConfig
+from pipeline.errors import OvertakenError
+from pipeline.training.batches import Interrupted
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.jobs import read_job
+from pipeline.training.standalone import execute as execution
+from pipeline.training.standalone.execute import serve
+from pipeline.training.standalone.state import JobState
+from tests.integration.job_cases import STEPS, config_of, events, world_of_one, write_job, write_model
+
+pytestmark = pytest.mark.integration
+SHORT = {"steps": 1, "batch": 2, "optim": {"lr": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def dispatch() -> Iterator[Dispatch]:
+    with world_of_one() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return config_of(path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but those of parts, which belong to one execution each."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if ".part-" not in name}
+
+
+@pytest.mark.parametrize(
+    ("owner", "act", "after"),
+    [
+        (JobState, "commit", False),
+        (Dispatch, "save_hf_model", True),
+        (execution, "release", True),
+        (execution, "remove_packed", True),
+    ],
+)
+def test_an_execution_that_is_overtaken_leaves_log_model_data_and_queue_alone(
+    owner: Any,
+    act: str,
+    after: bool,
+    dispatch: Dispatch,
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, before, original = (
+        read_job(write_job(tmp_path, "sft", schedule=SHORT)),
+        dict[str, bytes](),
+        getattr(owner, act),
+    )
+
+    def overtake() -> None:
+        JobState(job, "the later execution", dispatch).claim()
+        before.update(contents(tmp_path))
+
+    def overtaken(*args: Any) -> Any:
+        if not after and not before:
+            overtake()
+        result = original(*args)
+        if after and not before:
+            overtake()
+        return result
+
+    monkeypatch.setattr(owner, act, overtaken)
+    with pytest.raises(OvertakenError, match="must write nothing more"):
+        serve(tmp_path, dispatch, config)
+    assert contents(tmp_path) == before
+    assert not dispatch.models
+
+
+def test_an_execution_that_fails_by_what_a_later_one_did_is_no_failure_of_the_job(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+) -> None:
+    write_job(tmp_path, "sft")
+    pulses = iter(range(STEPS))
+
+    def pulse() -> None:
+        if next(pulses) == 2:
+            for name in list(dispatch.models):
+                dispatch.remove_model(name)  # the world has one process: the later execution is in this one too
+            serve(tmp_path, dispatch, config)
+
+    with pytest.raises(OvertakenError):
+        serve(tmp_path, dispatch, config, pulse)
+    assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * (STEPS - 2), "finished"]
+    assert (tmp_path / "done" / "sft.json").exists()
+    assert not (tmp_path / "failed").exists()
+    assert not (tmp_path / "sft-data").exists()
+
+
+def test_an_execution_takes_the_right_to_write_before_it_mends_a_model(
+    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(tmp_path, "sft")
+
+    def mend(path: Path) -> None:
+        assert (tmp_path / "sft-state" / "OWNER").exists()
+        raise Interrupted("that is all there is to see")
+
+    monkeypatch.setattr(folders, "mend", mend)
+    with pytest.raises(Interrupted):
+        serve(tmp_path, dispatch, config)
