@@ -53,11 +53,6 @@ class Life:
         found = [files.read_document(self.paths(restart).outcome, Outcome) for restart in restarts]
         return [outcome.decision if outcome else "" for outcome in found]
 
-    def wait_for_processes(self) -> None:
-        """Until Slurm has started every rank. A slurmd that got the launches of four jobs within 30 ms died of them."""
-        logs = [self.run.paths.submitit / f"{self.job}_{rank}_log.out" for rank in range(RANKS)]
-        wait_for(f"the processes of job {self.job}", lambda: all(log.exists() for log in logs), MANY, missing=self.log)
-
     def wait_for_ranks(self, restart: int = 0) -> None:
         """Until every rank of an attempt takes part."""
 
@@ -113,23 +108,17 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
 def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]:
     """Jobs that live their lives side by side, each disturbed once as its name says."""
     root = tmp_path_factory.mktemp("lives")
-
-    def begin(name: str, *script: str, **settings: Any) -> Life:
-        life = start(cluster, root, name, *script, **settings)
-        life.wait_for_processes()
-        return life
-
     found = {
-        "notice": begin("notice", "wait", "finish"),
-        "storm": begin("storm", "wait", "finish"),
-        "requeue": begin("requeue", "wait", "finish"),
-        "stubborn": begin("stubborn", "stubborn", "finish"),
-        "cancel": begin("cancel", "wait"),
-        "killed": begin("killed", "killed", "finish"),
-        "first": begin("first", "fail"),
-        "loop": begin("loop", "commit", "fail", max_barren=2),
-        "budget": begin("budget", "wait", max_restarts=1),
-        "limit": begin("limit", "wait", "finish", time="1", notice_seconds=20),  # told after 10 to 40 s
+        "notice": start(cluster, root, "notice", "wait", "finish"),
+        "storm": start(cluster, root, "storm", "wait", "finish"),
+        "requeue": start(cluster, root, "requeue", "wait", "finish"),
+        "stubborn": start(cluster, root, "stubborn", "stubborn", "finish"),
+        "cancel": start(cluster, root, "cancel", "wait"),
+        "killed": start(cluster, root, "killed", "killed", "finish"),
+        "first": start(cluster, root, "first", "fail"),
+        "loop": start(cluster, root, "loop", "commit", "fail", max_barren=2),
+        "budget": start(cluster, root, "budget", "wait", max_restarts=1),
+        "limit": start(cluster, root, "limit", "wait", "finish", time="1", notice_seconds=20),  # told after 10 to 40 s
     }
     for name in ("notice", "storm", "requeue", "stubborn", "cancel", "budget"):
         found[name].wait_for_ranks()
@@ -223,7 +212,7 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
 ) -> None:
     life = start(cluster, tmp_path, f"early-{signal}", "late", "finish")
     life.end("RUNNING")
-    life.wait_for_processes()
+    wait_for("the last rank's process", (life.run.paths.submitit / f"{life.job}_1_log.out").exists, MANY)
     time.sleep(0.3)
     assert not life.paths(0).root.exists()  # no agent is up
     cluster.run("scancel", f"--signal={signal}", life.job)
