@@ -80,7 +80,7 @@ def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_
     assert running(networked, node, "pipeline.roles.trainer")
     send(networked.processes(node), signal.SIGCONT)
     log = first.log("trainer", 0)
-    # Its commit is refused, or fails because the new attempt has removed what there was of it; the one after is refused.
+    # Its commit is refused, or fails since the new attempt has removed what there was of it; then the next is refused.
     told = (f"rl-{step} is not committed", f"attempt {second.attempt} has taken over")
     wait_for(
         "the zombie to be refused", lambda: all(each in log.read_text() for each in told), 60, missing=log.read_text
