@@ -10,8 +10,9 @@ from pathlib import Path
 
 import fsspec
 
-from pipeline.config import ClusterConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.places import ClusterConfig
 from pipeline.readers import default_of, unread, value_of
 
 _TOKEN_BYTES = 9

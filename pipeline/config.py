@@ -7,8 +7,9 @@ once `load_config` returned, no other code checks a single value again. Must not
     config.optim.lr
 
 A wrong key or value raises `ConfigError`, which names the key, the value, what was expected and how to mend it. The
-field descriptions below are the source of `docs/configuration.md`. Rules between keys are in `pipeline.checks`, the
-keys that a resumed run may change in `pipeline.identity`.
+field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.places`, are the source of
+`docs/configuration.md`. Rules between keys are in `pipeline.checks`, the keys that a resumed run may change in
+`pipeline.identity`.
 """
 
 import difflib
@@ -16,147 +17,24 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipeline.errors import ConfigError
-
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Rate = Annotated[float, Field(gt=0, le=1)]
-Bytes = Annotated[int, Field(ge=1 << 16)]
-_MEMORY = r"^(\d+[KMGT]?)?$"
-_TIME = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-FORMS = {
-    _MEMORY: "megabytes, or a number with K, M, G or T, as 64G",
-    _TIME: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
-    _NAME: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
-}
-"""What each pattern asks for, in words."""
-
-
-def _no_bare_number(value: object) -> object:
-    """YAML reads `12:00:00` as the number 43200, which Slurm would take for minutes."""
-    if isinstance(value, int | float):
-        raise ValueError(FORMS[_TIME])
-    return value
-
-
-Memory = Annotated[str, Field(pattern=_MEMORY)]
-SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=_TIME)]
-"""The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
-
-
-class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors, and so are infinity and NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-
-class ServicesComponent(Section):
-    """The CPU component of a heterogeneous job (`resources.layout=het`), where it differs from the other."""
-
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-
-    partition: str = Field("", description="Its partition; empty: `cluster.partition`.")
-    constraint: str = Field("", description="Features that its nodes must have.")
-    cpus: NotNegative = Field(0, description="CPUs of each of its nodes; 0: as many as its roles need.")
-    memory: Memory = Field("", description="Memory of each of its nodes, as `16G`; empty: the partition's default.")
-
-
-class ClusterConfig(Section):
-    """Where the job runs and how long its agents wait. All but the `_seconds` of agents is for Slurm alone."""
-
-    model_config = ConfigDict(coerce_numbers_to_str=True)  # `cluster.memory=0`, `cluster.account=4711`
-
-    kind: Literal["local", "slurm"] = Field(
-        description="Where the job runs. `local`: virtual nodes on this machine; `slurm`: one Slurm job."
-    )
-    rendezvous_seconds: Seconds = Field(
-        60, description="Deadline for all ranks to meet and for the world to be published."
-    )
-    startup_seconds: Seconds = Field(240, description="Deadline for a role to become ready after its process started.")
-    stop_seconds: Seconds = Field(
-        6, description="Time between asking a role to stop (INT) and ending its group (KILL)."
-    )
-    grace_seconds: Seconds = Field(25, description="Time the trainer has to commit when the job is told to stop.")
-    partition: str = Field("", description="Slurm partition; empty: the site's default.")
-    account: str = Field("", description="Account that is charged; empty: your default.")
-    qos: str = Field("", description="Quality of service.")
-    time: SlurmTime = Field(
-        "", description="Time limit of one attempt, as `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`; empty: the partition's."
-    )
-    constraint: str = Field("", description="Features that the nodes must have.")
-    exclude: str = Field("", description="Nodes that the job must not get, as `node[3,7-9]`.")
-    nodelist: str = Field("", description="Nodes that the job must get.")
-    reservation: str = Field("", description="Reservation to run in.")
-    exclusive: bool = Field(False, description="Whether nodes are shared with no other job.")
-    gpu_type: str = Field("", description="Kind of GPU to ask for, as the site calls it (`h100`).")
-    cpus: NotNegative = Field(0, description="CPUs of each node; 0: as many as its roles need.")
-    memory: Memory = Field(
-        "", description="Memory of each node, as `64G`, `0` for all; empty: the partition's default."
-    )
-    mail_user: str = Field("", description="Whom Slurm writes to.")
-    mail_type: str = Field("", description="When it writes, as `END,FAIL`.")
-    setup: tuple[str, ...] = Field((), description="Shell lines of the batch script before the agents start.")
-    sbatch: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="Further options of sbatch, as `cluster.sbatch.licenses=matlab:1`."
-    )
-    srun_args: tuple[str, ...] = Field((), description="Further arguments of the srun that starts the agents.")
-    services: ServicesComponent = ServicesComponent()
-    notice_seconds: NotNegative = Field(
-        120, description="How long before the time limit Slurm tells the agents (USR2); 0: never."
-    )
-    max_restarts: NotNegative = Field(100, description="How often one job may be requeued, by Slurm or by itself.")
-    max_barren: Positive = Field(
-        3, description="The job ends after so many attempts in a row that failed, or ran out of time, without a commit."
-    )
-
-
-class TrainerResources(Section):
-    """Nodes of the trainer; one torchrun spans them."""
-
-    nodes: Positive = Field(1, description="Nodes that train.")
-    processes: Positive = Field(1, description="Trainer processes on each of its nodes.")
-    gpus: NotNegative = Field(0, description="GPUs for each trainer process.")
-    threads: Positive = Field(1, description="CPU threads for each trainer process.")
-
-
-class InferenceResources(Section):
-    """Nodes of the vLLM servers."""
-
-    nodes: Positive = Field(1, description="Nodes that serve.")
-    servers: Positive = Field(1, description="vLLM servers on each of its nodes.")
-    gpus: NotNegative = Field(0, description="GPUs for each server.")
-    threads: Positive = Field(1, description="CPU threads for each server.")
-
-
-class ServiceResources(Section):
-    """Nodes of Redis, the actor and the preprocessor."""
-
-    nodes: NotNegative = Field(1, le=1, description="1: a node of their own; 0: beside the least loaded other role.")
-
-
-class ResourcesConfig(Section):
-    """How many nodes each kind of role gets."""
-
-    trainer: TrainerResources = TrainerResources()
-    inference: InferenceResources = InferenceResources()
-    services: ServiceResources = ServiceResources()
-    spares: NotNegative = Field(0, description="Extra nodes that replace those whose preflight fails.")
-    nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
-    device: Literal["cpu", "cuda"] = Field(
-        "cpu",
-        description="What trainer and servers compute on. `cuda`: only in jobs that stand alone; `cpu`: GPUs are idle.",
-    )
-    layout: Literal["one", "het"] = Field(
-        "one", description="`one`: all nodes alike; `het`: a Slurm job of two components, services without GPUs."
-    )
+from pipeline.fields import (
+    FORMS,
+    NAME_FORM,
+    Bytes,
+    Decay,
+    Fraction,
+    NotNegative,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+)
+from pipeline.places import ClusterConfig, ResourcesConfig
 
 
 class LoraConfig(Section):
@@ -375,7 +253,7 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """Everything one run is made from."""
 
-    name: Annotated[str, Field(pattern=_NAME)] = Field(
+    name: Annotated[str, Field(pattern=NAME_FORM)] = Field(
         description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
     )
     output: Path = Field(Path("runs"), description="Directory (shared by all nodes) that holds the run directories.")

@@ -9,8 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.config import ResourcesConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import PlanError
+from pipeline.places import ResourcesConfig
 
 RoleName = Literal["redis", "trainer", "inference", "actor", "preprocessor"]
 

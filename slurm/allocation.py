@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import ResourcesConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.paths import RunPaths
+from pipeline.places import ResourcesConfig
 from pipeline.plan import Plan, Seat, Slot
 
 Value = str | int | bool

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline import files
-from pipeline.config import ClusterConfig
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError
 from pipeline.frozen import kept_config
 from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.places import ClusterConfig
 from pipeline.plan import make_plan
 from pipeline.records import Outcome
 from pipeline.report.history import read_history

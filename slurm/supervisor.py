@@ -16,10 +16,10 @@ from typing import Literal
 import msgspec
 
 from pipeline import files, process
-from pipeline.config import ClusterConfig
 from pipeline.events import EventName, Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
+from pipeline.places import ClusterConfig
 from pipeline.plan import Placement
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext

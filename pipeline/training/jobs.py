@@ -30,8 +30,9 @@ from pydantic_core import ErrorDetails
 
 from pipeline import files
 from pipeline.checks import check_address, check_mini_batches
-from pipeline.config import OptimConfig, Positive, RunConfig, Section, nearest
+from pipeline.config import OptimConfig, RunConfig, nearest
 from pipeline.errors import ConfigError
+from pipeline.fields import Positive, Section
 
 JOB_VERSION: Literal[1] = 1
 

@@ -1,11 +1,14 @@
 """What the integration tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+    from pipeline.training.dispatch.dispatch import Dispatch
     from tests.integration.servers import Served
 
 
@@ -16,3 +19,30 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[list[Served]]
 
     with two_servers(tmp_path_factory.mktemp("servers")) as ready:
         yield ready
+
+
+@pytest.fixture(scope="module")
+def dispatch() -> "Iterator[Dispatch]":
+    """The dispatch of a world of this process alone; for tests of jobs, as the two after it."""
+    from tests.integration.job_cases import world_of_one
+
+    with world_of_one() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights."""
+    from tests.integration.job_cases import write_model
+
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> "RunConfig":
+    """The config of jobs that start from `model`."""
+    from tests.integration.job_cases import config_of
+
+    return config_of(model)

@@ -28,13 +28,13 @@ _context.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(count: int, work: Work, *arguments: Any) -> None:
-    """Run `work(rank, *arguments)` in `count` processes; fail if one of them does."""
+    """Run `work(rank, *arguments)`, which asserts, in `count` processes; fail if one of them does."""
     ranks = start_ranks(count, work, *arguments)
     for process in ranks:
         process.join(JOIN_SECONDS)
     codes = [process.exitcode for process in ranks]
     end_ranks(ranks)
-    assert codes == [0] * count
+    assert codes == [0] * count, f"exit codes of the ranks of {work.__name__}"
 
 
 def start_ranks(count: int, work: Work, *arguments: Any) -> list[BaseProcess]:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,28 +21,10 @@ from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute, serve
 from pipeline.waiting import wait_for
-from tests.integration.job_cases import STEPS, assert_same, config_of, events, world_of_one, write_job, write_model
+from tests.integration.job_cases import STEPS, assert_same, config_of, events, write_job
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def dispatch() -> Iterator[Dispatch]:
-    with world_of_one() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
-
-
-@pytest.fixture
-def config(model: Path) -> RunConfig:
-    return config_of(model)
 
 
 def interrupt_before(step: int) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,9 @@ from pipeline.errors import CheckpointError, ConfigError, TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute
 from pipeline.training.workers.optimizer import Optimizer
-from tests.integration.job_cases import config_of, events, make_rows, world_of_one, write_job, write_model
+from tests.integration.job_cases import config_of, events, make_rows, write_job
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def dispatch() -> Iterator[Dispatch]:
-    with world_of_one() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
-
-
-@pytest.fixture
-def config(model: Path) -> RunConfig:
-    return config_of(model)
 
 
 @pytest.mark.parametrize(

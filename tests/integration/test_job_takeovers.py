@@ -1,6 +1,5 @@
 """Two executions of one job, as when a node that was cut off works on: the later one owns everything."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,10 @@ from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
 from pipeline.training.standalone.execute import serve
 from pipeline.training.standalone.state import JobState
-from tests.integration.job_cases import STEPS, config_of, events, world_of_one, write_job, write_model
+from tests.integration.job_cases import STEPS, events, write_job
 
 pytestmark = pytest.mark.integration
 SHORT = {"steps": 1, "batch": 2, "optim": {"lr": 1e-3}}
-
-
-@pytest.fixture(scope="module")
-def dispatch() -> Iterator[Dispatch]:
-    with world_of_one() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return config_of(path)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

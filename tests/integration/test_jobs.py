@@ -6,7 +6,7 @@ python -m pytest -m trial tests/integration/test_jobs.py kills the two.
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ from tests.integration.job_cases import (
     config_of,
     events,
     weights,
-    world_of_one,
     write_job,
-    write_model,
 )
 from tests.integration.job_ranks import KILLED_AT, execute_on_rank
 
@@ -45,24 +43,6 @@ pytestmark = pytest.mark.integration
 
 class Crash(BaseException):
     """The process ends here."""
-
-
-@pytest.fixture(scope="module")
-def dispatch() -> Iterator[Dispatch]:
-    with world_of_one() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
-
-
-@pytest.fixture
-def config(model: Path) -> RunConfig:
-    return config_of(model)
 
 
 def moments_taken(worker: Worker) -> set[float]:

@@ -148,3 +148,6 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_commit_is_told_soon_and_the_comm
 
 def test_a_commit_may_take_longer_than_any_collective_of_training(tmp_path: Path) -> None:
     run_ranks(2, worlds.commit_slowly, str(tmp_path / "checkpoints"))
+    found = newest_committed(str(tmp_path / "checkpoints"))
+    assert found is not None
+    assert (found.manifest.step, found.manifest.world_size) == (1, 2)

@@ -72,6 +72,17 @@ def batch_of(*lengths: int, seed: int = 0) -> Batch:
 MICRO_BATCHES = [batch_of(3, 9, 7), batch_of(12, 5, seed=1), Batch((), ())]
 
 
+class Counted:
+    """A function, and how often it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.calls, self._function = 0, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._function(*args, **kwargs)
+
+
 def train(rank: Worker, steps: int = 2, objective: Objective = SFT) -> list[float]:
     """The losses and gradient norms of some steps."""
     seen = []
@@ -109,24 +120,16 @@ def offloaded_in_the_middle_it_trains_to_the_same_bits(rank: int, path: Path) ->
 
 
 def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> None:
-    calls = 0
-    attend = attention.attend
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return attend(*args, **kwargs)
-
-    attention.AttentionInterface.register(attention.ATTENTION, counted)
+    attend = Counted(attention.attend)
+    attention.AttentionInterface.register(attention.ATTENTION, attend)
     with world() as mesh:
         for unit in (1, 1 << 20):
             worker.LAYER_UNIT = unit
             seen = []
             for again in (False, True):
-                calls = 0
                 one = Worker(spec_of(path, activation_checkpointing=again), mesh)
-                calls = 0
-                seen.append((train(one, steps=1), calls, parameters(one)))
+                attend.calls = 0
+                seen.append((train(one, steps=1), attend.calls, parameters(one)))
             (plain, once, trained), (repeated, twice, retrained) = seen
             assert (plain, once) == (repeated, 2 * len(MICRO_BATCHES))
             assert twice == 2 * once
@@ -134,23 +137,15 @@ def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> 
 
 
 def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, path: Path) -> None:
-    gathers = 0
-    gather = param_group.foreach_all_gather
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal gathers
-        gathers += 1
-        return gather(*args, **kwargs)
-
-    param_group.foreach_all_gather = counted
+    gather = param_group.foreach_all_gather = Counted(param_group.foreach_all_gather)
     worker.LAYER_UNIT = 1
     with world() as mesh:
         seen, units = [], 3
         for reshard in (False, True):
             one = Worker(spec_of(path, reshard=reshard), mesh)
-            gathers = 0
-            numbers, trained = train(one, steps=1), gathers
-            answers, answered = one.forward(MICRO_BATCHES, True), gathers - trained
+            gather.calls = 0
+            numbers, trained = train(one, steps=1), gather.calls
+            answers, answered = one.forward(MICRO_BATCHES, True), gather.calls - trained
             assert all(isinstance(each, DTensor) for each in one.model.parameters())
             seen.append((numbers, *answers))
             if reshard:
@@ -162,20 +157,15 @@ def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, p
 
 
 def a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more(rank: int, path: Path) -> None:
-    attend, calls = attention.attend, 0
-
     def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # in the last layer of the second micro-batch
+        if attend.calls == 3:  # in the last layer of the second micro-batch
             raise ValueError("an error")
         return attend(*args, **kwargs)
 
-    attention.AttentionInterface.register(attention.ATTENTION, failing)
+    attend = Counted(attention.attend)
     with world() as mesh:
-        calls = 4
         one = Worker(spec_of(path), mesh)
-        calls = 0
+        attention.AttentionInterface.register(attention.ATTENTION, failing)
         with pytest.raises(ValueError, match="an error"):
             one.forward_backward(MICRO_BATCHES, True, SFT)
         for use in (lambda: train(one), lambda: one.forward(MICRO_BATCHES, True), one.optim_step, one.state):

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from pipeline import files
-from pipeline.config import ClusterConfig
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
+from pipeline.places import ClusterConfig
 from pipeline.plan import Placement, RoleName, World
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import ClusterConfig
+from pipeline.places import ClusterConfig
 from pipeline.records import Outcome
 from slurm.facts import Facts
 from slurm.requeue import decide

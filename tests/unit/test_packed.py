@@ -112,16 +112,19 @@ def test_rows_in_a_reference_cycle_are_collected_before_closing(folder: Path) ->
     cycle.append(cycle)
     del cycle
     packed.close()
+    assert not mapped(folder)
 
 
 def test_after_closing_nothing_maps_the_folder(folder: Path) -> None:
-    def mapped() -> bool:
-        return str(folder) in Path("/proc/self/maps").read_text()
-
     packed = PackedRows(folder)
-    assert mapped()
+    assert mapped(folder)
     packed.close()
-    assert not mapped()
+    assert not mapped(folder)
+
+
+def mapped(folder: Path) -> bool:
+    """Whether this process maps a file of the folder."""
+    return str(folder) in Path("/proc/self/maps").read_text()
 
 
 def test_an_error_in_the_block_is_the_one_that_is_raised(folder: Path) -> None:

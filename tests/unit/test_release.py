@@ -50,4 +50,6 @@ def test_what_libraries_keep_of_a_device_does_not_count(monkeypatch: pytest.Monk
 
 def test_on_the_cpu_nothing_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: pytest.fail("asked"))
-    released(Ranks("cpu"))
+    ranks = Ranks("cpu")
+    released(ranks)
+    assert ranks.models == {}

@@ -1,0 +1,43 @@
+"""What the values of keys look like: numbers within bounds, times, names; and what a section of keys is.
+
+Promises that a pattern says in words what it asks for. Must not know any key.
+"""
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Bytes = Annotated[int, Field(ge=1 << 16)]
+MEMORY_FORM = r"^(\d+[KMGT]?)?$"
+TIME_FORM = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
+NAME_FORM = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+FORMS = {
+    MEMORY_FORM: "megabytes, or a number with K, M, G or T, as 64G",
+    TIME_FORM: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
+    NAME_FORM: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
+}
+"""What each pattern asks for, in words."""
+
+
+def _no_bare_number(value: object) -> object:
+    """YAML reads `12:00:00` as the number 43200, which Slurm would take for minutes."""
+    if isinstance(value, int | float):
+        raise ValueError(FORMS[TIME_FORM])
+    return value
+
+
+Memory = Annotated[str, Field(pattern=MEMORY_FORM)]
+SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_FORM)]
+"""The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys are errors, and so are infinity and NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
