@@ -9,10 +9,9 @@ RANKS ?= 1
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
 
-# Most tests wait for processes, so two files run at a time, and of the cluster tests, which wait for Slurm, three.
+# What fails among the tests of processes is tried once more, alone, and printed as flaky if it passes then.
 test: $(VENV)/.installed check
-	$(BIN)/python -m pytest -m "not trial and not gpu and not cluster" -n 2 --dist loadfile $(ARGS)
-	$(BIN)/python -m pytest -m "cluster and not trial" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m tests.suite $(ARGS)
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit $(ARGS)

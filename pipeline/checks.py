@@ -33,7 +33,7 @@ SLURM_KEYS = tuple(
 def check_run(config: RunConfig, positions: int | None = None) -> None:
     """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
     which `pipeline.training.jobs.check_alone` looks at."""
-    _servers_have_no_cuda(config)
+    _servers_have_gpus(config)
     check_config(config, positions)
     check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
 
@@ -70,10 +70,19 @@ def check_address(key: str, url: str, mend: str) -> None:
         raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
 
 
-def _servers_have_no_cuda(config: RunConfig) -> None:
-    if config.resources.device == "cuda":
-        mend = "servers of this version run on CPUs only; jobs that stand alone train on GPUs too, see docs/jobs.md"
-        raise ConfigError("resources.device", "cuda", "cpu", mend)
+def _servers_have_gpus(config: RunConfig) -> None:
+    gpus, device = config.resources.inference.gpus, config.resources.device
+    if device == "cuda" and not gpus:
+        expected = "1 or more with resources.device=cuda: each server computes on GPUs of its own"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
+    if config.weights_backend == "nccl" and device != "cuda":
+        raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
+    if config.weights_backend == "nccl" and config.model.lora.rank:
+        expected = "gloo with model.lora.rank above 0: adapters are small, and travel over TCP"
+        raise ConfigError("inference.backend", "nccl", expected, "leave it out")
+    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1:
+        expected = "1 where weights travel over gloo (inference.backend=gloo, or adapters): it feeds one process"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1")
 
 
 def _cuda_has_gpus(config: RunConfig) -> None:

@@ -67,6 +67,15 @@ class TaskConfig(Section):
 
     name: str = Field(description="A built-in task, or `package.module:Class` of your own.")
     options: dict[str, Any] = Field(default_factory=dict, description="The task's own options; the task checks them.")
+    processes: Positive = Field(
+        8, description="Most processes of the actor that make prompts and rewards; they start when calls have to wait."
+    )
+    seconds: Seconds = Field(
+        60, description="Deadline of one prompt or reward; then its process is ended, and its sample fails."
+    )
+    memory_bytes: NotNegative = Field(
+        1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
+    )
 
 
 class LossConfig(Section):
@@ -165,7 +174,11 @@ class TrainingConfig(Section):
         16384, description="Token budget of a micro-batch in one process, padding included."
     )
     micro_batch_rows: NotNegative = Field(0, description="Most samples of a micro-batch; 0: what the budget holds.")
-    packing: bool = Field(True, description="Pack samples without padding, attention kept inside each.")
+    packing: bool = Field(
+        True,
+        description="Pack samples without padding, attention kept inside each; a model whose other layers would carry "
+        "a state from one into the next is padded in any case, with a warning.",
+    )
     zero_advantage: Literal["keep", "drop"] = Field(
         "keep", description="What becomes of groups whose samples all score alike."
     )
@@ -206,10 +219,15 @@ class RolloutConfig(Section):
     max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
     concurrency: Positive = Field(64, description="Groups in flight over all servers.")
     request_seconds: Seconds = Field(
-        120, description="Deadline of one request to a server; then it is retried elsewhere."
+        120, description="How long one server works on a request; then it goes on elsewhere with the tokens it has."
     )
-    episode_seconds: Seconds = Field(
-        600, description="Deadline of one sample with all its turns and requests; then it fails with that reason."
+    request_tokens: Positive = Field(
+        4096, description="Most tokens sampled by one request; what is longer is asked for in pieces of this length."
+    )
+    episode_seconds: Annotated[float, Field(ge=0)] = Field(
+        600,
+        description="Most seconds that the task takes for itself in one sample, such as for tools, then the sample "
+        "fails with that reason; waiting for the servers does not count. 0: no bound.",
     )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
     give_up_after: Positive = Field(
@@ -220,7 +238,11 @@ class RolloutConfig(Section):
 class InferenceConfig(Section):
     """The vLLM servers."""
 
-    backend: Literal["gloo"] = Field("gloo", description="How weights travel: gloo, over TCP.")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="How weights travel: gloo, over TCP, to a server that is paused for the change; nccl, from GPU to "
+        "GPU, without a pause. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
+    )
     update: Literal["keep", "wait", "abort"] = Field(
         "keep", description="Requests in flight during an update: go on, finish first, or be aborted and retried."
     )
@@ -230,7 +252,14 @@ class InferenceConfig(Section):
     update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
     kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
     gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU that a server may take.")
+    api_processes: Positive = Field(
+        1, description="Processes of each server that answer HTTP (GPU); more help where one is busy all the time."
+    )
     max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
+    fast_logprobs: bool = Field(
+        True,
+        description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values.",
+    )
     extra_args: tuple[str, ...] = Field((), description="Further arguments for vLLM's server, as on its command line.")
 
 
@@ -238,7 +267,11 @@ class StreamsConfig(Section):
     """The streams between the roles."""
 
     backend: Literal["redis", "files"] = Field("redis", description="Redis Streams, or files in the run directory.")
-    budget_bytes: Bytes = Field(1 << 28, description="Most unread bytes of one stream; then its producer waits.")
+    budget_bytes: Bytes = Field(
+        1 << 28,
+        description="Most bytes of one stream that are not trained and committed; then its producer waits. "
+        "At half of it the trainer commits early.",
+    )
 
 
 class TrackingConfig(Section):
@@ -275,6 +308,13 @@ class RunConfig(Section):
     def directory(self) -> Path:
         """The run directory."""
         return self.output / self.name
+
+    @property
+    def weights_backend(self) -> Literal["gloo", "nccl"]:
+        """How weights travel, decided."""
+        if self.inference.backend == "auto":
+            return "nccl" if self.resources.device == "cuda" and not self.model.lora.rank else "gloo"
+        return self.inference.backend
 
 
 def load_config(tree: dict[str, Any]) -> RunConfig:

@@ -13,11 +13,13 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── RecordError          a wire record of an unknown kind or version, or torn
     ├── StreamError          the streams' backend failed or refused
     ├── CheckpointError      a checkpoint is missing, torn, or of another shape
+    │   ├── DamagedError     what lies there is not what was committed; an older commit may do
     │   └── OvertakenError   another attempt has the right to write by now
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
     ├── TaskError            a task cannot produce anything usable
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
+    ├── ForgedError          a message that nobody of this world wrote
     ├── TrainingError        a batch cannot be trained, or an operation failed on a rank of the trainer
     └── TransitionError      a state machine got an event that its state does not allow
 """
@@ -85,6 +87,10 @@ class CheckpointError(RollcallError):
     """A checkpoint is missing, torn, or does not match the model."""
 
 
+class DamagedError(CheckpointError):
+    """What lies there is not what was committed, and will not be: an older commit may do."""
+
+
 class OvertakenError(CheckpointError):
     """Another attempt has taken over: this one writes nothing more, and what it ran into is nobody's failure."""
 
@@ -103,6 +109,10 @@ class TaskError(RollcallError):
 
 class TrainingError(RollcallError):
     """A batch cannot be trained, or a training operation failed; names the row, or the rank with its traceback."""
+
+
+class ForgedError(RollcallError):
+    """A message between processes of a run was not signed with its world's secret; nothing in it was used."""
 
 
 class SchedulerError(RollcallError):

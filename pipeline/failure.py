@@ -16,6 +16,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     ("ModuleNotFoundError", "a package is missing: install the project again in this environment"),
     ("Address already in use", "a port was taken by a foreign process: submit again"),
     ("to become ready", "it started too slowly: read its log, or raise cluster.startup_seconds"),
+    ("hung: ", "its log ends with its stacks, where it has any; if it was only slow, raise cluster.silence_seconds"),
     ("SIGKILL", "it was killed from outside, often by the kernel when memory ran out: see dmesg, then submit again"),
 )
 """What to do, by the first phrase that occurs in the cause or in the last log lines."""
@@ -32,6 +33,7 @@ class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
         time: seconds since the epoch.
         log: path of the role's log.
         last_lines: the end of that log.
+        stacks: of a process that hung, where its Python threads were.
         mend: what to do; derived from the rest when it is not given.
     """
 
@@ -42,6 +44,7 @@ class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     log: str
     last_lines: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
     mend: str = ""
 
     def __post_init__(self) -> None:

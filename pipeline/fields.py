@@ -3,9 +3,10 @@
 Promises that a pattern says in words what it asks for. Must not know any key.
 """
 
+from ipaddress import IPv4Network
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -17,9 +18,11 @@ Bytes = Annotated[int, Field(ge=1 << 16)]
 MEMORY_FORM = r"^(\d+[KMGT]?)?$"
 TIME_FORM = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
 NAME_FORM = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+NETWORK_FORM = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
 FORMS = {
     MEMORY_FORM: "megabytes, or a number with K, M, G or T, as 64G",
     TIME_FORM: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
+    NETWORK_FORM: "an interface as ib0, or a subnet as 10.1.0.0/16",
     NAME_FORM: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
 }
 """What each pattern asks for, in words."""
@@ -32,6 +35,15 @@ def _no_bare_number(value: object) -> object:
     return value
 
 
+def _is_subnet(value: str) -> str:
+    """Refuse numbers above 255."""
+    try:
+        return str(IPv4Network(value, strict=False)) if "/" in value else value
+    except ValueError:
+        raise ValueError(FORMS[NETWORK_FORM]) from None
+
+
+Network = Annotated[str, Field(pattern=NETWORK_FORM), AfterValidator(_is_subnet)]
 Memory = Annotated[str, Field(pattern=MEMORY_FORM)]
 SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_FORM)]
 """The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""

@@ -10,7 +10,7 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,30 +36,46 @@ def unseal(data: bytes) -> bytes | None:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace the file at `path` by `data`; a reader sees the old content or the new, never a part."""
-    with _temporary(path, data) as temporary:
-        os.replace(temporary, path)
+    with _temporary(path, data) as (temporary, status):
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if not _is_at(path, status):
+                raise
 
 
 def create_exclusive(path: Path, data: bytes) -> bool:
     """Create `path` with `data` if it does not exist; True for the one caller that did.
 
-    Uses link(2), which is atomic on NFS too and makes the file appear with its content.
+    Uses link(2), which is atomic on NFS too and makes the file appear with its content. False says that another's file
+    is there; where that cannot be known, the error of the link is raised.
     """
-    with _temporary(path, data) as temporary:
+    with _temporary(path, data) as (temporary, status):
         try:
             os.link(temporary, path)
-        except FileExistsError:
-            return False
         except OSError as error:
-            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
-                raise  # a filesystem without hard links: nobody could ever create it
-            # A reply lost by an NFS server may hide a success: the link count tells (open(2), O_EXCL).
-            return os.stat(temporary).st_nlink == 2
+            if os.stat(temporary).st_nlink > 1 or _is_at(path, status):
+                return True
+            if isinstance(error, FileExistsError):
+                return False
+            raise
         return True
 
 
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    """Whether the file of this status is the one at `path`, whatever link(2) or rename(2) said.
+
+    When the reply of an NFS server is lost, its client asks again, and the second answer is of a world in which the
+    first has succeeded: the link is there already, or the file to rename is gone.
+    """
+    try:
+        return os.path.samestat(status, os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
-def _temporary(path: Path, data: bytes) -> Iterator[Path]:
+def _temporary(path: Path, data: bytes) -> Iterator[tuple[Path, os.stat_result]]:
     """A flushed temporary file beside `path`, readable by its owner only; gone afterwards unless it was renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -69,9 +85,11 @@ def _temporary(path: Path, data: bytes) -> Iterator[Path]:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        yield temporary
+            status = os.fstat(file.fileno())
+        yield temporary, status
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what was done stays done; readers pass over names that begin with a dot
+            temporary.unlink(missing_ok=True)
 
 
 def write_document(path: Path, document: Any) -> None:

@@ -1,10 +1,10 @@
 """Where the numbers of a run go: `metrics.jsonl` always, and any further sinks.
 
-Owns the form of a row and the rule for replays. Promises that `metrics.jsonl` has at most one row for each kind, job
-and step, in rising order, over all attempts: a row at or below the last one of its kind (the high-water mark, read from
-the file at the start) belongs to a step that was trained again after a resume, and is skipped. A last line torn by a
-crash is removed at the start. There is one writer, rank 0 of the trainer, and `check` refuses one that another has
-replaced. Must not know torch, nor what a number means.
+Owns the form of a row, and which rows go when a run goes back to a commit. Promises that `metrics.jsonl` has one row
+for each kind, job and step, over all attempts: the one of the step that the model went through. A crash rolls steps
+back, and `roll_back` their rows, before they are trained again. There is one writer, rank 0 of the trainer, and `check`
+refuses one that another has replaced. A row that cannot be written costs no step (see `pipeline.journal`). Must not
+know torch, nor what a number means.
 
     row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
 
@@ -14,6 +14,7 @@ epoch. A number that is not finite becomes null, which readers treat as absent.
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 import msgspec
+
+from pipeline.journal import Journal, keep_lines
 
 Kind = Literal["train", "eval"]
 Row = dict[str, Any]
@@ -47,39 +50,28 @@ class MetricSinks:
         clock: Callable[[], float] = time.time,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open `path` for appending, after repairing its end; every row gets `attempt` and the `clock`'s time.
+        """Every row gets `attempt` and the `clock`'s time.
 
-        `check` is called before anything is written, and raises when this attempt may write no more.
+        `check` is called before anything is written, and raises `OvertakenError` when this attempt may write no more.
         """
-        self._attempt, self._sinks, self._clock, self._check = attempt, tuple(sinks), clock, check
-        check()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _repair(path)
-        self._marks = {(row["kind"], row["job"]): row["step"] for row in read_rows(path)}
-        self._file = path.open("ab", buffering=0)
+        self._attempt, self._sinks, self._clock = attempt, tuple(sinks), clock
+        self._journal = Journal(path, check)
 
-    @property
-    def cursor(self) -> int:
-        """Bytes of `metrics.jsonl` written so far."""
-        return self._file.tell()
-
-    def log(self, kind: Kind, job: str, step: int, values: Mapping[str, float]) -> bool:
-        """Write one row; False when this step of this kind is logged already."""
-        if step <= self._marks.get((kind, job), -1) or self._later_job_began(job):
-            return False
-        self._check()
-        self._marks[kind, job] = step
+    def log(self, kind: Kind, job: str, step: int, values: Mapping[str, float]) -> None:
+        """Write one row, in the file at once or, if that is not possible, with a later one."""
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
         row: Row = head | numbers
-        self._file.write(msgspec.json.encode(row) + b"\n")
+        self._journal.add(msgspec.json.encode(row))
         for sink in self._sinks:
             sink.write(row)
-        return True
+
+    def flush(self) -> None:
+        """Have all rows on disk, if that is possible: a commit covers their steps."""
+        self._journal.flush()
 
     def close(self) -> None:
-        """Flush and close all sinks."""
-        self._file.close()
+        """Close all sinks."""
         for sink in self._sinks:
             sink.close()
 
@@ -91,8 +83,19 @@ class MetricSinks:
     ) -> None:
         self.close()
 
-    def _later_job_began(self, job: str) -> bool:
-        return job == "sft" and any(other == "rl" for _, other in self._marks)
+
+def roll_back(path: Path, job: str, done: int, check: Callable[[], None] = lambda: None) -> None:
+    """Drop the rows of steps after step `done` of `job`: the run goes on from there. The file is a new one then.
+
+    An evaluation of weights that stay keeps its row, however late it came. `check` is as in `keep_lines`.
+    """
+    here = _JOBS.index(job), done
+
+    def stays(line: bytes, _end: int) -> bool:
+        row = _decode(line)
+        return row is not None and (_JOBS.index(row["job"]), row["step"]) <= here
+
+    keep_lines(path, stays, check)
 
 
 class Console:
@@ -109,16 +112,22 @@ class Console:
 
 
 class RowReader:
-    """Reads a `metrics.jsonl` that grows: `rows` are all whole rows up to the last `read`."""
+    """Reads a `metrics.jsonl` that grows: `rows` are all whole rows up to the last `read`.
+
+    When a later attempt has rolled rows back, it begins anew with what is there.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._position = path, 0
+        self._path, self._file, self._position = path, 0, 0
         self.rows: list[Row] = []
 
     def read(self) -> list[Row]:
-        """The whole rows that are new since the last call; none when the file does not exist."""
+        """The whole rows that are new since the last call, all when they begin anew; none when there is no file."""
         try:
             with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._position:
+                    self._file, self._position, self.rows = found.st_ino, 0, []
                 file.seek(self._position)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -144,13 +153,5 @@ def _decode(line: bytes) -> Row | None:
         row = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return None
-    return row if isinstance(row, dict) and {"kind", "job", "step", "time"} <= row.keys() else None
-
-
-def _repair(path: Path) -> None:
-    """Cut a last line that was not written to its end."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
+    is_row = isinstance(row, dict) and {"kind", "job", "step", "time"} <= row.keys() and row["job"] in _JOBS
+    return row if is_row else None

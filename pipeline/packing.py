@@ -9,6 +9,7 @@ or losses.
 Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle that a model reads.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -121,9 +122,9 @@ def _balance(indices: Sequence[int], lengths: Sequence[int], bins: int) -> Bins:
     loads = [(0, 0, number) for number in range(bins)]
     filled: Bins = [[] for _ in range(bins)]
     for index in sorted(indices, key=lambda i: (-lengths[i], i)):
-        tokens, rows, number = min(loads)
+        tokens, rows, number = loads[0]
         filled[number].append(index)
-        loads[number] = (tokens + lengths[index], rows + 1, number)
+        heapq.heapreplace(loads, (tokens + lengths[index], rows + 1, number))
     return [sorted(one) for one in filled]
 
 

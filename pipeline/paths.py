@@ -1,7 +1,8 @@
 """Every file name of a run, in one place.
 
-Owns the layout of a run directory. Promises that all other modules ask here for a path and never spell one. Pure: makes
-no directory and reads no file.
+Owns the layout of a run directory. Promises that no other module spells the name of a file or folder that is listed
+here. What lies inside a folder that one module owns (cards and claims, a checkpoint, streams, Redis's data, submitit's
+jobs) is named by that module. Pure: makes no directory and reads no file.
 
     <output>/<name>/                      the run directory
       run.json                            run_id, config digest, when and from which revision it was created
@@ -15,7 +16,7 @@ no directory and reads no file.
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       jobs/                               the trainer's jobs: sft.json, rl.json
-      checkpoints/<job>-<step>/           a checkpoint; COMMIT is written last
+      checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; model.<attempt>/ until it is whole
       metrics.jsonl  ledger.jsonl  report.html  finished.json
 
@@ -26,6 +27,25 @@ no directory and reads no file.
 
 from dataclasses import dataclass
 from pathlib import Path
+
+RUN, SWEEP, METRICS, CHECKPOINTS, MODEL = "run.json", "sweep.json", "metrics.jsonl", "checkpoints", "model"
+WORLD = "world.json"
+EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
+"""Names below an attempt's own directory for those who see it as a `pipeline.directory.Directory`."""
+
+
+_TIMELINE, _LINES = "rank-", ".jsonl"
+
+
+def rank_of_timeline(name: str) -> int | None:
+    """The rank whose timeline has this name; None if it is no timeline's."""
+    number = name.removeprefix(_TIMELINE).removesuffix(_LINES)
+    return int(number) if name == f"{_TIMELINE}{number}{_LINES}" and number.isdecimal() else None
+
+
+def down_mark(name: str) -> str:
+    """The mark of a role (`trainer.0`) or an agent (`agent.3`) that is down, below the attempt's directory."""
+    return f"{DOWN}/{name}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +69,11 @@ class AttemptPaths:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    @property
+    def world(self) -> Path:
+        """The assignment of the attempt's roles, which its leader published."""
+        return self.rendezvous / WORLD
+
     def log(self, role: str, rank: int) -> Path:
         """Standard output and error of a role on a rank."""
         return self.logs / f"{role}.{rank}.log"
@@ -56,24 +81,37 @@ class AttemptPaths:
     @property
     def events(self) -> Path:
         """One file an event, each written once: see `pipeline.events`."""
-        return self.root / "events"
+        return self.root / EVENTS
+
+    @property
+    def statuses(self) -> Path:
+        """A folder with one file a role: its latest state."""
+        return self.root / "status"
 
     def status(self, name: str) -> Path:
-        """Latest state of a role or an agent, replaced atomically by its one writer."""
-        return self.root / "status" / f"{name}.json"
+        """Latest state of a role, replaced atomically by its one writer."""
+        return self.statuses / f"{name}.json"
 
     @property
     def timeline(self) -> Path:
         """A folder with one JSONL file per rank: when each role changed state."""
         return self.root / "timeline"
 
+    def timeline_of(self, rank: int) -> Path:
+        return self.timeline / f"{_TIMELINE}{rank}{_LINES}"
+
+    @property
+    def marks(self) -> Path:
+        """A folder with one file for each role and agent that is down."""
+        return self.root / DOWN
+
     def down(self, placement: str) -> Path:
-        """Marks that a role is down, so that those it depended on may follow."""
-        return self.root / "down" / placement
+        """Marks that a role or an agent is down, so that those it depended on may follow."""
+        return self.root / down_mark(placement)
 
     @property
     def first_failure(self) -> Path:
-        return self.root / "first_failure.json"
+        return self.root / FIRST_FAILURE
 
     @property
     def outcome(self) -> Path:
@@ -85,6 +123,9 @@ class AttemptPaths:
         """A folder with one file per rank, touched as long as its agent lives."""
         return self.root / "alive"
 
+    def sign_of_life(self, rank: int) -> Path:
+        return self.alive / str(rank)
+
     def adapters(self, placement: str) -> Path:
         """A server's own folder for the adapter that it serves."""
         return self.root / "adapters" / placement
@@ -92,6 +133,11 @@ class AttemptPaths:
     @property
     def redis(self) -> Path:
         return self.run / "redis" / self.attempt
+
+    @property
+    def shared(self) -> tuple[Path, ...]:
+        """The folders in which ranks look for what others write."""
+        return self.rendezvous, self.events, self.marks, self.statuses, self.alive, self.timeline, self.logs
 
 
 @dataclass(frozen=True)
@@ -102,7 +148,7 @@ class RunPaths:
 
     @property
     def run(self) -> Path:
-        return self.root / "run.json"
+        return self.root / RUN
 
     @property
     def config(self) -> Path:
@@ -142,7 +188,7 @@ class RunPaths:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def jobs(self) -> Path:
@@ -155,11 +201,11 @@ class RunPaths:
 
     @property
     def model(self) -> Path:
-        return self.root / "model"
+        return self.root / MODEL
 
     @property
     def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
+        return self.root / METRICS
 
     @property
     def ledger(self) -> Path:
@@ -190,7 +236,7 @@ class SweepPaths:
 
     @property
     def manifest(self) -> Path:
-        return self.root / "sweep.json"
+        return self.root / SWEEP
 
     @property
     def lock(self) -> Path:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from pipeline.fields import Memory, NotNegative, Positive, Seconds, Section, SlurmTime
+from pipeline.fields import Memory, Network, NotNegative, Positive, Seconds, Section, SlurmTime
 
 
 class ServicesComponent(Section):
@@ -30,10 +30,17 @@ class ClusterConfig(Section):
         60, description="Deadline for all ranks to meet and for the world to be published."
     )
     startup_seconds: Seconds = Field(240, description="Deadline for a role to become ready after its process started.")
+    silence_seconds: Seconds = Field(
+        180,
+        description="Time without a sign of life after which a role that is ready counts as hung; what may take longer "
+        "says so itself.",
+    )
     stop_seconds: Seconds = Field(
         6, description="Time between asking a role to stop (INT) and ending its group (KILL)."
     )
-    grace_seconds: Seconds = Field(25, description="Time the trainer has to commit when the job is told to stop.")
+    grace_seconds: Seconds = Field(
+        25, description="Time the trainer has to commit when the job is told to stop, or something else failed."
+    )
     partition: str = Field("", description="Slurm partition; empty: the site's default.")
     account: str = Field("", description="Account that is charged; empty: your default.")
     qos: str = Field("", description="Quality of service.")
@@ -43,6 +50,11 @@ class ClusterConfig(Section):
     constraint: str = Field("", description="Features that the nodes must have.")
     exclude: str = Field("", description="Nodes that the job must not get, as `node[3,7-9]`.")
     nodelist: str = Field("", description="Nodes that the job must get.")
+    network: Network = Field(
+        "",
+        description="Interface (`ib0`) or subnet (`10.1.0.0/16`) that the ranks talk over; empty: the first address of "
+        "each node that other nodes reach, its default route's before others.",
+    )
     reservation: str = Field("", description="Reservation to run in.")
     exclusive: bool = Field(False, description="Whether nodes are shared with no other job.")
     gpu_type: str = Field("", description="Kind of GPU to ask for, as the site calls it (`h100`).")
@@ -99,9 +111,13 @@ class ResourcesConfig(Section):
     services: ServiceResources = ServiceResources()
     spares: NotNegative = Field(0, description="Extra nodes that replace those whose preflight fails.")
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
+    gpus_per_node: NotNegative = Field(
+        0,
+        description="GPUs of each node, onto which trainer and servers are packed together; 0: each has nodes of its "
+        "own.",
+    )
     device: Literal["cpu", "cuda"] = Field(
-        "cpu",
-        description="What trainer and servers compute on. `cuda`: only in jobs that stand alone; `cpu`: GPUs are idle.",
+        "cpu", description="What trainer and servers compute on; with `cpu` GPUs are idle."
     )
     layout: Literal["one", "het"] = Field(
         "one", description="`one`: all nodes alike; `het`: a Slurm job of two components, services without GPUs."

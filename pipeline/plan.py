@@ -5,6 +5,8 @@ what a config asks of the allocation. Who gets it is decided in `pipeline.assign
 no clock, no randomness.
 """
 
+import hmac
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -22,9 +24,11 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: its place in the job, 0 … ranks − 1.
         attempt: the attempt it belongs to.
-        hostname, pid, boot: identity of the machine, the agent process and its boot.
+        hostname, pid: of the agent process.
+        boot: identity of the node: of the machine's boot, and of the network that its processes are in.
         addresses: all candidate addresses, best first.
         beacon: port where the agent answers connect-backs.
+        token: what the callers of the beacon must know.
         ports: ports this agent holds (bound, see `pipeline.process.hold_port`) for the roles it may get.
         gpus: indices of the usable GPUs.
         memory: bytes of free memory.
@@ -42,6 +46,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     memory: int = 0
     problems: tuple[str, ...] = ()
+    token: str = ""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +73,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 class World(msgspec.Struct, frozen=True, kw_only=True):
     """The assignment that the leader publishes once: everything the ranks need to find each other.
 
-    `secret` is the password of this attempt's Redis and the token of its servers; a process of another attempt has
-    another one and is refused.
+    `secret` signs what the trainer's processes say to each other (`pipeline.signed`) and never travels. A process of
+    another attempt has another one and is refused.
     """
 
     run_id: str
@@ -78,6 +83,11 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     leader: int
     secret: str
     placements: tuple[Placement, ...]
+
+    @property
+    def password(self) -> str:
+        """What this attempt's Redis and servers ask for. It travels as it is, so the secret does not follow from it."""
+        return hmac.digest(self.secret.encode(), b"password", "sha256").hex()[:32]
 
     def of_role(self, role: RoleName) -> tuple[Placement, ...]:
         """The placements of a role, by index."""
@@ -144,12 +154,15 @@ def make_plan(config: RunConfig) -> Plan:
     wanted = config.resources
     services = _services(redis=config.streams.backend == "redis")
     trainer, inference = _trainer_seats(wanted), _inference_seats(wanted)
+    if wanted.gpus_per_node:
+        trainer, inference = [], _packed([*trainer, *inference], wanted.gpus_per_node)
     if wanted.services.nodes:
         seats = [Seat(slots=services), *trainer, *inference]
     else:
-        host = trainer if _trainer_load(wanted) < _inference_load(wanted) else inference
+        host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
+    _check_virtual_nodes(config, seats)
     return Plan(ranks=_ranks(wanted, len(seats)), seats=tuple(seats))
 
 
@@ -159,6 +172,32 @@ def _check_gpus(config: RunConfig) -> None:
         raise PlanError(
             "resources.trainer.gpus", trainer, "0 or 1 for each process", "raise resources.trainer.processes"
         )
+
+
+def _check_virtual_nodes(config: RunConfig, seats: Sequence[Seat]) -> None:
+    """The virtual nodes of one machine would all take its first GPUs."""
+    holders = [seat for seat in seats if seat.gpus]
+    if config.resources.device == "cuda" and config.cluster.kind == "local" and len(holders) > 1:
+        gpus = sum(seat.gpus for seat in holders)
+        expected = f"{gpus} with cluster=local, so that one virtual node has all GPUs"
+        mend = f"set resources.gpus_per_node={gpus}"
+        raise PlanError("resources.gpus_per_node", config.resources.gpus_per_node, expected, mend)
+
+
+def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
+    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first."""
+    slots = sorted((slot for seat in seats for slot in seat.slots), key=lambda slot: -slot.gpus)
+    nodes: list[list[Slot]] = []
+    for slot in slots:
+        if slot.gpus > gpus:
+            expected = f"at least {slot.gpus}, which {slot.name} needs"
+            raise PlanError("resources.gpus_per_node", gpus, expected, "raise it, or give that role fewer GPUs")
+        room = (node for node in nodes if sum(each.gpus for each in node) + slot.gpus <= gpus)
+        node = next(room, None)
+        if node is None:
+            nodes.append(node := [])
+        node.append(slot)
+    return [Seat(slots=tuple(node)) for node in nodes]
 
 
 def _ranks(wanted: ResourcesConfig, seats: int) -> int:

@@ -2,7 +2,8 @@
 
 Owns starting a child in its own session, shielded from the scheduler's signals, ending its whole group with a deadline,
 ending whatever a process left below itself, and holding ports. Promises that `Child.stop` returns with no process of
-the group alive, and that no process is ever found or ended by its name. Knows nothing of roles.
+the group alive, unless the kernel itself cannot end it, and that no process is ever found or ended by its name. Knows
+nothing of roles.
 """
 
 import ctypes
@@ -25,6 +26,8 @@ from pipeline import spawn
 from pipeline.waiting import Deadline
 
 PR_SET_CHILD_SUBREAPER = 36
+KILL_SECONDS = 10.0
+"""For the kernel to end what was killed."""
 _PAUSE = 0.02
 
 
@@ -98,27 +101,25 @@ def _shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Child:
-    """A started process, the leader of its own session; output goes to one log file.
+class Leader:
+    """A started process, the leader of its own session.
 
     Neither it nor what it starts hears TERM, USR1, USR2 or HUP (`pipeline.spawn`): it is asked to end with INT.
     Must be started and stopped from a thread that outlives it: the parent-death signal follows the thread.
     """
 
-    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
-        """Start `argv` with exactly the environment `env`; standard output and error are appended to `log`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: int, output: int) -> None:
+        """Start `argv` with exactly the environment `env`, and with these descriptors; `output` is error output too."""
         wrapper = [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid())]
-        with log.open("ab") as output, _shielded():
+        with _shielded():
             self._process = subprocess.Popen(
                 [*wrapper, *argv],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
                 start_new_session=True,
             )
-        self.log = log
 
     @property
     def pid(self) -> int:
@@ -140,11 +141,18 @@ class Child:
         if self.poll() is None:
             self._signal(signal.SIGINT)
 
-    def kill(self) -> int:
-        """End the whole group and wait until its leader is gone; its exit code."""
+    def kill(self, seconds: float = KILL_SECONDS) -> int:
+        """End the whole group and wait until its leader is gone; its exit code.
+
+        The kernel keeps a process that waits for a device or a dead file system: one that is not gone within `seconds`
+        counts as killed, ends as soon as that answers, and `poll` says None until then.
+        """
         if self.poll() is None:
             self._signal(signal.SIGKILL)
-        return self._process.wait(timeout=10)
+        try:
+            return self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
 
     def stop(self, seconds: float) -> int:
         """Ask the group to end, end it after `seconds`; the exit code of its leader."""
@@ -159,6 +167,17 @@ class Child:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return  # the whole group is gone already
+
+
+class Child(Leader):
+    """A leader whose output goes to one log file."""
+
+    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        """Start `argv` with exactly the environment `env`; standard output and error are appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            super().__init__(argv, env, stdin=subprocess.DEVNULL, output=output.fileno())
+        self.log = log
 
 
 def _has_ended(pid: int) -> bool:

@@ -1,13 +1,15 @@
 """The records that travel between roles.
 
 Owns the wire form of samples, groups and control messages: msgpack through msgspec, each with its kind and version, no
-pickle. Promises that what `encode` writes `decode` returns equal, and that anything else raises `RecordError`.
+pickle. Promises that what `encode` writes `decode` returns equal, and that anything else raises `RecordError`. Whether
+the values make sense is another question, which `check` answers to those who would train them.
 Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its elements.
 
 Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
 """
 
-from typing import Literal, TypeVar
+import math
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +18,10 @@ from numpy.typing import NDArray
 from pipeline.errors import RecordError
 
 WIRE_VERSION = 1
+MALFORMED = "malformed"
+"""Begins the outcome of a group that makes no sense: it is not settled, its position is asked for again."""
+
+Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -64,10 +70,18 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         return np.frombuffer(self.logprobs, dtype="<f4")
 
     def check(self) -> None:
-        """Raise `RecordError` unless the three arrays have the same length."""
+        """Raise `RecordError` unless it can be trained: arrays of one length, a prompt first, all numbers finite."""
         lengths = len(self.tokens) // 4, len(self.sampled), len(self.logprobs) // 4
-        if len(set(lengths)) != 1:
+        if len(set(lengths)) != 1 or len(self.tokens) % 4 or len(self.logprobs) % 4:
             raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
+        if not self.tokens or self.sampled[0] or self.sampled_array().max() > 1:
+            raise RecordError("sampled is no row of 0 and 1 that begins with a prompt")
+        if self.token_array().min() < 0:
+            raise RecordError("a token id is negative")
+        if not (np.isfinite(self.logprob_array()).all() and math.isfinite(self.reward)):
+            raise RecordError("a log-probability or the reward is not finite")
+        if not 0 <= self.version_min <= self.version_max:
+            raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
 
 
 class Group(Record, frozen=True, kw_only=True, tag="group"):
@@ -80,8 +94,8 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
         failures: one reason for each sample that did not.
     """
 
-    position: int
-    prompt: int
+    position: Place
+    prompt: Place
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
 
@@ -93,18 +107,35 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
         group: the group as the actor sent it.
         advantages: one for each sample, in order, or its reward (see `pipeline.advantages`); empty unless `outcome` is
             `train`.
-        outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`).
+        outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`), or why it
+            makes no sense (`malformed: …`).
     """
 
     group: Group
     advantages: tuple[float, ...] = ()
     outcome: str = "train"
 
+    def check(self, max_length: int) -> None:
+        """Raise `RecordError` if the group is to be trained and cannot be, by a model of `max_length` tokens."""
+        if self.outcome.startswith(MALFORMED):
+            raise RecordError(self.outcome)
+        if self.outcome != "train":
+            return
+        samples = self.group.samples
+        if not samples or len(self.advantages) != len(samples):
+            raise RecordError(f"{len(self.advantages)} advantages for {len(samples)} samples")
+        if not all(map(math.isfinite, self.advantages)):
+            raise RecordError("an advantage is not finite")
+        for sample in samples:
+            sample.check()
+            if len(sample.sampled) > max_length:
+                raise RecordError(f"a sample of {len(sample.sampled)} tokens, above model.max_length={max_length}")
+
 
 class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
-    """The trainer asks the actor for a position again (its samples were older than `max_lag`)."""
+    """The trainer asks the actor for a position again (its samples were older than `max_lag`, or made no sense)."""
 
-    position: int
+    position: Place
     reason: str
 
 

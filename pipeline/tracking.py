@@ -64,7 +64,7 @@ class WandbSink:
         """Start it; returns at once."""
         folder, self._seconds, self._gone = RunPaths(paths.run).tracking, seconds, False
         self._end = folder / f"{paths.attempt}.end"
-        described = (str(paths.run), paths.run_id, paths.attempt, str(self._end), mode)
+        described = (str(paths.run), paths.run_id, str(self._end), mode)
         argv = (sys.executable, "-P", "-m", "pipeline.tracker", *described)
         self._child = Child(argv, folder / "wandb.log", {**variables, **_places(folder, mode)})
 

@@ -1,7 +1,11 @@
-"""The one waiting loop.
+"""The one loop that asks again.
 
-Owns how Rollcall waits: with a deadline, a growing pause, and a sentence about what is missing when it runs out. Every
-wait of the project goes through here, on a clock that tests replace.
+Owns how Rollcall waits for what it can only find out by asking: with a deadline, a growing pause, and a sentence about
+what is missing when it runs out, on a clock that tests replace. `pipeline.outages` does the same for a disk that fails.
+What needs a loop of its own, since it does other work between two questions (a stream, a lock, a process that ends, a
+copy between GPUs), has a `Deadline` from here. Two kinds of waiting are not its matter: loops that go on as long as
+their process does (an agent, the controller, whoever follows a run), and waits inside the kernel, asyncio or a library,
+each of which has a time-out of its own or ends with its process.
 
     card = wait_for("the world of attempt 12-0", lambda: read_world(path), seconds=60)
 """

@@ -1,16 +1,20 @@
 """What an agent leaves on disk about itself: that it lives, and that it is down.
 
-Owns `attempts/<attempt>/alive/<rank>`, touched every few seconds for as long as the agent's process runs, and
-`down/agent.<rank>`, its last word. Promises that a filesystem which fails for a while ends neither the agent nor the
-touches. A rank whose agent is gone without its last word is lost: it was killed, or died with its node.
+Owns `attempts/<attempt>/alive/<rank>`, touched every few seconds for as long as the agent's process runs, and the
+folder `down/`, with a mark for each role that is down and, as an agent's last word, `agent.<rank>`. Promises that a
+filesystem which fails for a while ends neither the agent nor the touches, and that whoever waits for marks lists their
+folder, once for all of them. A rank whose agent is gone without its last word is lost: it was killed, or died with its
+node.
 """
 
 import threading
 from types import TracebackType
 
-from pipeline import files
-from pipeline.paths import AttemptPaths
-from slurm.directory import FileDirectory
+from pipeline.directory import Directory
+from pipeline.outages import LAST_SECONDS, insist
+from pipeline.paths import DOWN, AttemptPaths, down_mark
+from pipeline.plan import Placement
+from pipeline.waiting import CLOCK, Clock
 
 TOUCH_SECONDS = 5.0
 
@@ -19,7 +23,7 @@ class SignsOfLife:
     """Touches the file of a rank while the block runs."""
 
     def __init__(self, paths: AttemptPaths, rank: int, seconds: float = TOUCH_SECONDS) -> None:
-        self._file, self._seconds = paths.alive / str(rank), seconds
+        self._file, self._seconds = paths.sign_of_life(rank), seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="alive", daemon=True)
 
@@ -45,17 +49,45 @@ class SignsOfLife:
             return  # whoever watches sees that the sign is late
 
 
-def leave(paths: AttemptPaths, rank: int) -> None:
-    """Say that this rank's agent and everything that it started is down."""
-    files.write_document(paths.down(f"agent.{rank}"), "left")
+class Marks:
+    """Which roles and agents are down: the folder of marks, as it was when it was looked at last."""
+
+    def __init__(self, attempt: Directory, pause: float, clock: Clock = CLOCK) -> None:
+        """Looks at the disk at most every `pause` seconds, and only when it is asked."""
+        self._attempt, self._pause, self._clock = attempt, pause, clock
+        self._names: frozenset[str] = frozenset()
+        self._due = float("-inf")
+
+    def is_down(self, placement: Placement) -> bool:
+        """Whether a role is down, or its agent has left and nothing of it can be up. False while the disk fails."""
+        self._look()
+        return not self._names.isdisjoint((placement.name, agent_name(placement.rank)))
+
+    def _look(self) -> None:
+        if self._clock.now() < self._due:
+            return
+        self._due = self._clock.now() + self._pause
+        try:
+            self._names = frozenset(self._attempt.names(DOWN))
+        except OSError:
+            return  # a mark that is seen later changes nothing but the time
 
 
-def lost_ranks(paths: AttemptPaths, ranks: int) -> tuple[int, ...]:
-    """The ranks, of so many, that did not say that they are down; in order. While agents live, they are among them.
+def agent_name(rank: int) -> str:
+    """What the agent of a rank is called where roles are called `trainer.0`."""
+    return f"agent.{rank}"
 
-    Lists the folder, so that a mark which was absent a moment ago on this machine is seen.
-    """
-    attempt = FileDirectory(paths.root)
-    attempt.names()
-    marks = attempt.names(paths.down("agent").parent.name)
-    return tuple(rank for rank in range(ranks) if paths.down(f"agent.{rank}").name not in marks)
+
+def leave(attempt: Directory, rank: int, clock: Clock = CLOCK) -> None:
+    """Say that this rank's agent and everything that it started is down; it does not fail where the disk does."""
+    try:
+        insist("the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), LAST_SECONDS, clock)
+    except OSError as error:
+        print(f"rollcall: agent {rank} could not say that it left: {error}", flush=True)
+
+
+def lost_ranks(attempt: Directory, ranks: int) -> tuple[int, ...]:
+    """The ranks, of so many, that did not say that they are down; in order. While agents live, they are among them."""
+    attempt.names()  # the folder of marks may itself be one that was absent a moment ago on this machine
+    marks = attempt.names(DOWN)
+    return tuple(rank for rank in range(ranks) if agent_name(rank) not in marks)

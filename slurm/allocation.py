@@ -121,21 +121,28 @@ def batch_file(
     """
     _check_path(folder)
     parts = components(config, plan)
-    extras = _extras(config.cluster.sbatch)
-    directives = []
-    for index, part in enumerate(parts):
-        first = {} if index else {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
-        mail = {} if index else {"mail-user": config.cluster.mail_user, "mail-type": config.cluster.mail_type}
-        directives.append(_directives({**_shared(config, run_id), **mail, **_options(part), **extras, **first}))
+    comment, output = f"rollcall {run_id}", {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
+    asked = [directives(config, part, comment, first=part is parts[0]) for part in parts]
+    asked[0] += _lines(output)
     sections = [
         ["#!/bin/bash"],
-        "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives).split("\n"),
+        "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in asked).split("\n"),
         config.cluster.setup,
         _exports(run),
         _start(config, parts, folder, python, command),
         _epilogue(run, python),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def directives(config: RunConfig, part: Component, comment: str = "", *, first: bool = True) -> list[str]:
+    """The `#SBATCH` lines of one component: all that `cluster.*` asks for, whatever is run there.
+
+    Mail is asked for once, with the `first`. `ConfigError` as for `batch_file`.
+    """
+    cluster = config.cluster
+    mail = {"mail-user": cluster.mail_user, "mail-type": cluster.mail_type} if first else {}
+    return _lines({**_shared(config, comment), **mail, **_options(part), **_extras(cluster.sbatch)})
 
 
 def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
@@ -191,12 +198,12 @@ def _most_cpus(seats: Sequence[Seat], resources: ResourcesConfig) -> int:
     return max(cpus_needed(seat, resources) for seat in seats)
 
 
-def _shared(config: RunConfig, run_id: str) -> dict[str, Value]:
+def _shared(config: RunConfig, comment: str) -> dict[str, Value]:
     """The options that all components have."""
     cluster = config.cluster
     return {
         "job-name": config.name,
-        "comment": f"rollcall {run_id}",
+        "comment": comment,
         "requeue": cluster.max_restarts > 0,
         "no-requeue": cluster.max_restarts == 0,
         "signal": f"USR2@{cluster.notice_seconds}" if cluster.notice_seconds else "",
@@ -238,7 +245,7 @@ def _extras(given: Mapping[str, Value]) -> dict[str, Value]:
     return extras
 
 
-def _directives(options: Mapping[str, Value]) -> list[str]:
+def _lines(options: Mapping[str, Value]) -> list[str]:
     """One `#SBATCH` line an option; True is a flag, and what is False or empty is left out."""
     lines = []
     for key, value in options.items():

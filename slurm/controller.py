@@ -15,6 +15,7 @@ import psutil
 from submitit.local.local import Controller
 
 from pipeline import files
+from pipeline.directory import FileDirectory
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import RunPaths
@@ -22,6 +23,7 @@ from pipeline.process import adopt_orphans, describe_exit, end_descendants
 from pipeline.roles.context import read_config
 from slurm import runs
 from slurm.agent import END_SIGNALS
+from slurm.alive import agent_name, leave
 from slurm.environment import launcher_process
 from slurm.supervisor import longest_descent
 
@@ -75,8 +77,8 @@ class VirtualController(Controller):
 
     def _tell_failure(self, rank: int, code: int) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
-        files.write_document(self._paths.down(f"agent.{rank}"), "left")
-        name, cause = f"agent.{rank}", describe_exit(code)
+        leave(FileDirectory(self._paths.root), rank)
+        name, cause = agent_name(rank), describe_exit(code)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
         files.create_document(self._paths.first_failure, failure)
         Events(self._paths).publish("failed", name, failure.one_line())

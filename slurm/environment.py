@@ -14,7 +14,7 @@ from typing import Literal
 import psutil
 
 from pipeline.errors import RendezvousError
-from slurm.preflight import candidate_addresses
+from pipeline.network import candidate_addresses, within
 
 LOCAL_JOB = "ROLLCALL_LOCAL_JOB"
 LAUNCHER = "ROLLCALL_LAUNCHER_PID"
@@ -52,6 +52,10 @@ class Environment:
     addresses: tuple[str, ...]
     interface: str = ""
     visible_gpus: str | None = None
+
+    def addresses_on(self, network: str) -> tuple[str, ...]:
+        """The candidates on the network that a run asks for (`cluster.network`); a virtual node has one of its own."""
+        return self.addresses if self.scheduler == "local" else within(self.addresses, network)
 
     @property
     def attempt(self) -> str:

@@ -6,23 +6,23 @@ folder. Must not know the scheduler, nor decide anything.
 """
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline import files
 from pipeline.checkpoints import kept_root, newest_committed
+from pipeline.directory import LATE_SECONDS, FileDirectory
 from pipeline.errors import DeadlineError
-from pipeline.events import Events
+from pipeline.events import Event, EventName, Events
 from pipeline.failure import FirstFailure
-from pipeline.paths import AttemptPaths, RunPaths
+from pipeline.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.records import Outcome
 from pipeline.waiting import CLOCK, Clock, wait_for
 from slurm.alive import lost_ranks
-from slurm.directory import FileDirectory
 from slurm.roster import name_ranks
 
-LATE_SECONDS = 90.0
-"""How late a file may be that another machine wrote. NFS clients keep what they know of a folder for up to 60 s."""
-_LONGEST_PAUSE = 5.0
+LONGEST_PAUSE = 5.0
+"""Seconds between two looks for what may be late."""
 
 NOTICE = signal.SIGUSR2.name
 """What `--signal` of the batch file has the scheduler send before the job's time limit."""
@@ -57,6 +57,11 @@ class Facts:
     barren: int = 0
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether marks that are seen late could still turn a failure that would come again into a lost rank."""
+        return self.code != 0 and not self.finished and not self.trained and (bool(self.lost) or not self.failure)
+
+    @property
     def trouble(self) -> str:
         """What went wrong, in one line; empty for an attempt that was told to end and did so in order."""
         if self.failure:
@@ -71,11 +76,16 @@ def gather(run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: i
 
     Code 0 means that every agent returned by itself, so none is lost, and the reason is on disk: it is waited for.
     """
-    _look_again(run, paths)
+    attempt = FileDirectory(paths.root)
+    events = Events(paths, attempt)
+    _look_again(run)
     if code == 0:
-        _await_reason(run, paths, clock)
-    failure, draining = files.read_document(paths.first_failure, FirstFailure), Events(paths).seen("draining")
-    told = draining is not None and (failure is None or draining.time <= failure.time)
+        _await_reason(run, events, clock)
+    attempt.names()
+    heard, first = events.told(), attempt.read(FIRST_FAILURE, FirstFailure)
+    draining, failed = heard.get("draining"), heard.get("failed")
+    failure = first.one_line() if first else failed.detail if failed else ""
+    told = draining is not None and _came_first(heard, bool(first))
     newest = newest_committed(kept_root(run))
     committer = newest.manifest.attempt if newest else ""
     return Facts(
@@ -83,8 +93,8 @@ def gather(run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: i
         finished=run.finished.exists(),
         told=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",
         notice=draining is not None and told and draining.detail == NOTICE,
-        failure=failure.one_line() if failure else "",
-        lost=lost_ranks(paths, ranks) if code else (),
+        failure=failure,
+        lost=lost_ranks(attempt, ranks) if code else (),
         code=code,
         advanced=committer == paths.attempt,
         trained=newest is not None,
@@ -109,20 +119,29 @@ def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: s
     return 0
 
 
-def _await_reason(run: RunPaths, paths: AttemptPaths, clock: Clock) -> None:
+def _came_first(told: Mapping[EventName, Event], failed: bool) -> bool:
+    """Whether the attempt was told to end before anything failed in it, as the order of the events says.
+
+    A failure whose event is not there came first: who wrote it down was ended before it could tell it.
+    """
+    before = list(told)[: list(told).index("draining")]
+    return "failed" not in before and ("failed" in told or not failed)
+
+
+def _await_reason(run: RunPaths, events: Events, clock: Clock) -> None:
     """Wait until it shows why every agent returned by itself: the run is finished, or the attempt was told to end."""
 
     def shows() -> bool:
-        _look_again(run, paths)
-        return run.finished.exists() or Events(paths).seen("draining") is not None
+        _look_again(run)
+        return run.finished.exists() or events.seen("draining") is not None
 
     try:
-        wait_for("the agents' reason to leave", shows, LATE_SECONDS, longest_pause=_LONGEST_PAUSE, clock=clock)
+        wait_for("the agents' reason to leave", shows, LATE_SECONDS, longest_pause=LONGEST_PAUSE, clock=clock)
     except DeadlineError:
         return  # that there is none is for the decision to say
 
 
-def _look_again(run: RunPaths, paths: AttemptPaths) -> None:
-    """List every folder from the run down to what is read: what was absent before may be there by now."""
-    for folder in (run.root, run.attempts, paths.root, paths.events):
+def _look_again(run: RunPaths) -> None:
+    """List the folders from the run down to its attempts: what was absent before may be there by now."""
+    for folder in (run.root, run.attempts):
         FileDirectory(folder).names()

@@ -10,7 +10,7 @@ from pipeline.errors import TransitionError
 from pipeline.plan import Placement, RoleName, World
 
 State = Literal["waiting", "starting", "ready", "stopping", "stopped", "failed"]
-Happening = Literal["start", "became_ready", "finished", "asked_to_stop", "ended", "died", "overslept"]
+Happening = Literal["start", "became_ready", "finished", "asked_to_stop", "ended", "died", "overslept", "hung"]
 
 TRANSITIONS: dict[tuple[State, Happening], State] = {
     ("waiting", "start"): "starting",
@@ -23,6 +23,7 @@ TRANSITIONS: dict[tuple[State, Happening], State] = {
     ("ready", "asked_to_stop"): "stopping",
     ("ready", "finished"): "stopped",
     ("ready", "died"): "failed",
+    ("ready", "hung"): "failed",
     ("stopping", "ended"): "stopped",
 }
 """What may happen to a role in each state. A role that ends while it is `stopping` was told to, whatever its exit code;
@@ -34,7 +35,9 @@ DESCENT: tuple[frozenset[RoleName], ...] = (
     frozenset({"inference"}),
     frozenset({"redis"}),
 )
-"""Order in which a run that finished or drains comes down: nobody loses what it still talks to."""
+"""Order in which a run comes down: nobody loses what it still talks to."""
+
+_STAGES = {role: stage for stage, roles in enumerate(DESCENT) for role in roles}
 
 
 def advance(role: str, state: State, happening: Happening) -> State:
@@ -47,10 +50,15 @@ def advance(role: str, state: State, happening: Happening) -> State:
 
 def stage_of(role: RoleName) -> int:
     """Index of the role in `DESCENT`."""
-    return next(stage for stage, roles in enumerate(DESCENT) if role in roles)
+    return _STAGES[role]
 
 
-def must_wait_for(placement: Placement, world: World) -> tuple[Placement, ...]:
-    """Those that have to be down, on any rank, before this one is asked to stop."""
+def must_wait_for(placement: Placement, world: World, *, failed: bool = False) -> tuple[Placement, ...]:
+    """Those that have to be down, on any rank, before this one is asked to stop.
+
+    In an attempt that failed nobody generates for anybody any more; only Redis waits, for the trainer may commit still.
+    """
+    if failed and placement.role != "redis":
+        return ()
     stage = stage_of(placement.role)
     return tuple(other for other in world.placements if stage_of(other.role) < stage)

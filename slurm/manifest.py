@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline import files
 from pipeline.errors import ConfigError, RunStateError
-from pipeline.paths import SweepPaths
+from pipeline.paths import SWEEP, SweepPaths
 from pipeline.report.history import RUNS, closest
 
 LONGEST_NAME = 63
@@ -88,9 +88,7 @@ def find(value: str, output: Path | None = None) -> SweepPaths:
         if value and SweepPaths(folder).manifest.exists():
             return SweepPaths(folder.resolve())
     expected = f"a sweep below {below}/" if output else f"a sweep's directory, or a name below {below}/"
-    raise ConfigError(
-        "sweep", value, expected, closest(value, (file.parent.name for file in below.glob("*/sweep.json")))
-    )
+    raise ConfigError("sweep", value, expected, closest(value, (file.parent.name for file in below.glob(f"*/{SWEEP}"))))
 
 
 def extended(old: Manifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> Manifest:

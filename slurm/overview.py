@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import ConfigError, RollcallError, SchedulerError
-from pipeline.paths import RunPaths, SweepPaths
+from pipeline.paths import RUN, SWEEP, RunPaths, SweepPaths
 from pipeline.records import RunIdentity, SubmittedJob
 from pipeline.report.history import attempt_names
 from slurm import manifest, runs
@@ -91,8 +91,8 @@ class Overview:
 
     def look(self) -> list[Line]:
         """The lines now: runs of their own by name, then the points of each sweep by number."""
-        found = [] if self._sweep else [self._find("", file.parent) for file in _found(self._output, "run.json")]
-        sweeps = [self._sweep] if self._sweep else [file.parent.name for file in _found(self._output, "sweep.json")]
+        found = [] if self._sweep else [self._find("", file.parent) for file in _found(self._output, RUN)]
+        sweeps = [self._sweep] if self._sweep else [file.parent.name for file in _found(self._output, SWEEP)]
         for name in sweeps:
             found += self._points(SweepPaths(self._output / name))
         answers = self._ask([run for run in found if run.line is None and run.job and run.job.kind == "slurm"])

@@ -1,8 +1,8 @@
 """Is this node fit to work?
 
-Owns what a rank finds out about its own node before it publishes its card: addresses, GPUs, memory, and what is
-wrong. Promises sentences, not exceptions: a node with problems still publishes its card, so that the leader can
-choose a spare and name the reason. Reads no environment variable; the caller passes in what the scheduler said.
+Owns what a rank finds out about its own node before it publishes its card: its identity, GPUs, memory, and what is
+wrong. Promises sentences, not exceptions: a node with problems still publishes its card, so that the leader can choose
+a spare and name the reason. Reads no environment variable; the caller passes in what the scheduler said.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import files, network
+from pipeline import files
 
 PROBE_SECONDS = 20.0
 MIB, GIB = 1 << 20, 1 << 30
@@ -71,19 +71,9 @@ def free_memory() -> int:
     return 0
 
 
-def boot_id() -> str:
-    """Identity of this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def candidate_addresses() -> tuple[str, ...]:
-    """Every IPv4 address of an interface that is up, the one from which this machine calls out first.
-
-    Which of them others reach is not known here: the leader calls them back. Loopback only where there is no other.
-    """
-    found = dict.fromkeys([*_routed_address(), *(str(interface.ip) for _, interface in network.interfaces())])
-    outward = tuple(address for address in found if not address.startswith("127."))
-    return outward or ("127.0.0.1",)
+def node_id() -> str:
+    """Identity of this node as a network sees it: the boot of the machine, and the network that processes are in."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/net').readlink()}"
 
 
 def _disk_problems(folder: Path, needs: Needs) -> list[str]:
@@ -128,13 +118,3 @@ def _bytes(mebibytes: str) -> int:
 
 def _is_listed(gpu: Gpu, uuid: str, listed: Sequence[str]) -> bool:
     return any(word == str(gpu.index) or (word.startswith("GPU-") and uuid.startswith(word)) for word in listed)
-
-
-def _routed_address() -> list[str]:
-    """The address from which this machine would call out; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return []
-        return [str(probe.getsockname()[0])]

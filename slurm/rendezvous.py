@@ -15,15 +15,14 @@ from functools import partial
 import msgspec
 
 from pipeline.assignment import assign, check_world
+from pipeline.directory import Directory
 from pipeline.errors import RendezvousError
+from pipeline.paths import WORLD
 from pipeline.plan import Card, Plan, World
 from pipeline.waiting import CLOCK, Clock, wait_for
 from slurm import beacon, election
-from slurm.directory import Directory
 from slurm.election import Action, Event
 from slurm.roster import FindAddresses, Roster, absentees, publish_card
-
-WORLD = "world.json"
 
 # Shares of the deadline: after the first a leader goes on without absent ranks if the spares suffice; after the
 # second it refuses, so that the ranks learn the reason before their own deadlines run out.
@@ -75,21 +74,26 @@ def meet(
         find_addresses: how ranks are reached; `slurm.beacon` by default.
         lease: seconds for which a leader may show no sign of life; an eighth of `seconds` by default.
 
-    `RendezvousError` when the rank is taken, when the leader refused, or when the world does not fit this rank.
+    `RendezvousError` when the rank is taken, when the leader refused, when the world does not fit this rank, or when
+    the directory cannot be read or written.
     """
     finder = find_addresses or partial(beacon.find_addresses, run_id)
     lease = lease or seconds / 8
     meeting = Meeting(directory, plan, card, run_id, seconds, finder, lease, clock)
     pause, longest_pause = pauses(plan.ranks, lease)
-    return wait_for(
-        f"the world of attempt {card.attempt}",
-        meeting.round,
-        seconds,
-        missing=meeting.missing,
-        pause=pause,
-        longest_pause=longest_pause,
-        clock=clock,
-    )
+    try:
+        return wait_for(
+            f"the world of attempt {card.attempt}",
+            meeting.round,
+            seconds,
+            missing=meeting.missing,
+            pause=pause,
+            longest_pause=longest_pause,
+            clock=clock,
+        )
+    except OSError as error:
+        where = f"{error.filename or 'the rendezvous'}: {error.strerror or error}"
+        raise RendezvousError(f"cannot read or write {where}; every rank must be able to") from error
 
 
 def pauses(ranks: int, lease: float) -> tuple[float, float]:
@@ -225,7 +229,7 @@ class Meeting:
         )
 
     def _new_roster(self) -> Roster:
-        return Roster(self._directory, self._plan.ranks, self._card.attempt, self._find_addresses)
+        return Roster(self._directory, self._plan.ranks, self._card.attempt, self._card.boot, self._find_addresses)
 
 
 def _epoch(name: str) -> int:

@@ -12,10 +12,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from pipeline import files
+from pipeline.directory import LATE_SECONDS
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError
 from pipeline.frozen import kept_config
 from pipeline.paths import AttemptPaths, RunPaths
@@ -124,6 +126,8 @@ def conclude(run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: 
         return kept(decide(facts, None, cluster, time.time()))
     try:
         (seen,) = _insist("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
+        if facts.in_doubt and seen is not None and seen.state in OURS:
+            facts = _clear_up(look, clock)
         outcome = kept(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
             now = queue_again(scheduler, job, restart, clock)
@@ -132,6 +136,20 @@ def conclude(run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: 
     except DeadlineError as error:
         return kept(Outcome(decision="stopped", reason=f"the job could not be requeued: {error}", time=time.time()))
     return outcome
+
+
+def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], clock: Clock) -> Facts:
+    """The facts once they leave no doubt, or are as late as they can be."""
+    facts: Facts | None = None
+
+    def clear() -> bool:
+        nonlocal facts
+        *_, facts = look()
+        return not facts.in_doubt
+
+    with suppress(DeadlineError):
+        _insist("the agents' last words", lambda: clear() or None, clock, LATE_SECONDS)
+    return facts or look()[2]
 
 
 def _look(run: RunPaths, job: str, restart: int, code: int, clock: Clock) -> tuple[ClusterConfig, AttemptPaths, Facts]:

@@ -7,6 +7,7 @@ under the paths that the jobs name; and that Ctrl-C ends what was started here, 
 
 import os
 import re
+import secrets
 import signal
 import sys
 import time
@@ -29,10 +30,12 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, SchedulerError, TrainingError
 from pipeline.models import longest_sequence
 from pipeline.paths import RunPaths
+from pipeline.plan import Seat, Slot
 from pipeline.training.jobs import check_alone, read_job
 from pipeline.training.standalone.log import JobLog, Line
 from pipeline.training.standalone.queue import waiting
 from pipeline.training.standalone.stop import Stop
+from slurm.allocation import Component, directives
 from slurm.commands import find_slurm
 from slurm.compose import compose_config
 from slurm.environment import batch_attempt, child_environment, submission_environment
@@ -43,6 +46,7 @@ from slurm.saying import say
 _PAUSE = 0.2
 _LONG_MINUTES = 1 << 20
 """Submitit gives up a job that Slurm ends near its limit; ours goes on with what is left, however often."""
+_OF_LOGS = re.compile("#SBATCH --(output|error|open-mode)=")
 _SHOWN = ("loss", "reward/mean", "grad_norm", "tokens_per_second")
 
 
@@ -122,11 +126,18 @@ class Trainer(Checkpointable):
         return 128 + interruption.by
 
     def _command(self, stop: Stop) -> list[str]:
+        """Torchrun over the processes, in the private folder of `stop`.
+
+        Its own `--standalone` unpickles what anybody who reaches its port sends it: here it meets in a file.
+        """
+        private = stop.path.parent
         return [
-            *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+            *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1", "--max-restarts", "0"),
+            *("--rdzv-backend", "c10d", "--rdzv-id", private.name, "--rdzv-endpoint", str(private / "rendezvous")),
+            *("--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1"),
             *("--nproc-per-node", str(self.config.resources.trainer.processes)),
             *("-m", "pipeline.training.standalone.execute"),
-            *(str(self.path), self.config.model_dump_json(), str(stop.path)),
+            *(str(self.path), self.config.model_dump_json(), str(stop.path), str(private / "secret")),
         ]
 
     def _train(self) -> "Interruption | None":
@@ -137,6 +148,7 @@ class Trainer(Checkpointable):
         """
         with TemporaryDirectory(prefix="rollcall-") as folder:
             stop = Stop(Path(folder) / "stop")
+            (Path(folder) / "secret").write_text(secrets.token_hex(16))
             with heard(stop.ask) as told:
                 seen, code = self._follow_child(stop)
             if told.by and stop.answered:
@@ -225,21 +237,20 @@ def submit(trainer: Trainer) -> int:
 class OneNode(SlurmExecutor):
     """Submitit's Slurm executor for one node.
 
-    Differs from its base in a time limit that may be the partition's own, of which the job may hear nothing, in an
-    sbatch that hears nothing of a job around this process, and in a handle that asks Slurm itself whether the job is
-    over.
+    Differs from its base in the options of sbatch, which are those of a run (`slurm.allocation`), in an sbatch that
+    hears nothing of a job around this process, and in a handle that asks Slurm itself whether the job is over.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         super().__init__(folder, max_num_timeout=config.cluster.max_restarts)
-        self._time, self._notice = config.cluster.time or None, config.cluster.notice_seconds
+        self._options = directives(config, node_of(config))
         handle = partial(RunJob, run=RunPaths(folder), scheduler=find_slurm())
         self.job_class = cast(type[SlurmJob[Any]], handle)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        parameters = {**self.parameters, "time": self._time}
-        text = _make_sbatch_string(command=command, folder=self.folder, **parameters)
-        return text if self._notice else re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)
+        text = _make_sbatch_string(command=command, folder=self.folder, **self.parameters)
+        kept = [line for line in text.splitlines() if not line.startswith("#SBATCH") or _OF_LOGS.match(line)]
+        return "\n".join([kept[0], *self._options, *kept[1:]]) + "\n"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unwanted = os.environ.keys() - submission_environment().keys()
@@ -248,26 +259,29 @@ class OneNode(SlurmExecutor):
 
 def executor_of(trainer: Trainer) -> OneNode:
     """What asks Slurm for the node, as `cluster.*` and `resources.trainer.*` say."""
-    cluster, resources = trainer.config.cluster, trainer.config.resources.trainer
+    cluster, node = trainer.config.cluster, node_of(trainer.config)
     executor = OneNode(trainer.output.with_suffix(".submitit"), trainer.config)
-    names = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "exclusive", "mail_user", "mail_type")
-    wanted = {name: getattr(cluster, name) for name in names} | {
-        "job_name": trainer.config.name,
-        "mem": cluster.memory,
-        "gpus_per_node": resources.gpus * resources.processes,
-        "cpus_per_task": cluster.cpus or resources.processes * resources.threads,
-        "signal_delay_s": cluster.notice_seconds,
-        "setup": list(cluster.setup),
-        "srun_args": list(cluster.srun_args),
-        "additional_parameters": dict(cluster.sbatch),
-    }
     executor.update_parameters(
-        nodes=1,
-        ntasks_per_node=1,
         time=_LONG_MINUTES,
-        **{key: value for key, value in wanted.items() if value},
+        setup=list(cluster.setup),
+        srun_args=[f"--cpus-per-task={node.cpus}", *cluster.srun_args],  # srun takes it from sbatch before 22.05 only
     )
     return executor
+
+
+def node_of(config: RunConfig) -> Component:
+    """What the job asks for: one node with what the trainer's processes need."""
+    cluster, trainer = config.cluster, config.resources.trainer
+    return Component(
+        nodes=1,
+        seats=(Seat(slots=(Slot(role="trainer", gpus=trainer.processes * trainer.gpus),)),),
+        partition=cluster.partition,
+        constraint=cluster.constraint,
+        memory=cluster.memory,
+        cpus=cluster.cpus or trainer.processes * trainer.threads,
+        nodelist=cluster.nodelist,
+        gpu_type=cluster.gpu_type,
+    )
 
 
 @dataclass(frozen=True)

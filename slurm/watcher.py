@@ -16,7 +16,7 @@ from pipeline.frozen import kept_config
 from pipeline.metrics import RowReader
 from pipeline.paths import RunPaths
 from pipeline.records import RunIdentity, SubmittedJob
-from pipeline.report.history import Attempt, attempt_names, read_attempt
+from pipeline.report.history import Attempt, AttemptReader, attempt_names
 from pipeline.waiting import CLOCK, Clock
 from slurm import runs
 from slurm.scheduler import Scheduler
@@ -27,7 +27,10 @@ ASK_SECONDS = 10.0
 
 
 class Watcher:
-    """Takes snapshots of one run, and reads each metrics row and each attempt that is over only once."""
+    """Takes snapshots of one run, and reads each metrics row and each attempt that is over only once.
+
+    What the newest attempt costs is `AttemptReader`'s matter.
+    """
 
     def __init__(
         self,
@@ -45,6 +48,8 @@ class Watcher:
         self._rows = RowReader(self._run.metrics)
         self._config: RunConfig | None = None
         self._over: dict[str, Past] = {}
+        self._readers: dict[str, AttemptReader] = {}
+        self._began: dict[str, float] = {}
         self._scheduler, self._clock = scheduler, clock
         self._asked: tuple[float, Job] | None = None
         """When the scheduler answered last, or was silent, and what it said."""
@@ -55,7 +60,7 @@ class Watcher:
         self._config = self._config or kept_config(self._run)
         submitted = files.read_document(self._run.job, SubmittedJob)
         job = Job(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
-        names = attempt_names(self._run)
+        names = attempt_names(self._run, self._began)
         name = self._attempt or next(reversed(names), "")
         attempt = self._read(name) if name else None
         past = [self._past(other) for other in names if other != name]
@@ -79,12 +84,19 @@ class Watcher:
         return composed(self._ask(now.job)) if now.job and now.in_doubt else now
 
     def _read(self, name: str) -> Attempt:
-        identity = files.read_document(self._run.run, RunIdentity)
-        return read_attempt(self._run.attempt(identity.run_id if identity else "unknown", name))
+        if name not in self._readers:
+            identity = files.read_document(self._run.run, RunIdentity)
+            reader = AttemptReader(self._run.attempt(identity.run_id if identity else "unknown", name))
+            if identity is None:
+                return reader.read()
+            self._readers[name] = reader
+        return self._readers[name].read()
 
     def _past(self, name: str) -> Past:
         if name not in self._over:
+            self._readers.pop(name, None)  # all of it is read once more
             self._over[name] = past_of(self._read(name))
+            self._readers.pop(name, None)
         return self._over[name]
 
     def _ask(self, job: Job) -> Job:

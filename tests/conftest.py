@@ -1,6 +1,26 @@
-"""Settings of all tests."""
+"""Settings of all tests, and the order in which they run."""
 
+import pytest
 from hypothesis import settings
+
+from tests.integration.redis_servers import redis_servers
 
 settings.register_profile("rollcall", deadline=None)
 settings.load_profile("rollcall")
+
+LONGEST_FIRST = ("tests/cluster/", "tests/integration/", "tests/protocol/")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say with which Redis servers the tests of the streams ran."""
+    there = ", ".join(f"{name} ({path})" for name, path in redis_servers().items())
+    terminalreporter.write_line(f"redis servers: {there or 'none'}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that wait longest."""
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    return next((place for place, folder in enumerate(LONGEST_FIRST) if folder in item.nodeid), len(LONGEST_FIRST))

@@ -5,25 +5,27 @@ exist, that the newest committed one survives everything done here, and that a h
 not know the model or the algorithm: it takes a tree of (sharded) tensors and a `TrainerState`.
 
     checkpoints/OWNER                    the attempt that may write (see `fence`)
-    checkpoints/rl-50/COMMIT             written last; names the attempt below and the hash of its manifest
+    checkpoints/lines/<attempt>          the commits before its own that count (see `fence`)
     checkpoints/rl-50/<attempt>/         shards, `state.msgpack`, and `manifest.json` with sizes and hashes of both
+    checkpoints/rl-50/<attempt>/COMMIT   written last; holds the hash of the manifest
 
-Each attempt writes into a folder of its own, so what a killed or cut-off attempt left is never mixed with a live one's
+Each attempt writes into folders of its own, so what a killed or cut-off attempt left is never mixed with a live one's
 files, and the same order of writes is safe on a disk and on an object store (no rename is needed). This package is
 light; the parts that need torch are `pipeline.checkpoints.sharded` and `pipeline.checkpoints.background`:
 
     root = root_of(config, run, run_id)               or kept_root(run): what the run directory says
-    Fence(root, attempt).claim()                      rank 0, once, when an attempt starts
-    found = newest_committed(root)
-    if found: state = load(found, worker.state())     every rank
-    save(root, attempt, state, worker.state())        every rank
-    prune(root, keep=2)                               rank 0
+    fence.claim()                                     rank 0, once, when an attempt starts
+    for found in committed(root):                     rank 0, until one can be loaded
+        state = load(found, worker.state())           every rank; all of them raise `DamagedError`, or none
+    fence.keep(…)                                     rank 0: that one, and those after it
+    done = save(root, attempt, state, worker.state()) every rank
+    prune(done, keep=2)                               rank 0
 """
 
 from pipeline.checkpoints.fence import Fence
 from pipeline.checkpoints.location import kept_root, root_of, tell_newest
 from pipeline.checkpoints.state import JOBS, Alone, Job, TrainerState
-from pipeline.checkpoints.store import Checkpoint, newest_committed, prune
+from pipeline.checkpoints.store import Checkpoint, committed, newest_committed, prune
 
 __all__ = [
     "JOBS",
@@ -32,6 +34,7 @@ __all__ = [
     "Fence",
     "Job",
     "TrainerState",
+    "committed",
     "kept_root",
     "newest_committed",
     "prune",

@@ -78,7 +78,7 @@ class Saver:
         def work() -> None:
             try:
                 checkpoint = save(root, attempt, state, dict(self._staged), group=group)
-                _prune(root, keep, group)
+                _prune(checkpoint, keep, group)
                 outcome.set_result(checkpoint)
             except CheckpointError as error:
                 fail(error)
@@ -130,11 +130,11 @@ class Saver:
         return buffer
 
 
-def _prune(root: str, keep: int, group: dist.ProcessGroup | None) -> None:
+def _prune(checkpoint: Checkpoint, keep: int, group: dist.ProcessGroup | None) -> None:
     if not _leads(group):
         return
     try:
-        prune(root, keep)
+        prune(checkpoint, keep)
     except CheckpointError as error:
         log.warning("old checkpoints stay until the next commit: %s", error)
 

@@ -1,26 +1,61 @@
-"""Who may write what later attempts read.
+"""Who may write what later attempts read, and whose commits count.
 
 Owns the one rule against zombies. A node that was cut off goes on with its attempt while the scheduler runs the next
 one, and its trainer reaches the run's files again some time. So the trainer of an attempt claims the run before it
 reads anything of it, and whoever writes a file of the run checks right before: checkpoints, `ledger.jsonl`,
-`metrics.jsonl`, the exported model, `finished.json`. Promises that a check after a later claim fails. Everything else
-belongs to an attempt (`pipeline.paths`), or has a fence of its own (`pipeline.streams.segments`).
+`metrics.jsonl`, the exported model, `finished.json`. Promises that a check after a later claim fails; so does one that
+cannot tell. Everything else belongs to an attempt (`pipeline.paths`), or has a fence of its own
+(`pipeline.streams.segments`).
 
-Between a check and its write are milliseconds that this cannot close. What slips through does no lasting harm: a commit
-is whole, and is replaced when the owner reaches its step.
+    checkpoints/OWNER                the attempt that may write
+    checkpoints/lines/<attempt>      the commits, beside its own, that count while it is the owner
+
+Between a check and its write lies as long as a write can hang: minutes, on a file server that is away. What slips
+through there does no harm, because
+
+- a commit goes to a folder of its attempt's own, and counts only if the owner wrote it or had it in its line, which it
+  closes before it trains;
+- nothing of an owner's can be removed: what is removed was listed before the check, so before the owner began;
+- a line of `ledger.jsonl` or `metrics.jsonl` goes to a file that was opened before the check, and every owner begins
+  with new files under these names (`pipeline.journal`);
+- a late `model/` or `finished.json` is whole, and is of the last step of the same run.
+
+One thing stays open: an attempt that is replaced while it restores, and whose rename of one of those two files hangs,
+puts the lines that it found in place of those that the owner added meanwhile. Both are for people; no attempt needs
+them.
 
     fence = Fence(str(run.checkpoints), paths.attempt)
     fence.claim(job)                                     # the trainer, once; the job in `job.json`
+    fence.keep(["rl-50/12-0", "rl-100/12-0"])            # once it has restored: what it found, and nothing else
     fence.check()                                        # whoever writes
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from pipeline import files
 from pipeline.checkpoints.storage import Storage
-from pipeline.errors import OvertakenError
+from pipeline.errors import CheckpointError, OvertakenError
 
-OWNER = "OWNER"
+OWNER, LINES = "OWNER", "lines"
+Line = tuple[str, ...] | None
+"""Commits that count, as `<job>-<step>/<attempt>`, and attempts all of whose commits count; None for any whatever."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The attempt that owns the run, empty if none has claimed it, and the commits of others that count."""
+
+    owner: str
+    line: Line
+
+    def counts(self, name: str, attempt: str) -> bool:
+        """Whether the commit `name` of an attempt counts, if it is whole."""
+        return self.line is None or attempt == self.owner or not {attempt, f"{name}/{attempt}"}.isdisjoint(self.line)
 
 
 class Fence:
@@ -28,34 +63,80 @@ class Fence:
 
     def __init__(self, root: str, attempt: str) -> None:
         self._storage, self._attempt = Storage(root), attempt
+        self._old_lines: list[str] = []
 
     def claim(self, submitted: str = "") -> None:
         """Make this attempt the only one that may write from now on.
 
-        `submitted` is the job that was submitted for the run last; empty where that is not recorded. `OvertakenError`
-        if it is another than this attempt's, or if a later attempt of this job did so before: then this is the zombie.
+        What counted until now goes on to count. `submitted` is the job that was submitted for the run last; empty where
+        that is not recorded. `OvertakenError` if it is another than this attempt's, or if a later attempt of this job
+        did so before: then this is the zombie. `CheckpointError` if who owns the run cannot be read.
         """
         if submitted and submitted != self._attempt.rpartition("-")[0]:
             raise self._error(f"of job {submitted}")
-        owner = self._owner()
-        if owner is not None and _is_later(owner, self._attempt):
-            raise self._error(owner)
-        self._storage.put(OWNER, files.seal(msgspec.json.encode(self._attempt)))
+        before = lineage(self._storage)
+        if before.owner == self._attempt:
+            return
+        if before.owner and _is_later(before.owner, self._attempt):
+            raise self._error(before.owner)
+        self._old_lines = [name for name in self._storage.sizes(LINES) if name != self._attempt]
+        self._write_line(None if before.line is None else (*before.line, before.owner))
+        self._put(OWNER, self._attempt)
+
+    def keep(self, commits: Iterable[str]) -> None:
+        """Have no commit count from now on but these and its own. The commits are `<job>-<step>/<attempt>`.
+
+        Raises as `check`.
+        """
+        self._write_line(tuple(commits))
+        self.check()
+        for name in self._old_lines:  # none of a later owner's, which would have had to come before the claim
+            self._storage.remove(f"{LINES}/{name}")
 
     def check(self) -> None:
-        """Raise `OvertakenError` if another attempt has claimed the run. One small file is read."""
-        owner = self._owner()
-        if owner not in (None, self._attempt):
-            raise self._error(str(owner))
+        """Raise `OvertakenError` if another attempt has claimed the run, `CheckpointError` if that cannot be told.
 
-    def _owner(self) -> str | None:
-        body = files.unseal(self._storage.get(OWNER) or b"")
-        return None if body is None else msgspec.json.decode(body, type=str)
+        One small file is read.
+        """
+        owner = _owner(self._storage)
+        if owner not in ("", self._attempt):
+            raise self._error(owner)
+
+    def _write_line(self, line: Line) -> None:
+        self._put(f"{LINES}/{self._attempt}", line)
+
+    def _put(self, name: str, document: object) -> None:
+        self._storage.put(name, files.seal(msgspec.json.encode(document)))
 
     def _error(self, owner: str) -> OvertakenError:
         return OvertakenError(
             f"attempt {owner} has taken over {self._storage.url()}; attempt {self._attempt} must write nothing more"
         )
+
+
+def lineage(storage: Storage) -> Lineage:
+    """Whose commits count, as it is now."""
+    owner = _owner(storage)
+    line = _read(storage, f"{LINES}/{owner}", Line, None) if owner else None
+    if line is None and _owner(storage) != owner:  # replaced meanwhile, and its line is gone
+        return lineage(storage)
+    return Lineage(owner, line)
+
+
+def _owner(storage: Storage) -> str:
+    return _read(storage, OWNER, str, "")
+
+
+def _read(storage: Storage, name: str, kind: type[T] | object, otherwise: T) -> T:
+    """The document of that name, `otherwise` if there is none. A damaged one must not open the fence."""
+    data = storage.get(name)
+    if data is None:
+        return otherwise
+    try:
+        return msgspec.json.decode(files.unseal(data) or b"", type=kind)
+    except msgspec.DecodeError:
+        mend = "make sure that no attempt of the run is left running, remove the file, and resume the run"
+        raise CheckpointError(f"{storage.url(name)} is damaged, so who may write is not known: {mend}") from None
 
 
 def _is_later(one: str, other: str) -> bool:

@@ -2,13 +2,14 @@
 
 Owns the use of `torch.distributed.checkpoint` (DCP). Promises that `save` returns on every rank only after the commit,
 that it raises the same `CheckpointError` on every rank when the commit did not happen, and that `load` fills the
-tensors it is given, with any number of ranks, or says what differs. Every step is bounded by the process group's own
-timeout.
+tensors it is given with what was committed, with any number of ranks, or says on every rank what differs. Every step is
+bounded by the process group's own timeout.
 
 `save` has three parts: begin (rank 0), write shards (every rank), commit (rank 0). The tensors must stand still until
 it returns; `pipeline.checkpoints.background` gives it copies, so that training need not.
 """
 
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,16 +17,19 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # exported nowhere else
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from pipeline.checkpoints.blocks import FileRecord
+from pipeline.checkpoints.plain import read_metadata, read_value
+from pipeline.checkpoints.shards import METADATA, RecordingWriter, VerifyingReader
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import Checkpoint, FileRecord, begin, commit, name_of
-from pipeline.errors import CheckpointError
+from pipeline.checkpoints.store import Checkpoint, begin, commit, name_of
+from pipeline.errors import CheckpointError, DamagedError
 
 Tensors = dict[str, Any]
 """A nested tree of tensors, sharded or not, and plain values."""
@@ -47,8 +51,7 @@ def save(
     if existing is not None:
         return existing
     folder = f"{name_of(state.job, state.step)}/{attempt}"
-    _write_shards(storage, folder, tensors, ranks)
-    shards = ranks.gathered(lambda: _describe_own(storage, folder, ranks.rank))
+    shards = _write_shards(storage, folder, tensors, ranks)
     return ranks.first_decides(lambda: commit(storage, state, attempt, shards, ranks.count))
 
 
@@ -56,12 +59,14 @@ def load(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup |
     """Fill `tensors` in place from the checkpoint and return the position it was saved at.
 
     The top names of the tree say which part of the checkpoint is meant; the rest of it is not looked at. The ranks may
-    be more or fewer than those that saved. Raises `CheckpointError` if the names, shapes or types of the tensors are
-    not those of that part; then none of them was changed.
+    be more or fewer than those that saved; each reads and compares with its hashes only what it needs. Raises
+    `CheckpointError` if the names, shapes or types of the tensors are not those of that part; then none of them was
+    changed. Raises `DamagedError`, on every rank, if one of them read what was not committed; then the tensors are
+    worth nothing.
     """
     ranks = Ranks(group)
-    state = ranks.first_decides(checkpoint.state)
-    reader = FsspecReader(checkpoint.location)
+    state, metadata = ranks.first_decides(lambda: (checkpoint.state(), checkpoint.read(METADATA)))
+    reader = VerifyingReader(checkpoint, read_metadata(metadata, f"{checkpoint.location}/{METADATA}"))
     planner = _ComparingPlanner(checkpoint.name)
     try:
         with _alone_is_fine():
@@ -122,21 +127,18 @@ def _alone_is_fine() -> Iterator[None]:
         yield
 
 
-def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks) -> None:
-    # DCP falls back to sync(2) where a file cannot be flushed; only a local disk needs flushing.
-    writer = FsspecWriter(storage.url(folder), sync_files=storage.local, overwrite=True)
+def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks) -> dict[str, FileRecord]:
+    """Write every rank's shards; what was written, by file, on every rank."""
+    writer = RecordingWriter(storage.url(folder), flush=storage.local)
     try:
         with _alone_is_fine():
             state_dict_saver.save(tensors, storage_writer=writer, process_group=ranks.group)
     except CheckpointException as error:
         raise _translate(f"cannot save {storage.url(folder)}", error) from error
-
-
-def _describe_own(storage: Storage, folder: str, rank: int) -> dict[str, FileRecord]:
-    """Size and hash of the files that this rank wrote; rank 0 wrote DCP's metadata too."""
-    own = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
-    sizes = {name: size for name, size in storage.sizes(folder).items() if name.startswith(own)}
-    return {name: FileRecord(size, storage.sha256(f"{folder}/{name}")) for name, size in sizes.items()}
+    written = ranks.gathered(lambda: writer.records)
+    if unwritten := ranks.first_decides(lambda: writer.named) - written.keys():
+        raise CheckpointError(f"cannot save {storage.url(folder)}: nobody wrote {', '.join(sorted(unwritten))}")
+    return written
 
 
 class _ComparingPlanner(DefaultLoadPlanner):
@@ -152,6 +154,10 @@ class _ComparingPlanner(DefaultLoadPlanner):
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
             raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_SHOWN])}{more}")
         return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], read_value(value, name))
 
 
 def _differences(wanted: Tensors, metadata: Metadata | None, parts: tuple[str, ...]) -> list[str]:
@@ -173,8 +179,10 @@ def _form(value: Any) -> str:
 
 
 def _translate(what: str, error: CheckpointException) -> CheckpointError:
-    """The first rank's own reason, in one line."""
-    rank, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+    """What one rank read that was not committed, or else the first rank's own reason, in one line."""
+    rank, (reason, _) = min(
+        error.failures.items(), key=lambda item: (not isinstance(item[1][0], DamagedError), item[0])
+    )
     if isinstance(reason, CheckpointError):
         return reason
     return CheckpointError(f"{what}: rank {rank}: {type(reason).__name__}: {' '.join(str(reason).split())}")

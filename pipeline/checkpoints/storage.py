@@ -5,18 +5,17 @@ flushed, that listings are never taken from a cache, and that any failure of the
 names the folder. Knows nothing of what the files mean.
 """
 
-import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline import files
 from pipeline.errors import CheckpointError
-
-_CHUNK = 1 << 22
+from pipeline.outages import LAST_SECONDS, insist
 
 
 class Storage:
@@ -46,7 +45,7 @@ class Storage:
         """The content of a file, or None when there is none."""
         with self._translated("read", name):
             try:
-                return bytes(self._fs.cat_file(self._path(name)))
+                return insist(f"{name} to be read", lambda: bytes(self._fs.cat_file(self._path(name))), LAST_SECONDS)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -70,15 +69,13 @@ class Storage:
                 return {}
             return {_last(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
 
-    def sha256(self, name: str) -> str:
-        """Hex SHA-256 of a file's content."""
-        digest = hashlib.sha256()
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to read from, anywhere."""
         with self._translated("read", name):
             self._fs.invalidate_cache()
             with self._fs.open(self._path(name), "rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-        return digest.hexdigest()
+                yield file
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; nothing happens when it is absent."""
@@ -89,6 +86,12 @@ class Storage:
             except FileNotFoundError:
                 return
 
+    def remove_empty(self, name: str) -> None:
+        """Remove a folder that nothing is in; on an object store there is none then."""
+        if self.local:
+            with suppress(OSError):
+                Path(self._path(name)).rmdir()
+
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
@@ -96,6 +99,8 @@ class Storage:
     def _translated(self, doing: str, name: str) -> Iterator[None]:
         try:
             yield
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(f"cannot {doing} {self.url(name)}: {error.strerror or error}") from error
         except Exception as error:  # each driver has errors of its own kind

@@ -1,38 +1,36 @@
 """Which checkpoints exist, which one counts, and which are kept.
 
-Owns the manifest, the commit mark and the rules about them. Promises that what `newest_committed` returns is whole, and
-that `prune` never removes it. Must not know torch: shards are files with a size and a hash here.
+Owns the manifest, the commit mark and the rules about them. Promises that the manifest says what was written, not what
+lies there; that a commit of which a file is missing, torn or another's is not returned; and that `prune` never removes
+the commit that it is called for. Must not know torch: shards are files with a size and hashes here.
+
+To find a commit costs a few small files: sizes are compared with the manifest. The hashes of what is read are compared
+where it is read (`Checkpoint.read`, `sharded.load`): who finds a commit damaged goes on to the next of `committed`.
 """
 
 import hashlib
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
 
 from pipeline import files
-from pipeline.checkpoints.fence import Fence
+from pipeline.checkpoints.blocks import FileRecord, VerifiedFile
+from pipeline.checkpoints.fence import Fence, Lineage, lineage
 from pipeline.checkpoints.state import JOBS, Job, TrainerState, decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, DamagedError
 
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 READERS = 8
 """Files that are read at once when hashes are checked."""
 _NAME = re.compile(rf"({'|'.join(JOBS)})-(\d+)")
 _log = logging.getLogger(__name__)
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    """Size in bytes and hex SHA-256 of one file of a checkpoint."""
-
-    size: int
-    sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """`COMMIT`: the attempt whose folder counts, and the hash of its manifest."""
+    """`COMMIT`: the hash of the manifest beside it."""
 
-    attempt: str
     manifest_sha256: str
 
 
@@ -67,13 +64,41 @@ class Checkpoint:
         return name_of(self.manifest.job, self.manifest.step)
 
     @property
+    def place(self) -> str:
+        """`<job>-<step>/<attempt>`, the folder with its files."""
+        return f"{self.name}/{self.manifest.attempt}"
+
+    @property
     def location(self) -> str:
-        """URL (or path) of the folder with its files."""
-        return Storage(self.root).url(f"{self.name}/{self.manifest.attempt}")
+        """URL (or path) of that folder."""
+        return Storage(self.root).url(self.place)
 
     def state(self) -> TrainerState:
         """The position that was saved with the tensors."""
-        return decode_state(Storage(self.location).get(STATE) or b"", f"{self.location}/{STATE}")
+        return decode_state(self.read(STATE), f"{self.location}/{STATE}")
+
+    def read(self, file: str) -> bytes:
+        """A small file of it; `DamagedError` if it is not what was committed."""
+        record, data = self.record(file), Storage(self.location).get(file)
+        if data is None or FileRecord.of(data) != record:
+            raise DamagedError(f"{self.location}/{file} is not what was committed (SHA-256 differs)")
+        return data
+
+    def record(self, file: str) -> FileRecord:
+        """Size and hashes of one of its files; `DamagedError` if it has none of that name."""
+        if file not in self.manifest.files:
+            raise DamagedError(f"{self.location} has no {file} in its manifest")
+        return self.manifest.files[file]
+
+    def verify(self) -> None:
+        """Read every byte of it; `DamagedError` if one is not what was committed."""
+        with ThreadPoolExecutor(READERS) as readers:
+            for _ in readers.map(self._verify_file, self.manifest.files):
+                pass
+
+    def _verify_file(self, file: str) -> None:
+        with Storage(self.location).open(file) as stream:
+            VerifiedFile(stream, self.record(file), f"{self.location}/{file}").verify()
 
     def __str__(self) -> str:
         return self.location
@@ -83,83 +108,71 @@ def name_of(job: Job, step: int) -> str:
     return f"{job}-{step}"
 
 
-def committed(storage: Storage, name: str, *, hashes: bool = False) -> Checkpoint:
-    """The checkpoint of that name, when it is whole; else `CheckpointError` with what is wrong with it.
+def committed(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
+    """The commits that count, the newest first. Those that are not whole are skipped with a warning that says why.
 
-    Sizes are always compared with the manifest; hashes, which means reading all of it, only when asked.
+    RL is newer than the warm start before it; within a job the step decides. Sizes are always compared with the
+    manifest; hashes, which means reading all of it, only when asked.
     """
-    commit = _read_commit(storage, name)
-    folder = f"{name}/{commit.attempt}"
-    manifest = _read_manifest(storage, folder, commit)
-    sizes = storage.sizes(folder)
-    for file, record in manifest.files.items():
-        if sizes.get(file) != record.size:
-            found = f"{sizes[file]} bytes" if file in sizes else "missing"
-            raise CheckpointError(f"{folder}/{file} is {found}; its manifest says {record.size} bytes")
-    if hashes:
-        _check_hashes(storage, folder, manifest)
-    return Checkpoint(storage.url(), manifest)
-
-
-def _check_hashes(storage: Storage, folder: str, manifest: Manifest) -> None:
-    with ThreadPoolExecutor(READERS) as readers:
-        found = readers.map(lambda file: storage.sha256(f"{folder}/{file}"), manifest.files)
-        for (file, record), sha256 in zip(manifest.files.items(), found, strict=True):
-            if sha256 != record.sha256:
-                raise CheckpointError(f"{folder}/{file} has not the content its manifest says (SHA-256 differs)")
+    storage = Storage(root)
+    counting = lineage(storage)
+    for name in _names(storage):
+        try:
+            checkpoint = _counting(storage, name, counting)
+            if hashes:
+                checkpoint.verify()
+        except DamagedError as error:
+            _log.warning("checkpoint %s is skipped: %s", name, error)
+        else:
+            yield checkpoint
 
 
 def newest_committed(root: str, *, hashes: bool = False) -> Checkpoint | None:
-    """The newest whole checkpoint, or None. Those that are not whole are skipped with a warning that says why.
+    """The first of `committed`, or None."""
+    return next(committed(root, hashes=hashes), None)
 
-    RL is newer than the warm start before it; within a job the step decides.
+
+def prune(newest: Checkpoint, keep: int) -> list[str]:
+    """Remove what is older than `newest`, which was just committed, and the `keep - 1` commits before it; what went.
+
+    Of those that stay, the folders of other attempts go too. Whatever is younger stays untouched. Left-overs of a dead
+    attempt go once a newer checkpoint is committed. Everything is listed first, and `OvertakenError` ends the removal
+    when another attempt took over: what is listed is then none of that one's. A removal begins with COMMIT, so one that
+    is cut short leaves nothing that looks committed.
     """
-    storage = Storage(root)
-    for name in _names(storage):
-        try:
-            return committed(storage, name, hashes=hashes)
-        except CheckpointError as error:
-            _log.warning("checkpoint %s is skipped: %s", name, error)
-    return None
-
-
-def prune(root: str, keep: int) -> list[str]:
-    """Remove what is older than the newest `keep` committed checkpoints; what was removed.
-
-    Of those that stay, the folders of other attempts go too. Whatever is younger than the newest committed checkpoint
-    stays untouched: it may be in the middle of being written. Left-overs of a dead attempt go once a newer checkpoint
-    is committed. A removal begins with COMMIT, so one that is cut short leaves nothing that looks committed.
-    """
-    storage = Storage(root)
-    kept: list[Checkpoint] = []
-    removed: list[str] = []
-    for name in _names(storage):
-        whole = _committed_or_none(storage, name) if len(kept) < max(1, keep) else None
-        if whole is not None:
-            kept.append(whole)
-            removed += _remove_others(storage, whole)
-        elif kept:
-            storage.remove(f"{name}/{COMMIT}")
-            storage.remove(name)
-            removed.append(name)
-    return removed
+    storage, fence = Storage(newest.root), Fence(newest.root, newest.manifest.attempt)
+    counting, names = lineage(storage), _names(storage)
+    kept, doomed = {newest.place}, list[str]()
+    for name in names[names.index(newest.name) :]:
+        if name != newest.name and len(kept) < keep:
+            kept |= _place_that_counts(storage, name, counting)
+        doomed += [place for place in _places(storage, name) if place not in kept]
+    for place in doomed:
+        fence.check()
+        storage.remove(f"{place}/{COMMIT}")
+        storage.remove(place)
+        storage.remove_empty(place.partition("/")[0])
+    return doomed
 
 
 def begin(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
     """Prepare an empty folder for a save; or the checkpoint itself, when this attempt committed this step already."""
     Fence(storage.url(), attempt).check()
     name = name_of(state.job, state.step)
-    found = _committed_or_none(storage, name)
-    if found is not None and found.manifest.attempt == attempt:
-        return found
-    storage.remove(f"{name}/{attempt}")
-    return None
+    try:
+        return _whole(storage, name, attempt)
+    except DamagedError:
+        storage.remove(f"{name}/{attempt}")
+        return None
 
 
 def commit(
     storage: Storage, state: TrainerState, attempt: str, shards: Mapping[str, FileRecord], world_size: int
 ) -> Checkpoint:
-    """Write state, manifest and, last, COMMIT beside the shards that are already there."""
+    """Write state, manifest and, last, COMMIT beside the shards that are already there, as they were written.
+
+    `CheckpointError` if one of them is not there any more, or not as long, or if another attempt took over.
+    """
     name = name_of(state.job, state.step)
     folder = f"{name}/{attempt}"
     data = encode_state(state)
@@ -170,13 +183,17 @@ def commit(
         attempt=attempt,
         world_size=world_size,
         time=time.time(),
-        files={**shards, STATE: FileRecord(len(data), hashlib.sha256(data).hexdigest())},
+        files={**shards, STATE: FileRecord.of(data)},
     )
     body = msgspec.json.encode(manifest)
     storage.put(f"{folder}/{MANIFEST}", body)
+    try:
+        _check_sizes(storage, folder, manifest)
+    except DamagedError as error:
+        raise CheckpointError(f"cannot commit {name}: {error}") from error
     Fence(storage.url(), attempt).check()
-    mark = Commit(attempt=attempt, manifest_sha256=hashlib.sha256(body).hexdigest())
-    storage.put(f"{name}/{COMMIT}", files.seal(msgspec.json.encode(mark)))
+    mark = Commit(manifest_sha256=hashlib.sha256(body).hexdigest())
+    storage.put(f"{folder}/{COMMIT}", files.seal(msgspec.json.encode(mark)))
     return Checkpoint(storage.url(), manifest)
 
 
@@ -187,44 +204,83 @@ def _names(storage: Storage) -> list[str]:
     return [match[0] for match in found]
 
 
-def _committed_or_none(storage: Storage, name: str) -> Checkpoint | None:
+def _places(storage: Storage, name: str) -> list[str]:
+    return [f"{name}/{attempt}" for attempt in storage.folders(name)]
+
+
+def _place_that_counts(storage: Storage, name: str, counting: Lineage) -> set[str]:
     try:
-        return committed(storage, name)
-    except CheckpointError:
-        return None
+        return {_counting(storage, name, counting).place}
+    except DamagedError:
+        return set()
 
 
-def _remove_others(storage: Storage, checkpoint: Checkpoint) -> list[str]:
-    others = [folder for folder in storage.folders(checkpoint.name) if folder != checkpoint.manifest.attempt]
-    names = [f"{checkpoint.name}/{folder}" for folder in others]
-    for name in names:
-        storage.remove(name)
-    return names
+def _counting(storage: Storage, name: str, counting: Lineage) -> Checkpoint:
+    """The one whole commit of that name that counts; `DamagedError` with what is wrong with the others.
+
+    There may be two where an attempt that was cut off ended its commit late: the owner's is taken, else the later.
+    """
+    found, wrong = list[Checkpoint](), list[str]()
+    for attempt in storage.folders(name):
+        try:
+            if not counting.counts(name, attempt):
+                raise DamagedError(f"{name}/{attempt} was refused, or came after attempt {counting.owner} took over")
+            found.append(_whole(storage, name, attempt))
+        except DamagedError as error:
+            wrong.append(str(error))
+    if not found:
+        raise DamagedError("; ".join(wrong) or "nothing is in it")
+    return max(found, key=lambda each: (each.manifest.attempt == counting.owner, each.manifest.time))
 
 
-def _read_commit(storage: Storage, name: str) -> Commit:
-    data = storage.get(f"{name}/{COMMIT}")
+def _whole(storage: Storage, name: str, attempt: str) -> Checkpoint:
+    """What an attempt committed under a name; `DamagedError` if it has no COMMIT or is not all there."""
+    folder = f"{name}/{attempt}"
+    manifest = _read_manifest(storage, folder, _read_commit(storage, folder))
+    _check_sizes(storage, folder, manifest)
+    return Checkpoint(storage.url(), manifest)
+
+
+def _check_sizes(storage: Storage, folder: str, manifest: Manifest) -> None:
+    sizes = storage.sizes(folder)
+    for file, record in manifest.files.items():
+        if sizes.get(file) != record.size:
+            found = f"{sizes[file]} bytes" if file in sizes else "missing"
+            raise DamagedError(f"{folder}/{file} is {found}; its manifest says {record.size} bytes")
+
+
+def _read_commit(storage: Storage, folder: str) -> Commit:
+    data = storage.get(f"{folder}/{COMMIT}")
     if data is None:
-        raise CheckpointError(f"no {COMMIT}: its save did not end")
+        _refuse_older_form(storage, folder.partition("/")[0])
+        raise DamagedError(f"{folder} has no {COMMIT}: its save did not end")
     body = files.unseal(data)
     if body is None:
-        raise CheckpointError(f"{COMMIT} is torn")
+        raise DamagedError(f"{folder}/{COMMIT} is torn")
     try:
         return msgspec.json.decode(body, type=Commit)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{COMMIT} is of another form: {error}") from error
+        raise DamagedError(f"{folder}/{COMMIT} is of another form: {error}") from error
+
+
+def _refuse_older_form(storage: Storage, name: str) -> None:
+    """A commit of version 1 has its COMMIT one folder further up. To skip it would be to start over without a word."""
+    if storage.get(f"{name}/{COMMIT}") is not None:
+        found = f"{storage.url(name)} has version 1; this code reads version {MANIFEST_VERSION}"
+        raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")
 
 
 def _read_manifest(storage: Storage, folder: str, commit: Commit) -> Manifest:
     body = storage.get(f"{folder}/{MANIFEST}")
     if body is None:
-        raise CheckpointError(f"{folder}/{MANIFEST} is missing")
+        raise DamagedError(f"{folder}/{MANIFEST} is missing")
     if hashlib.sha256(body).hexdigest() != commit.manifest_sha256:
-        raise CheckpointError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMMIT}")
+        raise DamagedError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMMIT}")
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{folder}/{MANIFEST} is of another form: {error}") from error
+        raise DamagedError(f"{folder}/{MANIFEST} is of another form: {error}") from error
     if manifest.version != MANIFEST_VERSION:
-        raise CheckpointError(f"{folder}/{MANIFEST} has version {manifest.version}; this code reads {MANIFEST_VERSION}")
+        found = f"{folder}/{MANIFEST} has version {manifest.version}; this code reads version {MANIFEST_VERSION}"
+        raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")
     return manifest

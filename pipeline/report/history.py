@@ -5,21 +5,24 @@ fail on what is missing, torn or still being written, and never to write. Must n
 """
 
 import difflib
+import os
+from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 
 from pipeline import files
 from pipeline.config import RunConfig
+from pipeline.directory import FileDirectory
 from pipeline.errors import ConfigError
-from pipeline.events import Event, EventName, Events
+from pipeline.events import Event, Events
 from pipeline.failure import FirstFailure
 from pipeline.frozen import kept_config
 from pipeline.metrics import Row, read_rows
-from pipeline.paths import AttemptPaths, RunPaths, SweepPaths
+from pipeline.paths import RUN, AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
 from pipeline.plan import World
 from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.roles.context import Status
@@ -28,6 +31,8 @@ RUNS = Path("runs")
 """Where a name is looked up: the default of the config's `output`."""
 _SHOWN = 5
 """How many names are listed at most when one is not found."""
+PER_LOOK = 32
+"""How many files of single ranks are read again at one look; the demo has fewer."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +135,7 @@ def find_run(arguments: Sequence[str]) -> Path:
             return folder.resolve()
         if value and SweepPaths(folder).manifest.exists():
             raise ConfigError("run", value, "a run", f"{value} is a sweep: sweep={value}, or run={value}/<point>")
-    files_there = [*RUNS.glob("*/run.json"), *RUNS.glob("*/*/run.json")]
+    files_there = [*RUNS.glob(f"*/{RUN}"), *RUNS.glob(f"*/*/{RUN}")]
     mend = closest(value, (str(file.parent.relative_to(RUNS)) for file in files_there))
     raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", mend)
 
@@ -159,44 +164,95 @@ def read_history(root: Path, alive: bool | None = None) -> History:
     )
 
 
-def attempt_names(run: RunPaths) -> list[str]:
-    """The run's attempts, the oldest first."""
-    if not run.attempts.is_dir():
+def attempt_names(run: RunPaths, known: dict[str, float] | None = None) -> list[str]:
+    """The run's attempts, the oldest first. `known` is when each began, for a caller who asks again and again."""
+    known = {} if known is None else known
+    try:
+        with os.scandir(run.attempts) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    began = [(_began(folder), folder.name) for folder in run.attempts.iterdir() if folder.is_dir()]
-    return [name for _, name in sorted(began)]
+    return [name for _, name in sorted((_began(AttemptPaths(run.root, "", name), known), name) for name in names)]
+
+
+class AttemptReader:
+    """Reads an attempt, and again as it goes on.
+
+    Every folder is listed at every look. Of the files that each rank has, those that are new are read, and of the
+    others so many as `PER_LOOK`, in turns: so what a look costs hardly grows with the ranks, and what it tells of a
+    single rank is at most `ranks / PER_LOOK` looks old.
+    """
+
+    def __init__(self, paths: AttemptPaths) -> None:
+        self._paths, self._events = paths, Events(paths)
+        self._world: World | None = None
+        self._transitions: dict[int, list[Transition]] = {}
+        self._signs: dict[int, float] = {}
+        self._turns: deque[tuple[str, int]] = deque()
+
+    def read(self) -> Attempt:
+        """What the attempt wrote so far."""
+        paths = self._paths
+        marks = _names(paths.marks)
+        living = {rank for rank in _ranks(_names(paths.alive)) if paths.down(f"agent.{rank}").name not in marks}
+        timelines = _timelines(paths)
+        self._look([*(("alive", rank) for rank in living), *(("timeline", rank) for rank in timelines)])
+        self._world = self._world or files.read_document(paths.world, World)
+        lines = [line for rank in sorted(self._transitions) for line in self._transitions[rank]]
+        return Attempt(
+            paths=paths,
+            transitions=tuple(sorted(lines, key=lambda transition: transition.time)),
+            statuses=_statuses(paths),
+            events={str(name): event for name, event in self._events.told().items()},
+            failure=files.read_document(paths.first_failure, FirstFailure),
+            world=self._world,
+            outcome=files.read_document(paths.outcome, Outcome),
+            alive={rank: self._signs[rank] for rank in sorted(living) if rank in self._signs},
+        )
+
+    def _look(self, there: Sequence[tuple[str, int]]) -> None:
+        """Read what is there and new, and some of the rest."""
+        known = set(self._turns)
+        new = [file for file in there if file not in known]
+        for _ in range(min(PER_LOOK, len(self._turns))):
+            file = self._turns.popleft()
+            self._turns.append(file)
+            self._read(*file)
+        for file in new:
+            self._turns.append(file)
+            self._read(*file)
+
+    def _read(self, kind: str, rank: int) -> None:
+        with suppress(FileNotFoundError):
+            if kind == "alive":
+                self._signs[rank] = os.stat(self._paths.sign_of_life(rank)).st_mtime
+            else:
+                self._transitions[rank] = _lines(self._paths.timeline_of(rank))
 
 
 def read_attempt(paths: AttemptPaths) -> Attempt:
     """What one attempt wrote so far."""
-    told = Events(paths)
-    seen = {name: told.seen(name) for name in get_args(EventName)}
-    return Attempt(
-        paths=paths,
-        transitions=tuple(_transitions(paths)),
-        statuses=_statuses(paths),
-        events={name: event for name, event in seen.items() if event is not None},
-        failure=files.read_document(paths.first_failure, FirstFailure),
-        world=files.read_document(paths.rendezvous / "world.json", World),
-        outcome=files.read_document(paths.outcome, Outcome),
-        alive=_signs_of_life(paths),
-    )
+    return AttemptReader(paths).read()
 
 
 def _id(identity: RunIdentity | None) -> str:
     return identity.run_id if identity else "unknown"
 
 
-def _began(attempt: Path) -> float:
+def _began(paths: AttemptPaths, known: dict[str, float]) -> float:
     """When an attempt's first role was started, as one of its ranks knows; else when its folder last changed."""
-    timelines = sorted(attempt.glob("timeline/rank-*.jsonl"))
-    first = next(iter(_lines(timelines[0])), None) if timelines else None
-    return first.time if first else attempt.stat().st_mtime
+    if paths.attempt not in known:
+        ranks = _timelines(paths)
+        first = next(iter(_lines(paths.timeline_of(ranks[0]))), None) if ranks else None
+        if first is None:
+            return paths.root.stat().st_mtime
+        known[paths.attempt] = first.time
+    return known[paths.attempt]
 
 
-def _transitions(paths: AttemptPaths) -> list[Transition]:
-    found = [line for file in sorted(paths.timeline.glob("rank-*.jsonl")) for line in _lines(file)]
-    return sorted(found, key=lambda transition: transition.time)
+def _timelines(paths: AttemptPaths) -> list[int]:
+    """The ranks that have one."""
+    return sorted(rank for name in _names(paths.timeline) if (rank := rank_of_timeline(name)) is not None)
 
 
 def _lines(timeline: Path) -> list[Transition]:
@@ -210,20 +266,15 @@ def _lines(timeline: Path) -> list[Transition]:
     return found
 
 
-def _signs_of_life(paths: AttemptPaths) -> dict[int, float]:
-    """By rank; those that left are no longer expected to give any."""
-    try:
-        ranks = sorted(int(file.name) for file in paths.alive.iterdir() if file.name.isdecimal())
-        return {rank: (paths.alive / str(rank)).stat().st_mtime for rank in ranks if not _left(paths, rank)}
-    except FileNotFoundError:
-        return {}
+def _names(folder: Path) -> frozenset[str]:
+    return frozenset(FileDirectory(folder).names())
 
 
-def _left(paths: AttemptPaths, rank: int) -> bool:
-    return paths.down(f"agent.{rank}").exists()
+def _ranks(names: Iterable[str]) -> list[int]:
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _statuses(paths: AttemptPaths) -> dict[str, Status]:
-    folder = paths.status("any").parent
-    read = {file.stem: files.read_document(file, Status) for file in sorted(folder.glob("[!.]*.json"))}
+    names = sorted(name for name in _names(paths.statuses) if name.endswith(".json") and not name.startswith("."))
+    read = {name.removesuffix(".json"): files.read_document(paths.statuses / name, Status) for name in names}
     return {name: status for name, status in read.items() if status is not None}

@@ -16,10 +16,14 @@ class Launch:
 
     Attributes:
         argv: the command.
+        beats: how many of its processes on this node tell heartbeats (`pipeline.heartbeat`). 0 for a program that is
+            not ours: it is asked whether it is `ready` as long as it lives.
         env: variables added to the agent's own environment.
-        ready: True once the role can do its work; cheap, called often, must not raise for "not yet".
+        ready: True once the role can do its work. Asked again and again in a thread of its own; may take seconds, and
+            what it raises counts as "not yet".
     """
 
     argv: tuple[str, ...]
     ready: Callable[[], bool]
+    beats: int = 0
     env: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """The actor role: samples groups of attempts and publishes them; answers evaluations [C2, C3].
 
 Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
-posts its first weights; stopped by INT or `training_finished`, never by a count [B7]. A task that never succeeds
-ends it with exit code 1 and the reason as the last line of its log; so does any other failure, with its traceback.
+posts its first weights; stopped by INT alone, which its agent sends when it hears of an end, never by a count [B7]. A
+task that never succeeds ends it with exit code 1 and the reason as the last line of its log; so does any other failure,
+with its traceback.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from pipeline import heartbeat
 from pipeline.board import Board
 from pipeline.errors import RollcallError
 from pipeline.records import EvalRequest
@@ -23,7 +25,10 @@ from pipeline.rollouts.generation import Generation
 from pipeline.rollouts.groups import GroupBuilder
 from pipeline.streams import AsyncStreams, connect
 from pipeline.tasks import Task, load_task
+from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
+from pipeline.tasks.pool import TaskPool
+from pipeline.tasks.worker import Setup
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +37,9 @@ READ_SECONDS = 60.0
 
 
 def launch(context: RoleContext) -> Launch:
-    """One process of one thread that matters."""
+    """One process of one thread that matters, and below it those of the task's prompts and rewards."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, ready=lambda: is_ready(context))
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=lambda: is_ready(context))
 
 
 def is_ready(context: RoleContext) -> bool:
@@ -50,16 +55,17 @@ class Actor:
         self,
         context: RoleContext,
         task: Task,
+        calls: Calls,
         chat: Chat,
         streams: AsyncStreams,
         board: Board,
         client: InferenceClient,
     ) -> None:
         config = context.config
-        builder = GroupBuilder(task, chat, client, config)
+        builder = GroupBuilder(task, calls, chat, client, config)
         self._context, self._streams, self._client = context, streams, client
         self._generation = Generation(streams, board, builder, client, config)
-        self._evaluation = Evaluation(task, chat, client, builder.scorer, config)
+        self._evaluation = Evaluation(task, calls, chat, client, config)
 
     async def work(self) -> None:
         """Generate, answer and report until cancelled."""
@@ -67,6 +73,7 @@ class Actor:
             tasks.create_task(self._generation.run())
             tasks.create_task(self._answer())
             tasks.create_task(self._report())
+            tasks.create_task(_beat())
 
     async def _answer(self) -> None:
         """Answer evaluation requests, one at a time; those of an earlier attempt ask for weights that are gone."""
@@ -89,36 +96,39 @@ class Actor:
             await asyncio.sleep(REPORT_SECONDS)
 
 
+async def _beat() -> None:
+    """The loop turns. Apart from the report, whose file may be slow to write."""
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(REPORT_SECONDS)
+
+
 async def run(context: RoleContext, stop: asyncio.Event) -> None:
-    """Be the actor until `stop` is set or training finished; `TaskError` (in a group) when the task never succeeds."""
+    """Be the actor until `stop` is set; `TaskError` (in a group) when the task never succeeds."""
     config, world = context.config, context.world
     task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
     streams = await asyncio.to_thread(connect, context)
     async with (
         AsyncStreams(streams) as asynchronous,
+        TaskPool(Setup(config.task, config.seed, Path(config.model.path)), config.cluster.startup_seconds) as calls,
         InferenceClient(
             [placement.endpoint for placement in world.of_role("inference")],
-            world.secret,
+            world.password,
             config.rollout.request_seconds,
+            request_tokens=config.rollout.request_tokens,
             max_lag=config.training.max_lag,
             vocabulary=chat.vocabulary,
         ) as client,
     ):
-        actor = Actor(context, task, chat, asynchronous, Board(streams), client)
+        actor = Actor(context, task, calls, chat, asynchronous, Board(streams), client)
         work = asyncio.create_task(actor.work())
-        ending = [asyncio.create_task(stop.wait()), asyncio.create_task(_finished(context))]
-        done, running = await asyncio.wait([work, *ending], return_when=asyncio.FIRST_COMPLETED)
+        stopped = asyncio.create_task(stop.wait())
+        done, running = await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
         for left in running:
             left.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for ended in done:
             ended.result()
-
-
-async def _finished(context: RoleContext) -> None:
-    """Return when the trainer told that training is finished."""
-    while await asyncio.to_thread(context.events.seen, "training_finished") is None:
-        await asyncio.sleep(REPORT_SECONDS)
 
 
 async def _run_until_signal(context: RoleContext) -> None:
@@ -131,6 +141,7 @@ def main(arguments: list[str]) -> None:
     """The role's process."""
     from pipeline import logs
 
+    heartbeat.start()
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
     context.report("starting")
@@ -144,7 +155,7 @@ def main(arguments: list[str]) -> None:
     finally:
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(code)  # a reward that hangs in its thread must not keep the process
+        os._exit(code)  # a wait that hangs in a thread must not keep the process
 
 
 def _tell(context: RoleContext, error: BaseException) -> None:

@@ -6,6 +6,7 @@ the role's command line.
 """
 
 import argparse
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from pipeline.errors import RendezvousError
 from pipeline.events import Events
 from pipeline.frozen import kept_config
 from pipeline.models import model_directory
+from pipeline.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import Placement, RoleName, World
+
+log = logging.getLogger(__name__)
 
 RoleState = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
@@ -54,13 +58,26 @@ class RoleContext:
         return Events(self.paths)
 
     def report(self, state: RoleState, detail: str = "", **numbers: float) -> None:
-        """Replace this role's status file."""
-        status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail, numbers=numbers)
+        """Replace this role's status file; where the disk fails, the next report says as much and more."""
+        try:
+            self._write(Status(state=state, pid=os.getpid(), time=time.time(), detail=detail, numbers=numbers))
+        except OSError as error:
+            log.warning("%r is not reported: %s", state, error)
+
+    def announce(self, state: RoleState, detail: str) -> None:
+        """A report that is not made again soon and that its agent waits for: `OSError` if the disk never takes it."""
+        status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail)
+        insist(f"{state!r} to be reported", lambda: self._write(status), OUTAGE_SECONDS)
+
+    def _write(self, status: Status) -> None:
         files.write_document(self.paths.status(self.placement.name), status)
 
     def status(self) -> Status | None:
-        """This role's last report."""
-        return files.read_document(self.paths.status(self.placement.name), Status)
+        """This role's last report; None also while the disk fails."""
+        try:
+            return files.read_document(self.paths.status(self.placement.name), Status)
+        except OSError:
+            return None
 
     def arguments(self) -> list[str]:
         """Command-line arguments from which `from_arguments` builds this context again."""
@@ -83,7 +100,7 @@ class RoleContext:
 
 def read_config(run: RunPaths) -> RunConfig:
     """The frozen config of a run for those who run it: it must be there, and `model.path` is the directory it names."""
-    config = kept_config(run)
+    config = insist("the config", lambda: kept_config(run), LAST_SECONDS)
     if config is None:
         raise RendezvousError(f"no readable config at {run.config}; submit the run again")
     model = config.model.model_copy(update={"path": str(model_directory(config.model))})
@@ -91,7 +108,7 @@ def read_config(run: RunPaths) -> RunConfig:
 
 
 def _world_and_place(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
-    world = files.read_document(paths.rendezvous / "world.json", World)
+    world = insist("the world", lambda: files.read_document(paths.world, World), LAST_SECONDS)
     if world is None:
         raise RendezvousError(f"no readable world in {paths.rendezvous}")
     for placement in world.of_role(role):

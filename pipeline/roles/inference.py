@@ -1,7 +1,7 @@
 """The inference role: one vLLM server [E1, E2].
 
 Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
-placement's address only, asks for the world's secret on every route that can do anything, and starts without the
+placement's address only, asks for the world's password on every route that can do anything, and starts without the
 policy: the trainer brings it before anybody may ask (`pipeline.weights`). The role's process is vLLM.
 """
 
@@ -13,12 +13,14 @@ from pathlib import Path
 
 from pipeline.config import LoraConfig, RunConfig
 from pipeline.errors import ConfigError
+from pipeline.network import bound_to
 from pipeline.plan import Placement
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.weights.plugin import MODEL
+from pipeline.weights.fast_logprobs import SWITCH
+from pipeline.weights.plugin import ENGINES, MODEL
 
-_PROBE_SECONDS = 1.0
+_PROBE_SECONDS = 5.0
 _PLUGINS = "vllm.general_plugins"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's `MaxLoRARanks`."""
@@ -40,8 +42,9 @@ def launch(context: RoleContext) -> Launch:
     place = context.placement
     return Launch(
         argv=server_command(context.config, place),
-        env=server_environment(context.config, place, context.world.secret)
-        | adapter_environment(context.config, context.paths.adapters(place.name)),
+        env=server_environment(context.config, place, context.world.password)
+        | adapter_environment(context.config, context.paths.adapters(place.name))
+        | bound_to(place.address),
         ready=lambda: is_healthy(place.address, place.ports[0]),
     )
 
@@ -50,11 +53,11 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """The argv of vLLM's server. `inference.extra_args` come last, so they win."""
     device = _gpu_arguments(config, place) if config.resources.device == "cuda" else _cpu_arguments(config)
     return (
-        *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", config.model.path, *_policy_arguments(config.model.lora)),
+        *_program(config),
         *("--host", place.address, "--port", str(place.ports[0])),
         *("--middleware", "pipeline.weights.guard.Guard", "--tokens-only"),
-        *("--weight-transfer-config", f'{{"backend": "{config.inference.backend}"}}'),
+        *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),
+        *("--worker-extension-cls", "pipeline.weights.extension.WeightsExtension"),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
         *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + place.index)),
@@ -65,16 +68,17 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     )
 
 
-def server_environment(config: RunConfig, place: Placement, secret: str) -> dict[str, str]:
-    """What the server has beyond the agent's environment; the secret is here since anybody can read argv."""
+def server_environment(config: RunConfig, place: Placement, password: str) -> dict[str, str]:
+    """What the server has beyond the agent's environment; the password is here since anybody can read argv."""
     common = {
-        "VLLM_API_KEY": secret,
+        "VLLM_API_KEY": password,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HOST_IP": place.address,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        SWITCH: str(int(config.inference.fast_logprobs)),
     }
     if place.gpus:
         common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
@@ -120,10 +124,19 @@ def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
     )
 
 
+def _program(config: RunConfig) -> tuple[str, ...]:
+    """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
+    model = (config.model.path, *_policy_arguments(config.model.lora))
+    if config.resources.device == "cuda":
+        return (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *model)
+    return (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", *model)
+
+
 def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
     return (
         *("--tensor-parallel-size", str(len(place.gpus))),
         *("--gpu-memory-utilization", str(config.inference.gpu_memory)),
+        *("--api-server-count", str(config.inference.api_processes)),
     )
 
 

@@ -14,10 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from pipeline import heartbeat
 from pipeline.advantages import advantages, all_alike
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
-from pipeline.records import Group, PreparedGroup
+from pipeline.records import MALFORMED, Group, PreparedGroup
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.rollouts.meters import Share
@@ -33,7 +34,7 @@ REPORT_SECONDS = 1.0
 def launch(context: RoleContext) -> Launch:
     """One process of one thread."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, ready=lambda: is_ready(context))
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=lambda: is_ready(context))
 
 
 def is_ready(context: RoleContext) -> bool:
@@ -47,28 +48,23 @@ def prepare(group: Group, config: RunConfig) -> PreparedGroup:
 
     With the baselines `batch` and `gae` its rewards stand in the place of advantages, which the trainer makes.
 
-    `failed: …` when fewer than `rollout.min_samples` samples succeeded or one is malformed; `filtered: …` when no
-    sample can teach anything and `training.zero_advantage` is `drop`.
+    `malformed: …` when a sample makes no sense: the trainer asks for the position again. `failed: …` when fewer than
+    `rollout.min_samples` samples succeeded; `filtered: …` when no sample can teach anything and
+    `training.zero_advantage` is `drop`.
     """
-    reason = _unusable(group, config.rollout.min_samples)
-    if reason:
+    try:
+        for sample in group.samples:
+            sample.check()
+    except RecordError as error:
+        return PreparedGroup(group=group, outcome=f"{MALFORMED}: {error}")
+    if len(group.samples) < config.rollout.min_samples:
+        # Reasons are counted, so without what differs from one to the next.
+        reason = group.failures[0].partition(":")[0] if group.failures else "too few samples"
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
     rewards = [sample.reward for sample in group.samples]
     if config.training.zero_advantage == "drop" and all_alike(rewards):
         return PreparedGroup(group=group, outcome="filtered: zero advantage")
     return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage).tolist()))
-
-
-def _unusable(group: Group, min_samples: int) -> str:
-    """Why a group cannot be trained; empty if it can. Worded without numbers, since reasons are counted."""
-    if len(group.samples) < min_samples:
-        return group.failures[0].partition(":")[0] if group.failures else "too few samples"
-    try:
-        for sample in group.samples:
-            sample.check()
-    except RecordError:
-        return "malformed sample"
-    return ""
 
 
 class Preprocessor:
@@ -84,12 +80,17 @@ class Preprocessor:
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Prepare groups until `should_stop()`."""
         reader = self._streams.reader("groups", Group, "preprocessor")
-        while not should_stop():
+
+        def stopped() -> bool:
+            heartbeat.beat()
+            return should_stop()
+
+        while not stopped():
             self._tell()
             with self._starved:
                 entries = reader.read(READ_LIMIT, READ_SECONDS)
             if entries:
-                self._pass_on(reader, entries, should_stop)
+                self._pass_on(reader, entries, stopped)
 
     def _pass_on(self, reader: Reader[Group], entries: list[Entry[Group]], should_stop: Callable[[], bool]) -> None:
         prepared = [prepare(entry.record, self._config) for entry in entries]
@@ -111,6 +112,7 @@ def main(arguments: list[str]) -> None:
     """The role's process."""
     from pipeline import logs
 
+    heartbeat.start()
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
     context.report("starting")
@@ -119,7 +121,7 @@ def main(arguments: list[str]) -> None:
     try:
         with connect(context) as streams:
             preprocessor = Preprocessor(streams, context.config, lambda numbers: context.report("ready", "", **numbers))
-            preprocessor.run(lambda: stop.is_set() or context.events.seen("training_finished") is not None)
+            preprocessor.run(stop.is_set)
     except RollcallError as error:
         context.report("failed", str(error))
         log.error("%s", error)

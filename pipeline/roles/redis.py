@@ -1,12 +1,14 @@
 """The redis role: one Redis server for the streams of an attempt [B5].
 
 Owns where the server's binary is found, how it is configured, and when it is ready. Promises that it asks for the
-world's secret, listens on its placement's address only, writes to its attempt's folder only, starts from the newest
-earlier data, and refuses writes rather than drop data when its memory is full. Its process becomes the server, so the
-agent's signals reach it. Must not know what the streams carry, and does not import the client.
+world's password, listens on its placement's address only, writes to its attempt's folder only, starts from the newest
+earlier data as far as it can be loaded, and refuses writes rather than drop data when its memory is full. Its process
+becomes the server, so the agent's signals reach it. Must not know what the streams carry, and does not import the
+client.
 """
 
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -15,15 +17,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline import files
+from pipeline import files, logs
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StreamError
 from pipeline.plan import Placement
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.streams.redis_data import inherit, needs_redis_7
+from pipeline.streams.redis_data import data_bytes, inherit, needs_redis_7
+from pipeline.streams.redis_repair import make_loadable
 
-_PROBE_SECONDS = 1.0
+log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 5.0
 _MEMORY_FLOOR = 1 << 28
 _TOPICS_IN_MEMORY = 8
 
@@ -45,29 +50,29 @@ def find_server() -> Path:
 
 
 def launch(context: RoleContext) -> Launch:
-    """How the agent starts the server; ready once it answers with the world's secret and has loaded its data."""
-    place, secret = context.placement, context.world.secret
+    """How the agent starts the server; ready once it answers with the world's password and has loaded its data."""
+    place, password = context.placement, context.world.password
     argv = (sys.executable, "-P", "-m", "pipeline.roles.redis", *context.arguments())
-    return Launch(argv=argv, ready=lambda: answers(place.address, place.ports[0], secret))
+    return Launch(argv=argv, ready=lambda: answers(place.address, place.ports[0], password))
 
 
-def answers(address: str, port: int, secret: str) -> bool:
-    """Whether a Redis with this secret answers there and is not still loading."""
+def answers(address: str, port: int, password: str) -> bool:
+    """Whether a Redis with this password answers there and is not still loading."""
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as link:
-            link.sendall(f"AUTH {secret}\r\nPING\r\n".encode())
+            link.sendall(f"AUTH {password}\r\nPING\r\n".encode())
             with link.makefile("rb") as replies:
                 return [replies.readline(), replies.readline()] == [b"+OK\r\n", b"+PONG\r\n"]
     except OSError:
         return False
 
 
-def server_config(config: RunConfig, place: Placement, secret: str, folder: Path) -> str:
-    """The text of `redis.conf`."""
+def server_config(config: RunConfig, place: Placement, password: str, folder: Path) -> str:
+    """The text of `redis.conf`. What the folder holds takes none of the memory that the attempt itself needs."""
     lines = (
         f"bind {place.address}",
         f"port {place.ports[0]}",
-        f"requirepass {_quote(secret)}",
+        f"requirepass {_quote(password)}",
         "protected-mode yes",
         "daemonize no",
         f"dir {_quote(str(folder))}",
@@ -76,7 +81,8 @@ def server_config(config: RunConfig, place: Placement, secret: str, folder: Path
         "appendfsync everysec",
         "aof-use-rdb-preamble yes",
         "aof-load-truncated yes",
-        f"maxmemory {_MEMORY_FLOOR + _TOPICS_IN_MEMORY * config.streams.budget_bytes}",
+        "rdbcompression no",
+        f"maxmemory {_MEMORY_FLOOR + _TOPICS_IN_MEMORY * config.streams.budget_bytes + data_bytes(folder)}",
         "maxmemory-policy noeviction",
     )
     return "\n".join(lines) + "\n"
@@ -85,13 +91,16 @@ def server_config(config: RunConfig, place: Placement, secret: str, folder: Path
 def main(arguments: list[str]) -> None:
     """Prepare the attempt's folder and become the server."""
     context = RoleContext.from_arguments(arguments)
+    logs.configure(context.placement.name)
     server, folder = find_server(), context.paths.redis
     os.umask(0o077)
     inherited = inherit(folder)
     if needs_redis_7(folder) and major_version(server) < 7:
         raise StreamError(f"{server} is older than Redis 7, which wrote the data of attempt {inherited.origin!r}")
+    if done := make_loadable(server, folder, context.config.cluster.startup_seconds):
+        log.error("%s; what was only generated is issued again", done)
     settings = folder / "redis.conf"
-    text = server_config(context.config, context.placement, context.world.secret, folder.resolve())
+    text = server_config(context.config, context.placement, context.world.password, folder.resolve())
     files.write_atomic(settings, text.encode())
     os.execv(server, [str(server), str(settings)])
 

@@ -12,8 +12,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
 
+from pipeline import heartbeat
 from pipeline.board import Board
+from pipeline.events import Listener
 from pipeline.metrics import Console, MetricSinks, read_rows
+from pipeline.outages import OUTAGE_SECONDS, insist
 from pipeline.roles.context import RoleContext
 from pipeline.streams import connect
 from pipeline.tracking import tracking_sinks
@@ -26,11 +29,11 @@ from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.publisher import Publisher
 from pipeline.training.rl import ReinforcementLearning
-from pipeline.training.runner import Algorithm, Runner
+from pipeline.training.runner import Algorithm, Runner, tells_more
 from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.speed import machine_of
 from pipeline.weights.link import Meeting
-from pipeline.weights.sender import WeightSender
+from pipeline.weights.sender import CPU, WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class Session:
         self._context, self._dispatch, self._config = context, dispatch, context.config
         self._actor = replace(context, placement=context.world.of_role("actor")[0])
         self._commits = Commits(context.paths, context.config, dispatch)
+        self._listener = Listener(context.events, ranks=1 + max(place.rank for place in context.world.placements))
 
     def run(self) -> None:
         """Run what is left of the run's jobs; returns without `training_finished` when the attempt is ending."""
@@ -49,10 +53,10 @@ class Session:
         with ExitStack() as opened:
             self._open(opened)
             self._commits.on_durable = self._give_up
-            opened.callback(self._commits.finish)  # while those whom it tells are still open
+            opened.push(self._finish_commits)  # while those whom it tells are still open
             try:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on events say when to commit and end
-                self._context.report("ready", "connected")
+                self._context.announce("ready", "connected")
                 self._give_up(self._commits.covered)
                 self._run_jobs(position)
                 self._commits.export()
@@ -60,7 +64,8 @@ class Session:
                 log.info("%s; what is done is committed", reason)
                 return
         release(self._dispatch)
-        self._context.events.publish("training_finished", self._context.placement.name)
+        by = self._context.placement.name
+        insist("the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS)
 
     def _open(self, opened: ExitStack) -> None:
         """Connect to everything the controller talks to; `opened` closes it, the weight groups first."""
@@ -86,9 +91,10 @@ class Session:
         context, config = self._context, self._config
         servers = [placement.endpoint for placement in context.world.of_role("inference")]
         place = context.world.of_role("trainer")[0]
-        meeting = Meeting(place.address, place.ports[1], context.world.secret)
+        meeting = Meeting(place.address, place.ports[1], context.world.password)
         patience, told = config.cluster.startup_seconds, self._board.post_server
-        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora)
+        device = self._dispatch.device if config.weights_backend == "nccl" else CPU
+        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device)
 
     def _run_jobs(self, position: Position) -> None:
         done = position.done
@@ -100,7 +106,8 @@ class Session:
 
     def _algorithm(self, job: Job) -> Algorithm:
         if isinstance(job, SftJob):
-            demonstrate, level = TaskDemonstrations(self._config), self._config.training.metrics
+            with heartbeat.during("making the task", self._config.cluster.startup_seconds):
+                demonstrate, level = TaskDemonstrations(self._config), self._config.training.metrics
             return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level)
         return ReinforcementLearning(
             job, self._config, self._dispatch, self._batches, self._publisher, self._evaluations
@@ -111,9 +118,24 @@ class Session:
         """See `runner.Book`."""
         return not self._dispatch.broken
 
+    @property
+    def crowded(self) -> bool:
+        """See `runner.Book`."""
+        return self._batches.crowded
+
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`."""
-        self._commits.commit(job, done, self._batches.covered, wait)
+        self._sinks.flush()
+        self._commits.commit(job, done, self._batches.begin_commit(), wait)
+
+    def _finish_commits(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Wait for the commit that is under way; what it failed with must not hide an `error` that came before."""
+        try:
+            self._commits.finish()
+        except Exception as second:
+            if tells_more(second, error):
+                raise
+            log.error("the commit that was under way failed too: %s", second)
 
     def _give_up(self, covered: tuple[str, ...]) -> None:
         """What a durable commit covers; the board needs it before it is acknowledged."""
@@ -137,8 +159,8 @@ class Session:
         failed. Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.
         """
         self._dispatch.idle()
-        events = self._context.events
-        ending = events.seen("failed") or events.seen("draining")
+        heard = self._listener.heard()
+        ending = heard.get("failed") or heard.get("draining")
         if ending is not None:
             raise Interrupted(f"{ending.name} by {ending.by}")
         self._commits.collect()

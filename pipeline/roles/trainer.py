@@ -3,9 +3,10 @@
 Owns its command line and its processes. What the controller does is `pipeline.roles.session`.
 """
 
+import os
 import sys
 
-from pipeline.network import interface_of
+from pipeline.network import bound_to
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 
@@ -24,10 +25,8 @@ def launch(context: RoleContext) -> Launch:
     env = {"OMP_NUM_THREADS": str(resources.threads), "TOKENIZERS_PARALLELISM": "false"}
     if context.placement.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.placement.gpus))
-    if interface := interface_of(context.placement.address):
-        # By itself gloo takes the interface of the hostname, which others may not reach.
-        env["GLOO_SOCKET_IFNAME"] = interface
-    return Launch(argv=argv, env=env, ready=lambda: is_ready(context))
+    env |= bound_to(context.placement.address)
+    return Launch(argv=argv, env=env, beats=resources.processes, ready=lambda: is_ready(context))
 
 
 def is_ready(context: RoleContext) -> bool:
@@ -38,11 +37,12 @@ def is_ready(context: RoleContext) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    from pipeline import logs, process
+    from pipeline import heartbeat, logs, process
     from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
     from pipeline.training.dispatch.ranks import end_with_lost_ranks
 
     process.die_with_parent()
+    heartbeat.start(int(os.environ["LOCAL_RANK"]))  # as torchrun sets it
     end_with_lost_ranks()
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
             context.report("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
             raise
 
-    lead_or_serve_as(context.config, lead)
+    lead_or_serve_as(context.config, context.world.secret, lead)
     process.leave(0)
 
 

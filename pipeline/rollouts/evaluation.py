@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from pipeline.config import RunConfig
 from pipeline.records import EvalRequest, EvalResult, Sample
-from pipeline.rollouts.groups import Scorer
 from pipeline.rollouts.rollout import Sampling, Servers, attempt, sample_of
 from pipeline.tasks import Prompt, Task
+from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
 
 log = logging.getLogger(__name__)
@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 class Evaluation:
     """Evaluates, at most `rollout.concurrency` prompts at a time."""
 
-    def __init__(self, task: Task, chat: Chat, servers: Servers, scorer: Scorer, config: RunConfig) -> None:
-        self._task, self._chat, self._servers, self._scorer = task, chat, servers, scorer
+    def __init__(self, task: Task, calls: Calls, chat: Chat, servers: Servers, config: RunConfig) -> None:
+        """The episodes of `task` run here; the text of its prompts and its rewards are had by `calls`."""
+        self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
         rollout = config.rollout
         self._sampling = Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds)
         self._prompts: Sequence[Prompt] = task.held_out()
@@ -57,8 +58,11 @@ class Evaluation:
     async def _one(self, prompt: Prompt) -> Sample | str:
         """The sample of a prompt, or the reason why there is none."""
         async with self._slots:
-            (ended,) = await attempt(self._task, self._chat, self._servers, self._sampling, prompt, 1)
+            asked = await self._calls.render(prompt)
+            if isinstance(asked, str):
+                return asked
+            (ended,) = await attempt(self._task, self._chat, self._servers, self._sampling, asked, 1)
             if ended.episode is None:
                 return ended.reason
-            (reward,) = await self._scorer.rewards(prompt, [ended.episode.text])
+            (reward,) = await self._calls.rewards(prompt, [ended.episode.text])
             return reward if isinstance(reward, str) else sample_of(ended.episode, reward, ended.seconds)

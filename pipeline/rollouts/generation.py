@@ -2,13 +2,15 @@
 
 Owns what is issued when, and where it goes [C3, C4, C5]. Promises that positions are issued in order, under the
 staleness gate and at most `rollout.concurrency` at a time; that a full topic holds up groups and nothing else; and that
-a position is never lost: what was in flight when an actor died, or was refused by the trainer, is issued again. Never
-decides that training is over. Must not know what a task or a record's tokens mean.
+a position is never lost: what was in flight when an actor died, was refused by the trainer, or is gone with the last
+writes of a streams' backend, is issued again. Never decides that training is over. Must not know what a task or a
+record's tokens mean.
 
 A server that the trainer did not declare current is never asked: the board says who is.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ from pipeline.rollouts.meters import Share
 from pipeline.staleness import Gate
 from pipeline.streams import AsyncStreams
 from pipeline.waiting import Deadline
+
+log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.03
 READ_SECONDS = 60.0
@@ -64,7 +68,8 @@ class Generation:
     async def run(self) -> None:
         """Generate until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
         self._reissues = await self._streams.reader("reissue", Reissue, "actor")
-        self._issue = await self._resume()
+        self._generation = self._streams.generation
+        self._issue = Issue(*await self._left())
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._watch())
             self._tasks.create_task(self._take_back())
@@ -86,8 +91,11 @@ class Generation:
             "backpressure": self._full.take(),
         } | {f"failed/{kind}": count for kind, count in failures.items()}
 
-    async def _resume(self) -> Issue:
-        """What is left to issue, once the trainer posted its ledger. The order of reading is `pipeline.board`'s."""
+    async def _left(self) -> tuple[list[int], int]:
+        """What is left to issue (see `Ledger.holes`), once the trainer posted its ledger.
+
+        The order of reading is `pipeline.board`'s.
+        """
         deadline = Deadline("the trainer's ledger", self._patience)
         while await asyncio.to_thread(self._board.ledger) is None:
             if deadline.passed:
@@ -98,7 +106,16 @@ class Generation:
         committed = await asyncio.to_thread(self._board.ledger)
         ledger = Ledger.restore(committed) if committed else Ledger()
         known = {entry.record.position for entry in groups} | {entry.record.group.position for entry in prepared}
-        return Issue(*ledger.holes(known))
+        return ledger.holes(known)
+
+    async def _find_lost(self) -> None:
+        """Issue again what the streams lost. What is in flight may be made twice; the ledger counts it once."""
+        self._generation = self._streams.generation
+        left = await self._left()
+        async with self._changed:
+            count = self._issue.lost(*left, self._refusals)
+            self._changed.notify_all()
+        log.warning("the streams were restarted: %d positions are issued again", count)
 
     async def _watch(self) -> None:
         """Follow the trainer's progress and the servers' versions."""
@@ -109,6 +126,8 @@ class Generation:
             if progress is not None:
                 current = [version for version in servers.values() if version is not None]
                 await self._advance(progress, min(current, default=None))
+            if self._generation != self._streams.generation:
+                await self._find_lost()
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _advance(self, progress: Progress, slowest: int | None) -> None:
@@ -157,6 +176,8 @@ class Generation:
         while True:
             for entry in await self._streams.read(self._reissues, READ_LIMIT, READ_SECONDS):
                 position = entry.record.position
+                if entry.id in self._refusals.get(position, ()):
+                    continue  # delivered again
                 self._refusals.setdefault(position, []).append(entry.id)
                 async with self._changed:
                     self._issue.again(position)

@@ -5,22 +5,18 @@ samples and of reasons that together are `rollout.attempts`; it raises only `Tas
 samples in a row failed.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
-from pipeline.errors import DeadlineError, TaskError
+from pipeline.errors import TaskError
 from pipeline.ledger import prompt_of
 from pipeline.records import Group, Sample
-from pipeline.rollouts.rollout import Attempted, Sampling, Servers, attempt, kind_of, reason, sample_of, score
+from pipeline.rollouts.rollout import Attempted, Sampling, Servers, attempt, kind_of, sample_of
 from pipeline.tasks import Prompt, Task
+from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
-from pipeline.waiting import within
-
-REWARD_THREADS = 4
 
 
 @dataclass
@@ -41,36 +37,16 @@ class Patience:
             )
 
 
-class Scorer:
-    """Rewards, computed in threads so that a slow one does not hold up the event loop."""
-
-    def __init__(self, task: Task, seconds: float) -> None:
-        """`seconds`: deadline of the rewards of one group."""
-        self._task, self._seconds = task, seconds
-        self._threads = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
-
-    async def rewards(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
-        """The reward of each text, or the reason why it has none."""
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._score_all, prompt, texts)
-        try:
-            return await within("the task's rewards", work, self._seconds)
-        except DeadlineError as error:
-            return [reason("reward took too long", error)] * len(texts)
-
-    def _score_all(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
-        return [score(self._task, prompt, text) for text in texts]
-
-
 class GroupBuilder:
     """Makes the group of a position."""
 
-    def __init__(self, task: Task, chat: Chat, servers: Servers, config: RunConfig) -> None:
+    def __init__(self, task: Task, calls: Calls, chat: Chat, servers: Servers, config: RunConfig) -> None:
+        """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
         rollout = config.rollout
-        self._task, self._chat, self._servers = task, chat, servers
+        self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
         self._seed, self._attempts = config.seed, rollout.attempts
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
-        self.scorer = Scorer(task, rollout.request_seconds)
         self.patience = Patience(rollout.give_up_after)
 
     async def build(self, position: int) -> Group:
@@ -81,18 +57,17 @@ class GroupBuilder:
         return Group(position=position, prompt=index, samples=tuple(samples), failures=tuple(failures))
 
     async def _samples(self, index: int) -> tuple[list[Sample], list[str]]:
-        try:
-            prompt = self._task.prompt(index)
-        except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is the samples' reason
-            return [], [reason("prompt raised", error)] * self._attempts
-        attempts = await attempt(self._task, self._chat, self._servers, self._sampling, prompt, self._attempts)
-        return await self.scored(prompt, attempts)
+        asked = await self._calls.prompt(index)
+        if isinstance(asked, str):
+            return [], [asked] * self._attempts
+        attempts = await attempt(self._task, self._chat, self._servers, self._sampling, asked, self._attempts)
+        return await self.scored(asked.prompt, attempts)
 
     async def scored(self, prompt: Prompt, attempts: Sequence[Attempted]) -> tuple[list[Sample], list[str]]:
         """The samples of a prompt's attempts, and the reasons of those that failed."""
         failures = [ended.reason for ended in attempts if ended.episode is None]
         ended = [(done.episode, done.seconds) for done in attempts if done.episode is not None]
-        rewards = await self.scorer.rewards(prompt, [episode.text for episode, _ in ended]) if ended else []
+        rewards = await self._calls.rewards(prompt, [episode.text for episode, _ in ended]) if ended else []
         samples = []
         for (episode, seconds), reward in zip(ended, rewards, strict=True):
             if isinstance(reward, str):

@@ -8,7 +8,7 @@ settled by the trainer, which is what `pipeline.staleness` bounds.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 
 class Issue:
@@ -25,6 +25,14 @@ class Issue:
             return False
         heapq.heappush(self._pending, position)
         return True
+
+    def lost(self, missing: Iterable[int], first_new: int, held: Container[int]) -> int:
+        """Issue once more what went missing: `missing`, and all that was issued from `first_new` on, less the `held`.
+
+        Returns how many they are.
+        """
+        gone = [position for position in (*missing, *range(first_new, self._next)) if position not in held]
+        return sum(map(self.again, gone))
 
     def take(self) -> int:
         """The next position to issue."""

@@ -2,26 +2,27 @@
 
 Owns how an episode of a task meets the servers: the policy that the task samples from, and what becomes of an
 episode: a reward and a wire record, or a reason. Promises that a task which raises, returns nonsense or overruns costs
-one sample, with its reason, and nothing else; and that the attempts of a group share one request for their first turn.
+one sample, with its reason, and nothing else; that no wait for the servers, however long, costs a sample; and that the
+attempts of a group share one request for their first turn.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.errors import DeadlineError, RolloutError
 from pipeline.records import Sample
+from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Episode, Prompt, Task, Turn
+from pipeline.tasks.calls import Asked, reason
 from pipeline.tasks.chat import Chat
-from pipeline.waiting import within
 
-REASON_LENGTH = 200
+LONG_PROMPT = 2000
+"""Characters that take longer to tokenise than to hand to a thread."""
 
 
 class Servers(Protocol):
@@ -35,7 +36,8 @@ class Servers(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: temperature 0 is greedy. Most tokens of a turn; most tokens and seconds of an episode."""
+    """How to sample: temperature 0 is greedy. Most tokens of a turn; most tokens of an episode, and most `seconds` that
+    the task takes for itself in it, 0 for no bound."""
 
     temperature: float
     max_tokens: int
@@ -56,9 +58,13 @@ class Sampler:
     """Samples turns for the attempts at one prompt."""
 
     def __init__(self, servers: Servers, chat: Chat, sampling: Sampling, prompt: Sequence[int], attempts: int) -> None:
-        self._servers, self._chat, self._sampling = servers, chat, sampling
+        self._servers, self._chat, self.sampling = servers, chat, sampling
         self._prompt, self._attempts = prompt, attempts
         self._opening: asyncio.Task[Sequence[Turn]] | None = None
+
+    def policy(self, index: int, own_time: OwnTime) -> "AttemptPolicy":
+        """The policy of attempt `index`, which stops the task's `own_time` while it is asked."""
+        return AttemptPolicy(self, self._chat, self._prompt, index, own_time)
 
     async def opening(self, index: int) -> Turn:
         """The first turn of attempt `index`; one request brings those of all attempts."""
@@ -77,7 +83,7 @@ class Sampler:
             self._opening.cancel()
 
     async def _generate(self, tokens: Sequence[int], n: int) -> Sequence[Turn]:
-        sampling = self._sampling
+        sampling = self.sampling
         room = sampling.max_length - len(tokens)
         if room < 1:
             raise RolloutError(f"{len(tokens)} tokens leave no room below model.max_length={sampling.max_length}")
@@ -93,17 +99,18 @@ class Sampler:
 class AttemptPolicy:
     """The `Policy` of one attempt."""
 
-    def __init__(self, sampler: Sampler, chat: Chat, prompt: Sequence[int], index: int) -> None:
-        self._sampler, self._chat, self._index = sampler, chat, index
+    def __init__(self, sampler: Sampler, chat: Chat, prompt: Sequence[int], index: int, own_time: OwnTime) -> None:
+        self._sampler, self._chat, self._index, self._own_time = sampler, chat, index, own_time
         self._opened = False
         self.prompt = prompt
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """The next turn after `tokens`."""
-        if not self._opened and list(tokens) == list(self.prompt):
-            self._opened = True
-            return await self._sampler.opening(self._index)
-        return await self._sampler.continuation(tokens)
+        with self._own_time.paused():
+            if not self._opened and list(tokens) == list(self.prompt):
+                self._opened = True
+                return await self._sampler.opening(self._index)
+            return await self._sampler.continuation(tokens)
 
     def encode(self, text: str) -> list[int]:
         return self._chat.encode(text)
@@ -113,32 +120,37 @@ class AttemptPolicy:
 
 
 async def attempt(
-    task: Task, chat: Chat, servers: Servers, sampling: Sampling, prompt: Prompt, count: int
+    task: Task, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int
 ) -> list[Attempted]:
     """`count` attempts at a prompt, all at once; one `Attempted` each, in order."""
     try:
-        tokens = chat.prompt(prompt.messages)
-    except Exception as error:  # noqa: BLE001 a task's messages meet a model's template: whatever they raise is the reason
-        return [Attempted(reason=reason("prompt could not be rendered", error))] * count
+        tokens = await _tokens(chat, asked.text)
+    except Exception as error:  # noqa: BLE001 a task's text meets a model's tokenizer: whatever they raise is the reason
+        return [Attempted(reason=reason("prompt could not be tokenised", error))] * count
     sampler = Sampler(servers, chat, sampling, tokens, count)
     try:
-        policies = [AttemptPolicy(sampler, chat, tokens, index) for index in range(count)]
-        return await asyncio.gather(*(_episode(task, prompt, policy, sampling) for policy in policies))
+        return await asyncio.gather(*(_episode(task, asked.prompt, sampler, index) for index in range(count)))
     finally:
         sampler.close()
 
 
-async def _episode(task: Task, prompt: Prompt, policy: AttemptPolicy, sampling: Sampling) -> Attempted:
+async def _tokens(chat: Chat, text: str) -> list[int]:
+    """The tokens of a prompt; of a long one in a thread, for the event loop is not to wait for it."""
+    return chat.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(chat.encode, text)
+
+
+async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Attempted:
     started = time.monotonic()
+    own_time = OwnTime(sampler.sampling.seconds)
     try:
-        episode = await within("an episode of the task", task.rollout(prompt, policy), sampling.seconds)
+        episode = await own_time.limit(task.rollout(prompt, sampler.policy(index, own_time)))
     except DeadlineError as error:
         return Attempted(reason=reason("rollout took too long", error))
     except RolloutError as error:
         return Attempted(reason=reason("request refused", error))
     except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
         return Attempted(reason=reason("rollout raised", error))
-    wrong = _unusable(episode, sampling.max_length)
+    wrong = _unusable(episode, sampler.sampling.max_length)
     return Attempted(reason=wrong) if wrong else Attempted(episode, seconds=time.monotonic() - started)
 
 
@@ -151,23 +163,6 @@ def _unusable(episode: Any, max_length: int) -> str:
     if len(episode.tokens) > max_length:
         return f"rollout too long: {len(episode.tokens)} tokens, model.max_length={max_length}"
     return ""
-
-
-def score(task: Task, prompt: Prompt, text: str) -> float | str:
-    """The reward of a text, or the reason why it has none."""
-    try:
-        value: Any = task.reward(prompt, text)
-    except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
-        return reason("reward raised", error)
-    if not isinstance(value, Real):
-        return f"reward is no number: {type(value).__name__} {value!r}"[:REASON_LENGTH]
-    return float(value) if math.isfinite(value) else f"reward is not finite: {float(value)}"
-
-
-def reason(what: str, error: Exception) -> str:
-    """`what ErrorName: text` on one line."""
-    text = " ".join(str(error).split())
-    return f"{what} {type(error).__name__}: {text}"[:REASON_LENGTH]
 
 
 def kind_of(reason: str) -> str:

@@ -2,14 +2,17 @@
 
 Owns the form of vLLM's `/inference/v1/generate` (tokens in, tokens out) and the sorting of what can go wrong:
 `Transient` is worth another try elsewhere, `RolloutError` never works. Promises exact token ids, with the
-log-probabilities and the weight versions that sampled them. Decides nothing about retries.
+log-probabilities and the weight versions that sampled them; and that a request which runs into its time limit is asked
+for what it has (`/inference/v1/abort_requests`) before it is given up. Decides nothing about retries.
 """
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
+from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -19,6 +22,9 @@ from pipeline.rollouts.meters import Share
 from pipeline.weights.plugin import MODEL
 
 ROUTE = "/inference/v1/generate"
+ABORT_ROUTE = "/inference/v1/abort_requests"
+INTERRUPTION_SECONDS = 10.0
+"""What a server may take to answer a request with what it has, once it is told to end it."""
 BUSY_STATUS = (408, 429)
 FIRST_PAUSE, LONGEST_PAUSE, MOST_DOUBLINGS = 0.05, 5.0, 10
 
@@ -43,7 +49,8 @@ class Completion:
     Attributes:
         tokens, logprobs: what was sampled, with the stop token if there is one; natural logarithms, at the sampling
             temperature.
-        finish: `stop` at a stop token, `length` at the limit, `abort` when the server was paused for new weights.
+        finish: `stop` at a stop token, `length` at the limit, `abort` when it is to go on: the server was paused for
+            new weights, or the request was interrupted.
         version_min, version_max: oldest and newest weight version that sampled a token.
         server: who answered last.
         seconds: from the first request to the last answer.
@@ -57,6 +64,11 @@ class Completion:
     server: str
     seconds: float
 
+    @property
+    def whole(self) -> bool:
+        """False when the policy had not finished."""
+        return self.finish != "abort"
+
 
 class _Span(msgspec.Struct):
     version: str
@@ -64,18 +76,21 @@ class _Span(msgspec.Struct):
     end: int
 
 
-class _Token(msgspec.Struct):
-    token_id: int
+# One is made for each token of every answer: the garbage collector need not look at them.
+class _Token(msgspec.Struct, gc=False):
     logprob: float
+    token_id: int = -1
+    token: str = ""
+    """Before vLLM had `token_id`: `token_id:7`."""
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Token] | None = None
 
 
 class _Choice(msgspec.Struct):
     finish_reason: Literal["stop", "length", "abort"]
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
 
@@ -89,6 +104,7 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+_token_id, _logprob = attrgetter("token_id"), attrgetter("logprob")
 _answers = msgspec.json.Decoder(_Answer)
 _bodies = msgspec.json.Encoder()
 
@@ -156,7 +172,7 @@ class Server:
         self.failures, self.rests_until = 0, 0.0
 
     async def ask(self, http: aiohttp.ClientSession, request: Request, seconds: float) -> list[Completion]:
-        """The answer of this server within `seconds`; raises `Transient` or `RolloutError`."""
+        """The answer of this server, after `seconds` with what it has by then; raises `Transient` or `RolloutError`."""
         version = self.version
         if version is None:
             raise Transient("evicted")
@@ -192,25 +208,40 @@ class Server:
             self.running.discard(task)
 
     async def _post(self, http: aiohttp.ClientSession, body: bytes, seconds: float) -> bytes:
-        limit = aiohttp.ClientTimeout(total=seconds)
+        name = uuid4().hex
+        limit = aiohttp.ClientTimeout(total=seconds + INTERRUPTION_SECONDS)
+        interruption = asyncio.create_task(self._interrupt(http, name, seconds))
+        url, headers = f"http://{self.endpoint}{ROUTE}", {"X-Request-Id": name}
         try:
-            async with http.post(f"http://{self.endpoint}{ROUTE}", data=body, timeout=limit) as response:
+            async with http.post(url, data=body, headers=headers, timeout=limit) as response:
                 answer = await response.read()
         except TimeoutError:
             raise Transient("timed out") from None
         except (aiohttp.ClientError, OSError):
             raise Transient("disconnected") from None
+        finally:
+            interruption.cancel()
         if response.status >= 500 or response.status in BUSY_STATUS:
             raise Transient(f"status {response.status}")
         if response.status != 200:
             raise RolloutError(f"{self.endpoint} refused with status {response.status}: {_message(answer)}")
         return answer
 
+    async def _interrupt(self, http: aiohttp.ClientSession, name: str, seconds: float) -> None:
+        """After `seconds`, have the server end a request and answer it with what it has sampled."""
+        await asyncio.sleep(seconds)
+        limit = aiohttp.ClientTimeout(total=INTERRUPTION_SECONDS)
+        body = _bodies.encode({"request_ids": [f"generate-tokens-{name}"]})
+        # A server that does not hear this does not answer the request either, and that is told.
+        with suppress(aiohttp.ClientError, OSError):
+            async with http.post(f"http://{self.endpoint}{ABORT_ROUTE}", data=body, timeout=limit) as response:
+                await response.read()
+
     def _completion(self, choice: _Choice, asked: int, seconds: float) -> Completion:
-        versions = _versions(choice, asked)
+        versions = _versions(choice, asked, asked if self.version is None else self.version)
         return Completion(
-            tokens=tuple(choice.token_ids),
-            logprobs=tuple(token.logprob for token in choice.sampled),
+            tokens=choice.token_ids,
+            logprobs=tuple(map(_logprob, choice.sampled)),
             finish=choice.finish_reason,
             version_min=min(versions),
             version_max=max(versions),
@@ -224,14 +255,26 @@ def _parse(answer: bytes, n: int) -> list[_Choice]:
         choices = _answers.decode(answer).choices
     except msgspec.DecodeError:
         raise Transient("malformed answer") from None
-    exact = all([token.token_id for token in c.sampled] == c.token_ids for c in choices)
-    if len(choices) != n or not exact:
+    if len(choices) != n or not all(_is_exact(choice) for choice in choices):
         raise Transient("malformed answer")
     return choices
 
 
-def _versions(choice: _Choice, asked: int) -> list[int]:
-    """The weight versions of a choice. A server that lost its weights, by a restart say, has none or older ones."""
+def _is_exact(choice: _Choice) -> bool:
+    """Whether the log-probabilities are those of the tokens."""
+    sampled = choice.sampled
+    if sampled and sampled[0].token:
+        return [token.token for token in sampled] == [f"token_id:{token}" for token in choice.token_ids]
+    return tuple(map(_token_id, sampled)) == choice.token_ids
+
+
+def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
+    """The weight versions of a choice, of which a server that lost its weights, by a restart say, has older ones.
+
+    A release of vLLM that says none has sampled with what it had from when it was asked until it answered.
+    """
+    if choice.weight_versions is None and choice.sampled and choice.sampled[0].token:
+        return [asked, latest]
     try:
         versions = [int(span.version) for span in choice.weight_versions or ()]
     except ValueError:

@@ -5,9 +5,12 @@ default) and files in the run directory (`files`, no Redis node). Promises:
 
 - A record is safe when `publish` has returned: it survives its writer, its reader and a restart of the backend, and is
   delivered until it is acknowledged. Nothing unread is ever dropped. (A Redis that is killed may lose its last two
-  seconds, `appendfsync everysec`. Then the positions in them are unsettled, and the next actor issues them again.)
-- `publish` waits while the topic's unread bytes would exceed `streams.budget_bytes`: a slow reader slows its writer.
-- A reader that is opened again gets everything it read but did not acknowledge, first and in the same order.
+  seconds, `appendfsync everysec`. The positions in them are unsettled: the next actor issues them again, or the same
+  one when Redis comes back under it, see `Streams.generation`.)
+- `publish` waits while what the topic's reader has not acknowledged would exceed `streams.budget_bytes`: a slow reader
+  slows its writer. A reader that has read everything always gets one entry more, so it may need more than the budget.
+- A reader that is opened again gets everything it read but did not acknowledge, first and in the same order. The one
+  opened last is the reader; an earlier one, of a process that was replaced and goes on, settles nothing any more.
 - A topic has one reader. On Redis it may have several writers; on files it has one.
 
 Topics outlive an attempt; values (`put`, `get`) belong to the attempt that wrote them, so no attempt ever sees a stale
@@ -24,6 +27,7 @@ from typing import Protocol
 
 from pipeline.config import RunConfig, StreamsConfig
 from pipeline.errors import StreamError
+from pipeline.events import Events, Listener
 from pipeline.paths import AttemptPaths
 from pipeline.plan import World
 from pipeline.streams.asynchronous import AsyncStreams
@@ -45,11 +49,15 @@ class Place(Protocol):
 
 def connect(place: Place) -> Streams:
     """The streams of the attempt that `place` belongs to; `StreamError` when the backend does not answer."""
-    return open_streams(place.config.streams, place.paths, place.world)
+    return open_streams(place.config.streams, place.paths, place.world, place.config.cluster.startup_seconds)
 
 
-def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World) -> Streams:
-    """The streams of an attempt: in Redis at the world's `redis` placement, or in the run directory."""
+def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World, startup: float = 30.0) -> Streams:
+    """The streams of an attempt: in Redis at the world's `redis` placement, or in the run directory.
+
+    A Redis that still starts, or loads, is waited for `startup` seconds; one that is away is not waited for any more
+    once the attempt has failed, so that a trainer can commit instead.
+    """
     if config.backend == "files":
         from pipeline.streams.files import FileStreams
 
@@ -60,4 +68,13 @@ def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World) -> St
     from pipeline.streams.redis import RedisStreams
 
     address, port = servers[0].address, servers[0].ports[0]
-    return RedisStreams(address, port, world.secret, budget=config.budget_bytes, attempt=world.attempt)
+    listener = Listener(Events(paths), ranks=len(world.placements))
+    return RedisStreams(
+        address,
+        port,
+        world.password,
+        budget=config.budget_bytes,
+        attempt=world.attempt,
+        startup=startup,
+        is_over=lambda: "failed" in listener.heard(),
+    )

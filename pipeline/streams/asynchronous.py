@@ -38,6 +38,11 @@ class AsyncStreams:
         self._streams = streams
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="streams")
 
+    @property
+    def generation(self) -> int:
+        """See `Streams.generation`."""
+        return self._streams.generation
+
     async def publish(
         self, topic: str, record: Record, *, acknowledging: Acknowledging | None = None, seconds: float = PATIENCE
     ) -> None:

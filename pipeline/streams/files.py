@@ -129,12 +129,17 @@ class FileStreams(Streams):
     def _fitting(self, topic: str, payloads: Sequence[bytes]) -> Sequence[bytes]:
         """The first of `payloads` that fit; one alone always fits into a topic without unread bytes."""
         ends = list(accumulate(map(frame_bytes, payloads)))
-        if ends and ends[-1] > self._room[topic]:
-            folder = self._folder(topic)
-            self._room[topic] = self._budget - segments.size_after(folder, cursors.newest(folder).read)
-        room = self._room[topic]
+        if not ends or ends[-1] <= self._room[topic]:
+            return payloads
+        folder = self._folder(topic)
+        cursor = cursors.newest(folder)
+        if cursor.beyond:
+            held = sum(frame_bytes(frame.data) for frame in self._held(topic))
+        else:
+            held = segments.size_after(folder, cursor.settled)
+        self._room[topic] = room = self._budget - held
         fitting = payloads[: sum(1 for _ in takewhile(lambda end: end <= room, ends))]
-        return fitting or payloads[: int(room == self._budget)]
+        return fitting or payloads[: int(segments.size_after(folder, cursor.read) == 0)]
 
     def _held(self, topic: str) -> Iterator[Frame]:
         cursor = cursors.newest(self._folder(topic))
@@ -240,4 +245,4 @@ def _position(id: str) -> Position:
 
 
 def _entry(frame: Frame, kind: type[R]) -> Entry[R]:
-    return Entry(_id(frame), decode(frame.data, kind))
+    return Entry(_id(frame), decode(frame.data, kind), len(frame.data))

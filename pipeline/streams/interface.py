@@ -27,10 +27,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[R]):
-    """A record as it was delivered. `id` names it to `acknowledge`, also after a restart of the reader."""
+    """A record as it was delivered, of `size` bytes.
+
+    `id` names it to `acknowledge`, also after a restart of the reader.
+    """
 
     id: str
     record: R
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class Depth:
     """What a topic holds.
 
     Attributes:
-        entries, bytes: entries not yet acknowledged, read or not, and their size.
-        unread_bytes: the part that no reader got so far; what `streams.budget_bytes` bounds.
+        entries, bytes: entries not yet acknowledged, read or not, and their size, which `streams.budget_bytes` bounds.
+        unread_bytes: the part that no reader got so far.
         rejected: entries set aside so far because they were no records of the reader's kind.
     """
 
@@ -59,6 +63,9 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
 
 class Reader(ABC, Generic[R]):
     """The one reader of a topic. One thread reads; others may acknowledge meanwhile.
+
+    Who opened it last is the reader: an earlier one is refused, with a `StreamError`, at the next entry that it reads
+    or acknowledges.
 
     Its position is durable: what `acknowledge` has not named comes again when the reader is opened again. So
     acknowledge an entry when its effect is itself safe: published onwards, or covered by a committed checkpoint.
@@ -132,11 +139,23 @@ class Streams(ABC):
     @property
     @abstractmethod
     def budget(self) -> int:
-        """Most unread bytes of one topic."""
+        """Most bytes of one topic that are not acknowledged."""
+
+    @property
+    def generation(self) -> int:
+        """How often the backend was found restarted, and may have lost what was written to it last.
+
+        Values are posted again by themselves, and readers deliver again what is not acknowledged. What was published is
+        for its publisher to look after: it is there, was acknowledged, or is lost.
+        """
+        return 0
 
     @abstractmethod
     def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         """Append as many payloads, from the first, as fit the budget now; their number. Never waits for room.
+
+        Into a topic whose reader has read everything the first always fits: what the reader needs before it can
+        acknowledge may be more than the budget, and must not wait for that.
 
         Acknowledges only when all of them fit. Called by `publish`, which splits long lists.
         """
@@ -213,7 +232,7 @@ class Sending:
         return f"room in topic {self._topic!r} (streams.budget_bytes={self._streams.budget})"
 
     def missing(self) -> str:
-        return f"a reader of {self._topic!r}"
+        return f"a reader of {self._topic!r} that acknowledges what it read"
 
     def push(self) -> bool:
         """Offer what is left until the topic is full; True when everything is in."""

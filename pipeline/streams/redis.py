@@ -3,17 +3,21 @@
 Owns every exchange with the Redis of an attempt. A topic is a Redis stream from which acknowledged entries are deleted,
 so what is still there is exactly what a reopened reader must get: its durable position. See `redis_scripts` for the
 layout. Promises that Redis's errors leave this module as `StreamError` only; that a lost connection is tried again for
-`patience` seconds; and that a step whose answer was lost is not done twice.
+`patience` seconds; that a step whose answer was lost is not done twice; that only the reader opened last gets on; and
+that a Redis which was restarted, and may have lost its last writes, is noticed: every connection asks which process
+answers. Then `generation` grows, values are posted again, and readers begin again with what there is.
 """
 
+import logging
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
+from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import TimeoutError as TimedOut
 from redis.retry import Retry
@@ -24,58 +28,80 @@ from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import Acknowledging, Depth, Entry, Reader, Rejected, Streams
 from pipeline.waiting import CLOCK, Deadline
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Raw = tuple[bytes, dict[bytes, bytes]]
 
 _BLOCK_SECONDS = 1.0
 _SOCKET_SECONDS = 10.0
 _PAGE = 64
+_OUT_OF_MEMORY = "command not allowed when used memory > 'maxmemory'"
+"""What every version says of it; before Redis 7 inside the error of a script, which has no type of its own."""
+_MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
 
 
 class RedisStreams(Streams):
-    """The streams of the Redis at `address:port`; `StreamError` when it does not answer within `patience` seconds."""
+    """The streams of the Redis at `address:port`; `StreamError` when it does not answer within `patience` seconds, or
+    within `startup` the first time: it may have much to load."""
 
     def __init__(
-        self, address: str, port: int, secret: str, *, budget: int, attempt: str, patience: float = 30.0
+        self,
+        address: str,
+        port: int,
+        password: str,
+        *,
+        budget: int,
+        attempt: str,
+        patience: float = 30.0,
+        startup: float = 30.0,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_over` says whether it is in vain to wait for a Redis that is away, as after a failure of the attempt."""
+        self._is_over = is_over
         self._budget, self._patience = budget, patience
         self._name = f"redis at {address}:{port}"
         self._client = redis.Redis(
             host=address,
             port=port,
-            password=secret,
+            password=password,
             protocol=2,
             socket_timeout=_SOCKET_SECONDS,
             socket_connect_timeout=_SOCKET_SECONDS,
             socket_read_size=1 << 18,
             retry=Retry(NoBackoff(), 0),
+            redis_connect_func=cast(Any, self._meet),
         )
+        self._process, self._generation = b"", 0
+        self._posted: dict[str, bytes] = {}
+        self._posting = threading.RLock()
         self._values = f"rollcall:state:{attempt}"
         self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
         self._step = 0
         self._publishing = threading.Lock()
         self._scripts = {text: self._client.register_script(text) for text in _SCRIPTS}
-        self.exchange(self._client.ping)
+        self.exchange(self._client.ping, startup)
 
     @property
     def budget(self) -> int:
         return self._budget
 
+    @property
+    def generation(self) -> int:
+        return self._generation
+
     def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         source, ids = acknowledging or (None, ())
+        opening = source.opening if isinstance(source, RedisReader) else ""
         settled = [part for id in ids for part in _split(id)]
         keys = [*_keys(topic), self._writer, *_keys(source.topic if source else topic)]
         with self._publishing:
             self._step += 1
-            return int(self.run(scripts.PUBLISH, keys, [self._budget, self._step, len(settled), *settled, *payloads]))
+            arguments = [self._budget, self._step, opening, len(settled), *settled, *payloads]
+            return int(self.run(scripts.PUBLISH, keys, arguments))
 
     def reader(self, topic: str, kind: type[R], name: str) -> "RedisReader[R]":
-        _, meta = _keys(topic)
-        self.exchange(lambda: self._client.hsetnx(meta, "reader", name))
-        owner = self.exchange(lambda: self._client.hget(meta, "reader"))
-        if owner != name.encode():
-            raise StreamError(f"topic {topic!r} is read by {owner!r}; a second reader {name!r} would lose entries")
-        return RedisReader(self, topic, kind)
+        return RedisReader(self, topic, kind, name)
 
     def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
         for id, fields in self._range(_keys(topic)[0]):
@@ -98,7 +124,9 @@ class RedisStreams(Streams):
         return Depth(entries, held, max(0, published - read), rejected)
 
     def put(self, key: str, value: bytes) -> None:
-        self.exchange(lambda: self._client.hset(self._values, key, value))
+        with self._posting:
+            self._posted[key] = value
+            self.exchange(lambda: self._client.hset(self._values, key, value))
 
     def get(self, key: str) -> bytes | None:
         value: bytes | None = self.exchange(lambda: self._client.hget(self._values, key))
@@ -122,23 +150,40 @@ class RedisStreams(Streams):
         """Run one of `redis_scripts`."""
         return self.exchange(lambda: self._scripts[script](keys, arguments))
 
-    def exchange(self, step: Callable[[], Any]) -> Any:
+    def exchange(self, step: Callable[[], Any], patience: float | None = None) -> Any:
         """The result of `step`, done again while Redis is away; `StreamError` for anything else that goes wrong."""
-        deadline = Deadline(self._name, self._patience)
+        deadline = Deadline(self._name, self._patience if patience is None else patience)
         pause = 0.02
         while True:
             try:
                 return step()
             except (Disconnected, TimedOut) as error:
-                if isinstance(error, AuthenticationError) or deadline.passed:
+                if isinstance(error, AuthenticationError) or deadline.passed or self._is_over():
                     raise self._failure(error) from error
             except RedisError as error:
                 raise self._failure(error) from error
             CLOCK.sleep(min(pause, deadline.left))
             pause = min(2 * pause, 1.0)
 
+    def _meet(self, connection: Any) -> None:
+        """Called by the client on each new connection, before it is used."""
+        connection.on_connect()
+        connection.send_command("INFO", "server")
+        told = re.search(rb"run_id:(\w+)", connection.read_response())
+        process = told[1] if told else b""
+        with self._posting:
+            if process == self._process:
+                return
+            for key, value in self._posted.items():
+                connection.send_command("HSET", self._values, key, value)
+                connection.read_response()
+            if self._process:
+                self._generation += 1
+                log.warning("%s was restarted and may have lost its last writes; going on with what it has", self._name)
+            self._process = process
+
     def _failure(self, error: RedisError) -> StreamError:
-        advice = "; checkpoint more often (training.checkpoint_every)" if isinstance(error, OutOfMemoryError) else ""
+        advice = _MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
         return StreamError(f"{self._name}: {type(error).__name__}: {error}{advice}")
 
     def _range(self, stream: str) -> Iterator[Raw]:
@@ -154,17 +199,30 @@ class RedisStreams(Streams):
 class RedisReader(Reader[R], Generic[R]):
     """The reader of one topic; made by `RedisStreams.reader`."""
 
-    def __init__(self, streams: RedisStreams, topic: str, kind: type[R]) -> None:
-        self.topic = topic
-        self._streams, self._kind = streams, kind
+    def __init__(self, streams: RedisStreams, topic: str, kind: type[R], name: str) -> None:
+        """Take the topic over; `StreamError` when its reader has another name."""
+        self.topic, self.opening = topic, secrets.token_hex(8)
+        self._streams, self._kind, self._name = streams, kind, name
         self._stream, self._meta = _keys(topic)
-        self._after = b"0-0"
+        self._begin("new")
+
+    def _begin(self, how: Literal["new", "again"]) -> None:
+        """Read from the first entry that is not acknowledged."""
+        self._after, self._generation = b"0-0", self._streams.generation
+        owner = self._streams.run(scripts.OPEN, [self._meta], [self._name, self.opening, how])
+        if owner != self._name.encode():
+            raise StreamError(
+                f"topic {self.topic!r} is read by {owner!r}; a second reader {self._name!r} would lose entries"
+            )
 
     def read(self, limit: int, seconds: float) -> list[Entry[R]]:
         deadline = Deadline(f"an entry in {self.topic!r}", seconds)
         while True:
             wait = min(deadline.left, _BLOCK_SECONDS)
             found = self._streams.next_entries(self._stream, self._after, limit, wait)
+            if self._generation != self._streams.generation:
+                self._begin("again")
+                continue
             entries = self._accept(found) if found else []
             if entries or (deadline.passed and not found):
                 return entries
@@ -172,7 +230,7 @@ class RedisReader(Reader[R], Generic[R]):
     def acknowledge(self, ids: Iterable[str]) -> None:
         parts = [part for id in ids for part in _split(id)]
         if parts:
-            self._streams.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], parts)
+            self._streams.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], [self.opening, *parts])
 
     def _accept(self, found: list[Raw]) -> list[Entry[R]]:
         entries = []
@@ -182,17 +240,17 @@ class RedisReader(Reader[R], Generic[R]):
             except RecordError as error:
                 self._reject(id, fields, str(error))
         last, fields = found[-1]
-        self._streams.run(scripts.MARK_READ, [self._meta], [fields.get(b"e", b"0")])
+        self._streams.run(scripts.MARK_READ, [self._meta], [self.opening, fields.get(b"e", b"0")])
         self._after = last
         return entries
 
     def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
         data = fields.get(b"d", b"")
         keys = [self._stream, self._meta, _rejected(self.topic)]
-        self._streams.run(scripts.REJECT, keys, [id, len(data), reason, data])
+        self._streams.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data])
 
 
-_SCRIPTS = (scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)
+_SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)
 
 
 def _keys(topic: str) -> tuple[str, str]:
@@ -205,7 +263,7 @@ def _rejected(topic: str) -> str:
 
 def _entry(id: bytes, fields: dict[bytes, bytes], kind: type[R]) -> Entry[R]:
     data = fields.get(b"d", b"")
-    return Entry(f"{id.decode()}/{len(data)}", decode(data, kind))
+    return Entry(f"{id.decode()}/{len(data)}", decode(data, kind), len(data))
 
 
 def _split(id: str) -> tuple[str, str]:

@@ -2,14 +2,16 @@
 
 Owns the inheritance of Redis's persistence between the attempts of a run [B5]. Each attempt has its own folder, so a
 Redis of an earlier attempt that still lives (a cut-off node) can write only where nobody looks any more. A new attempt
-copies the newest earlier data first. Promises that a copy is taken whole or not at all, and that a Redis that restarts
-within its attempt finds its own data untouched.
+copies the newest earlier data first. Promises that a copy is taken whole or not at all; that a Redis that restarts
+within its attempt finds its own data untouched, whatever became of the document that says so; and that the data of an
+attempt stays until its successor's successor has a whole copy of its own.
 
 Newest is the highest *generation*: a number that an attempt writes into its folder, one above its predecessor's, when
 its copy is complete and before its Redis runs. Not the newest file time: a zombie goes on writing. Not the name: job
 ids do not grow everywhere. Knows neither the client nor how the server is started.
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -22,7 +24,10 @@ from pipeline.errors import StreamError
 SEVERAL_FILES = "appendonlydir"
 ONE_FILE = "appendonly.aof"
 
+_MARK = "generation.json"
 _TRIES = 5
+
+log = logging.getLogger(__name__)
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,16 +38,25 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inherit(folder: Path) -> Generation:
-    """Make `folder` (of one attempt) ready for its Redis: with its own data, else with the newest of its siblings."""
-    own = _generation(folder)
-    if own is not None:
+    """Make `folder` (of one attempt) ready for its Redis: with its own data, else with the newest of its siblings.
+
+    The siblings before that one are removed.
+    """
+    if (folder / _MARK).exists():
+        own = _generations(folder.parent)[folder.name]
+        files.write_document(folder / _MARK, own)
         return own
     _empty(folder)  # of a copy that was cut short
-    number, origin = max(_siblings(folder), default=(0, ""))
+    earlier = _generations(folder.parent)
+    origin = max(earlier, key=lambda name: earlier[name].number, default="")
+    number = earlier[origin].number if origin else 0
     if origin:
         _copy(folder.parent / origin, folder)
     made = Generation(number=number + 1, origin=origin)
-    files.write_document(folder / "generation.json", made)
+    files.write_document(folder / _MARK, made)
+    for name, generation in earlier.items():
+        if generation.number < number:
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
     return made
 
 
@@ -51,13 +65,25 @@ def needs_redis_7(folder: Path) -> bool:
     return (folder / SEVERAL_FILES).is_dir()
 
 
-def _generation(folder: Path) -> Generation | None:
-    return files.read_document(folder / "generation.json", Generation)
+def data_bytes(folder: Path) -> int:
+    """Size of the data on disk: about what it takes in memory, or more, since it names what is gone by now too."""
+    return sum((folder / name).stat().st_size for name in _listing(folder))
 
 
-def _siblings(folder: Path) -> list[tuple[int, str]]:
-    found = ((other.name, _generation(other)) for other in folder.parent.iterdir())
-    return [(generation.number, name) for name, generation in found if generation is not None]
+def _generations(root: Path) -> dict[str, Generation]:
+    """The generation of every attempt whose data is whole.
+
+    One whose document cannot be read has the number that the others leave for it: that before the attempt which was
+    copied from it, or, if none was, that after all.
+    """
+    read = {mark.parent.name: files.read_document(mark, Generation) for mark in root.glob(f"*/{_MARK}")}
+    known = {name: generation for name, generation in read.items() if generation is not None}
+    newest = max((generation.number for generation in known.values()), default=0)
+    before = {generation.origin: generation.number - 1 for generation in known.values()}
+    for name in read.keys() - known.keys():
+        log.error("%s cannot be read; the data beside it is used all the same", root / name / _MARK)
+        known[name] = Generation(number=before.get(name, newest + 1))
+    return known
 
 
 def _copy(source: Path, target: Path) -> None:

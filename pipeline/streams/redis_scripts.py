@@ -4,16 +4,43 @@ Owns the layout of a topic in Redis and its accounting:
 
     rollcall:<topic>            the stream; an entry has `d`, its bytes, and `e`, bytes published up to its end
     rollcall:<topic>:meta       hash: `published` and `read`, bytes since ever; `held`, bytes not acknowledged;
-                                `rejected`, a count; `reader`, the name of the topic's reader
+                                `rejected`, a count; `reader`, the name of the topic's reader; `opening`, a token
+                                of the reader that was opened last
     rollcall:<topic>:rejected   the latest entries set aside
     rollcall:writer:<id>        last step of one writer, so that a step whose answer was lost is not done twice
     rollcall:state:<attempt>    hash: the values of an attempt
 
-Unread bytes are `published − read`, because a reader reads in order. Every script writes all of its changes or none, in
-memory and in the append-only file (Redis logs a script's effects as one transaction).
+Unread bytes are `published − read`, because a reader reads in order. The budget bounds `held`; but while nothing is
+unread one more entry is let in, since a reader that has all there is may need one more before it can acknowledge. Who
+reads shows the token of its opening to every script, and is refused when another one was opened since. Every script
+writes all of its changes or none, in memory and in the append-only file (Redis logs a script's effects as one
+transaction).
 """
 
-_ACKNOWLEDGE = """
+_GUARD = """
+local function replaced(meta, opening)
+  local last = redis.call('HGET', meta, 'opening')
+  return last and last ~= opening
+end
+local REPLACED = redis.error_reply('REPLACED another process reads this topic now; this one was replaced')
+"""
+
+OPEN = """
+local owner = redis.call('HGET', KEYS[1], 'reader')
+if owner and owner ~= ARGV[1] then return owner end
+if ARGV[3] == 'new' or not redis.call('HGET', KEYS[1], 'opening') then
+  redis.call('HSET', KEYS[1], 'reader', ARGV[1], 'opening', ARGV[2])
+end
+return ARGV[1]
+"""
+"""KEYS meta. ARGV: the reader's name, a token, `new` or `again`. Returns whose topic it is.
+
+`again` is for a Redis that lost its last writes: it takes the topic only if the opening was among them.
+"""
+
+_ACKNOWLEDGE = (
+    _GUARD
+    + """
 local function acknowledge(stream, meta, first, last)
   local count, freed = 0, 0
   for i = first, last, 2 do
@@ -25,9 +52,16 @@ local function acknowledge(stream, meta, first, last)
   return count
 end
 """
+)
 
-ACKNOWLEDGE = _ACKNOWLEDGE + "acknowledge(KEYS[1], KEYS[2], 1, #ARGV)"
-"""KEYS stream, meta. ARGV: id and size of each entry. Counts an entry only if it was still there."""
+ACKNOWLEDGE = (
+    _ACKNOWLEDGE
+    + """
+if replaced(KEYS[2], ARGV[1]) then return REPLACED end
+acknowledge(KEYS[1], KEYS[2], 2, #ARGV)
+"""
+)
+"""KEYS stream, meta. ARGV: the opening; id and size of each entry. Counts an entry only if it was still there."""
 
 PUBLISH = (
     _ACKNOWLEDGE
@@ -37,12 +71,14 @@ if done then
   local step, accepted = string.match(done, '(%d+) (%d+)')
   if step == ARGV[2] then return tonumber(accepted) end
 end
+if ARGV[3] ~= '' and replaced(KEYS[5], ARGV[3]) then return REPLACED end
 local published = tonumber(redis.call('HGET', KEYS[2], 'published') or '0')
-local room = tonumber(ARGV[1]) - published + tonumber(redis.call('HGET', KEYS[2], 'read') or '0')
-local first, added, accepted = 4 + ARGV[3], 0, 0
+local room = tonumber(ARGV[1]) - tonumber(redis.call('HGET', KEYS[2], 'held') or '0')
+local waiting = tonumber(redis.call('HGET', KEYS[2], 'read') or '0') == published
+local first, added, accepted = 5 + ARGV[4], 0, 0
 for i = first, #ARGV do
   local size = #ARGV[i]
-  if added + size > room then break end
+  if added + size > room and not (waiting and added == 0) then break end
   added = added + size
   redis.call('XADD', KEYS[1], '*', 'd', ARGV[i], 'e', published + added)
   accepted = accepted + 1
@@ -51,29 +87,35 @@ if accepted > 0 then
   redis.call('HINCRBY', KEYS[2], 'published', added)
   redis.call('HINCRBY', KEYS[2], 'held', added)
 end
-if first + accepted > #ARGV then acknowledge(KEYS[4], KEYS[5], 4, first - 1) end
+if first + accepted > #ARGV then acknowledge(KEYS[4], KEYS[5], 5, first - 1) end
 redis.call('SET', KEYS[3], ARGV[2] .. ' ' .. accepted, 'EX', 3600)
 return accepted
 """
 )
-"""KEYS stream, meta, writer, stream and meta to acknowledge. ARGV: budget, the writer's step, how many arguments name
-acknowledged entries, these (id, size, …), payloads. Returns how many payloads fitted."""
+"""KEYS stream, meta, writer, stream and meta to acknowledge. ARGV: budget, the writer's step, the opening of the
+reader that acknowledges or nothing, how many arguments name acknowledged entries, these (id, size, …), payloads.
+Returns how many payloads fitted."""
 
-MARK_READ = """
+MARK_READ = (
+    _GUARD
+    + """
+if replaced(KEYS[1], ARGV[1]) then return REPLACED end
 local published = tonumber(redis.call('HGET', KEYS[1], 'published') or '0')
 local read = tonumber(redis.call('HGET', KEYS[1], 'read') or '0')
-local now = math.min(tonumber(ARGV[1]), published)
+local now = math.min(tonumber(ARGV[2]), published)
 if now > read then redis.call('HSET', KEYS[1], 'read', now) end
 """
-"""KEYS meta. ARGV: `e` of the last entry read. Never goes back; a Redis that lost its last writes bounds it."""
+)
+"""KEYS meta. ARGV: the opening; `e` of the last entry read. Never goes back; bounded for a Redis that lost writes."""
 
 REJECT = (
     _ACKNOWLEDGE
     + """
-if acknowledge(KEYS[1], KEYS[2], 1, 2) == 1 then
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', 'id', ARGV[1], 'reason', ARGV[3], 'd', ARGV[4])
+if replaced(KEYS[2], ARGV[1]) then return REPLACED end
+if acknowledge(KEYS[1], KEYS[2], 2, 3) == 1 then
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', 'id', ARGV[2], 'reason', ARGV[4], 'd', ARGV[5])
   redis.call('HINCRBY', KEYS[2], 'rejected', 1)
 end
 """
 )
-"""KEYS stream, meta, rejected. ARGV: id, size, reason, bytes. Keeps the bytes of the latest thousand or so."""
+"""KEYS stream, meta, rejected. ARGV: the opening, id, size, reason, bytes. Keeps the bytes of about a thousand."""

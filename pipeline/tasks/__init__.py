@@ -1,7 +1,8 @@
 """Tasks: what is learned.
 
-Owns the protocol (`protocol`, `episode`), the model's view of text (`chat`), the built-in tasks, and the way from a
-name in the config to a task: `load_task`. Promises that a wrong name or option, and a task that breaks while it is
+Owns the protocol (`protocol`, `episode`), the model's view of text (`template`, `chat`), the processes in which prompts
+and rewards are made (`calls`, `worker`, `pool`), the built-in tasks, and the way from a name in the config to a task:
+`load_task`. Promises that a wrong name or option, and a task that breaks while it is
 loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
 """
 

@@ -75,9 +75,11 @@ class Policy(Protocol):
 class Task(ABC):
     """Prompts by index, an episode, a reward.
 
-    Made once in the actor (prompts, episodes, rewards) and once in the trainer (demonstrations), from the same options
-    and seed; the same index must give the same prompt there, after a restart, and for ever. Methods may raise: then the
-    sample fails with that reason and is counted.
+    Made in the actor (episodes, held-out prompts), in each of its worker processes (prompts and rewards) and in the
+    trainer (demonstrations), from the same options and seed. So it shares no state between calls; the same index must
+    give the same prompt there, after a restart, and for ever; and prompts travel, so they can be pickled. Methods may
+    raise, return nonsense, hang, print, or end their process: then the sample fails with that reason and is counted.
+    Only `rollout` runs in the actor's event loop, and must not block it.
     """
 
     name: ClassVar[str]
@@ -101,7 +103,8 @@ class Task(ABC):
 
     @abstractmethod
     def reward(self, prompt: Prompt, text: str) -> float:
-        """What the policy's last turn `text` is worth. Runs in a thread, so it may compute; it must not be awaited."""
+        """What the policy's last turn `text` is worth. Runs in a worker process, so it may compute and start others;
+        `task.seconds` and `task.memory_bytes` bound it."""
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """One episode: by default a single turn. Override it for several turns or tools:

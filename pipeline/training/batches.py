@@ -1,10 +1,12 @@
 """Where RL's data comes from: the stream of prepared groups.
 
 Owns the cutting of batches [C4, C5]. Promises that a batch of groups holds each position once, none older than
-`max_lag`, and nothing that the ledger has settled; that what is not trained is settled with its reason or asked for
-again; and that stream entries are acknowledged only after the commit that covers them. Must not know models or ranks.
+`max_lag`, nothing that cannot be trained, and nothing that the ledger has settled; that what is not trained is settled
+with its reason or asked for again; and that stream entries are acknowledged only after the commit that covers them.
+Must not know models or ranks.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,13 +14,17 @@ from dataclasses import dataclass, field
 
 from pipeline.board import Board
 from pipeline.config import RunConfig
-from pipeline.errors import DeadlineError, RollcallError
+from pipeline.errors import DeadlineError, RecordError, RollcallError
 from pipeline.ledger import TRAINED, Ledger
-from pipeline.records import PreparedGroup, Reissue
+from pipeline.records import MALFORMED, PreparedGroup, Reissue
 from pipeline.staleness import lag
 from pipeline.streams import Entry, Streams
 
+log = logging.getLogger(__name__)
+
 READ_SECONDS = 0.5
+MOST_MALFORMED = 3
+"""A position that came malformed so often is settled as failed: it would hold up all that come after it."""
 
 
 class Interrupted(RollcallError):
@@ -39,9 +45,11 @@ class GroupBatches:
         batches.trained(step)               # now the ledger has them
         batches.tell_progress(step + 1)     # may fail, with the streams: so it comes when the step counts
         batches.covered                     # stream entries that the next commit covers
+        batches.begin_commit()              # the same, when it begins; early if batches.crowded
         batches.acknowledge(covered)        # once that commit is durable, with what it covers
 
-    `counts` says what was set aside since the last `next`: `duplicate`, `stale`, and the reasons of settled groups.
+    `counts` says what was set aside since the last `next`: `duplicate`, `stale`, `malformed`, and the reasons of those
+    that are settled.
     """
 
     streams: Streams
@@ -56,6 +64,8 @@ class GroupBatches:
         self._reader = self.streams.reader("prepared", PreparedGroup, "trainer")
         self._fresh: dict[int, Entry[PreparedGroup]] = {}
         self._covered: list[str] = []
+        self._uncommitted = 0
+        self._malformed: Counter[int] = Counter()
 
     def next(self, version: int) -> list[PreparedGroup]:
         """The groups of the next step, in their order of arrival, for weights of `version`.
@@ -83,7 +93,7 @@ class GroupBatches:
         """
         for position, entry in self._fresh.items():
             self.ledger.settle(position, outcome, step)
-            self._covered.append(entry.id)
+            self._cover(entry)
         self._fresh.clear()
 
     def tell_progress(self, version: int) -> None:
@@ -95,6 +105,19 @@ class GroupBatches:
         """Stream entries that the ledger covers and that are not acknowledged yet."""
         return tuple(self._covered)
 
+    def begin_commit(self) -> tuple[str, ...]:
+        """What a commit that begins now covers."""
+        self._uncommitted = 0
+        return self.covered
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what was settled since the last commit began takes half of what the topic may hold.
+
+        Time to commit early: else the preprocessor soon waits for room, and the trainer for the preprocessor.
+        """
+        return self._uncommitted >= self.streams.budget // 2
+
     def acknowledge(self, covered: Sequence[str]) -> None:
         """Give up the stream entries `covered`, which a durable commit covers; those settled since then stay."""
         self._reader.acknowledge(covered)
@@ -104,8 +127,12 @@ class GroupBatches:
     def _take(self, entry: Entry[PreparedGroup], version: int) -> None:
         prepared = entry.record
         position = prepared.group.position
+        if position in self._fresh and self._fresh[position].id == entry.id:
+            return  # delivered again: given up with its batch, not before
         if self.ledger.is_settled(position) or position in self._fresh:
             self._set_aside(entry, "duplicate")
+        elif fault := self._fault(prepared):
+            self._refuse(entry, fault, version)
         elif prepared.outcome != "train":
             self.ledger.settle(position, prepared.outcome, version)
             self._set_aside(entry, prepared.outcome)
@@ -115,6 +142,29 @@ class GroupBatches:
         else:
             self._fresh[position] = entry
 
+    def _fault(self, prepared: PreparedGroup) -> str:
+        """Why a group that came over the wire makes no sense; empty if it does."""
+        try:
+            prepared.check(self.config.model.max_length)
+        except RecordError as error:
+            return str(error)
+        return ""
+
+    def _refuse(self, entry: Entry[PreparedGroup], fault: str, version: int) -> None:
+        position = entry.record.group.position
+        self._malformed[position] += 1
+        times = self._malformed[position]
+        log.warning("position %d came malformed (%d of %d): %s", position, times, MOST_MALFORMED, fault)
+        if times < MOST_MALFORMED:
+            self.streams.publish("reissue", Reissue(position=position, reason=fault))
+        else:
+            self.ledger.settle(position, f"failed: {MALFORMED}", version)
+        self._set_aside(entry, MALFORMED)
+
     def _set_aside(self, entry: Entry[PreparedGroup], reason: str) -> None:
         self.counts[reason] += 1
+        self._cover(entry)
+
+    def _cover(self, entry: Entry[PreparedGroup]) -> None:
         self._covered.append(entry.id)
+        self._uncommitted += entry.size

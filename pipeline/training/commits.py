@@ -2,8 +2,8 @@
 
 Owns the commit of everything that moves together: the parameters and optimizers of all models of the job, the ledger,
 the position [F1]. Promises that what is restored is one commit whole, that at most one commit is under way, that what a
-commit covers is given up only once it is durable, and that after `restore` `ledger.jsonl` holds exactly what the newest
-commit covers.
+commit covers is given up only once it is durable, and that after `restore` `ledger.jsonl` and `metrics.jsonl` hold
+exactly what that commit covers.
 
     position = commits.restore()
     commits.on_durable = acknowledge         # called with what a commit covers, when that is safe to give up
@@ -17,23 +17,24 @@ Nothing random is kept: a trainer draws no numbers but those that its seed and s
 """
 
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from pipeline import files, folders
-from pipeline.checkpoints import Fence, TrainerState, newest_committed, root_of
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, root_of
 from pipeline.checkpoints.background import saver
 from pipeline.config import RunConfig
-from pipeline.errors import CheckpointError, DeadlineError
+from pipeline.errors import CheckpointError, DamagedError, DeadlineError
+from pipeline.journal import Journal, keep_lines
 from pipeline.ledger import Ledger
+from pipeline.metrics import roll_back
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.records import SubmittedJob
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
+from pipeline.training.dispatch.saving import await_save, forget_models, load_models, stage_models, start_save
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.spec import models_of
 from pipeline.waiting import wait_for
@@ -72,6 +73,7 @@ class Commits:
         self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
         self._root = root_of(config, self._run, paths.run_id)
         self.fence = Fence(self._root, paths.attempt)
+        self._settled = Journal(self._run.ledger, self.fence.check)
         self.ledger = Ledger()
         self.covered: tuple[str, ...] = ()
         self.on_durable: Callable[[tuple[str, ...]], None] = lambda covered: None
@@ -79,29 +81,46 @@ class Commits:
         self._durable = ""
 
     def restore(self) -> Position:
-        """Make the policy as the newest commit left it, or new; take the right to write from earlier attempts.
+        """Make the models as the newest commit left them, or new; take the right to write from earlier attempts.
 
+        A commit that is found damaged while it is loaded is given up for the one before it. From then on none counts
+        for anybody but this one, those before it, and those that this attempt makes.
         A model whose replacement an earlier attempt could not end has its name again.
         """
         submitted = files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
         folders.mend(self._run.model)
-        checkpoint = newest_committed(self._root, hashes=True)
-        state = checkpoint.state() if checkpoint else None
+        found = committed(self._root)
+        for checkpoint in found:
+            try:
+                position = self._resume(checkpoint)
+            except DamagedError as damage:
+                log.warning("%s is refused, now and in later attempts: %s", checkpoint.name, damage)
+                forget_models(self._dispatch)
+            else:
+                self.fence.keep([checkpoint.place, *(older.place for older in found)])
+                return position
         jobs = jobs_of(self._config)
-        first = next((index for index, job in enumerate(jobs) if checkpoint and job.name == checkpoint.manifest.job), 0)
-        job = jobs[first]
+        self._make_models(jobs[0])
+        self._roll_back(jobs[0], 0, 0)
+        self.fence.keep([])
+        return Position(jobs[0], 0, jobs[1:])
+
+    def _resume(self, checkpoint: Checkpoint) -> Position:
+        """Go on from a commit; `DamagedError` if it is not what was committed."""
+        state, jobs = checkpoint.state(), jobs_of(self._config)
+        index = next((index for index, job in enumerate(jobs) if job.name == state.job), 0)
+        load_models(self._dispatch, checkpoint, self._make_models(jobs[index]))
+        log.info("resuming from %s", checkpoint.name)
+        self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
+        self._roll_back(jobs[index], state.step, state.ledger_bytes)
+        return Position(jobs[index], state.step, jobs[index + 1 :])
+
+    def _make_models(self, job: Job) -> Iterable[str]:
         models = models_of(self._config, job.name, job.optim, job.steps)
         for name, spec in models.items():
             self._dispatch.init_model(name, spec)
-        if checkpoint is None or state is None:
-            self._cut_ledger_file(0)
-            return Position(job, 0, jobs[1:])
-        load_models(self._dispatch, checkpoint, models)
-        log.info("resuming from %s", checkpoint.name)
-        self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
-        self._cut_ledger_file(state.ledger_bytes)
-        return Position(job, state.step, jobs[first + 1 :])
+        return models
 
     def commit(self, job: Job, done: int, covered: tuple[str, ...], wait: bool = False) -> None:
         """Begin to commit `done` steps of `job`, after an earlier commit is durable; with `wait`, end it too.
@@ -180,17 +199,11 @@ class Commits:
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""
-        with self._run.ledger.open("ab") as file:
-            for settlement in self.ledger.take_news():
-                file.write(msgspec.json.encode(settlement) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-            return file.tell()
+        self._settled.add(*map(msgspec.json.encode, self.ledger.take_news()))
+        return self._settled.flush()
 
-    def _cut_ledger_file(self, size: int) -> None:
-        """Drop what a crash left behind the commit: those positions will be settled again."""
-        with self._run.ledger.open("ab") as file:
-            if file.tell() < size:
-                log.warning("%s lacks %d bytes that were committed", self._run.ledger, size - file.tell())
-            else:
-                file.truncate(size)
+    def _roll_back(self, job: Job, done: int, ledger_bytes: int) -> None:
+        """Drop what is not covered by the commit after `done` steps of `job`: those steps come again."""
+        roll_back(self._run.metrics, job.name, done, self.fence.check)
+        keep_lines(self._run.ledger, lambda line, end: end <= ledger_bytes, self.fence.check)
+        self._settled = Journal(self._run.ledger, self.fence.check)

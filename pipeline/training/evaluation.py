@@ -34,6 +34,7 @@ class Evaluations:
         self._reader = streams.reader("eval_results", EvalResult, "trainer")
         self._open: set[str] = set()
         self._measured = set(measured)
+        self._generation = streams.generation
 
     def wants(self, version: int) -> bool:
         """Whether weights `version` are neither measured nor asked for."""
@@ -53,6 +54,15 @@ class Evaluations:
                 self._measured.add(result.weights)
                 self._note(result.weights, metrics_of(result))
             self._reader.acknowledge([entry.id])
+        if self._generation != self._streams.generation:
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Repeat the requests that are neither there nor answered: the streams may have lost them."""
+        self._generation = self._streams.generation
+        there = {entry.record.id for entry in self._streams.scan("eval_requests", EvalRequest)}
+        for name in sorted(self._open - there):
+            self._streams.publish("eval_requests", EvalRequest(id=name, weights=int(name.rpartition(":")[2])))
 
     def wait(self) -> None:
         """Collect until nothing is open; `Interrupted` when the attempt is ending meanwhile."""

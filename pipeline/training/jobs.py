@@ -33,6 +33,7 @@ from pipeline.checks import check_address, check_mini_batches
 from pipeline.config import OptimConfig, RunConfig, nearest
 from pipeline.errors import ConfigError
 from pipeline.fields import Positive, Section
+from pipeline.paths import CHECKPOINTS, METRICS, MODEL
 
 JOB_VERSION: Literal[1] = 1
 
@@ -154,12 +155,12 @@ _form: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")
 def jobs_of(config: RunConfig) -> tuple[Job, ...]:
     """The jobs of a run, in order: the warm start if it has steps, then RL. Paths are relative to `RunPaths.jobs`."""
     training, start = config.training, config.training.warm_start
-    state = training.checkpoints or "../checkpoints"
+    state = training.checkpoints or f"../{CHECKPOINTS}"
     rl = RlJob(
         inputs=Stream(),
         optimizer_state=state,
-        output="../model",
-        log="../metrics.jsonl",
+        output=f"../{MODEL}",
+        log=f"../{METRICS}",
         schedule=RlSchedule(steps=training.steps, prompts=training.prompts_per_step, optim=config.optim),
     )
     if not start.steps:
@@ -168,7 +169,7 @@ def jobs_of(config: RunConfig) -> tuple[Job, ...]:
     sft = SftJob(
         inputs=Demonstrations(),
         optimizer_state=state,
-        log="../metrics.jsonl",
+        log=f"../{METRICS}",
         schedule=SftSchedule(steps=start.steps, batch=start.batch, optim=optim),
     )
     return sft, rl

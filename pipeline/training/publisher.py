@@ -30,7 +30,7 @@ class Publisher:
     def start(self, version: int) -> dict[str, float]:
         """Hand the policy as it is now to the servers, as `version`; what it took."""
         started = time.monotonic()
-        self._sender.start(version, self._dispatch.full_parameters("policy"))
+        self._sender.start(version, self._dispatch.full_parameters("policy"), self._dispatch.layout("policy"))
         self._dispatch.finish_weight_sync("policy")
         self._under_way = True
         return {"sync/start_seconds": time.monotonic() - started}

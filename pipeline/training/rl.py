@@ -66,7 +66,12 @@ class ReinforcementLearning:
         metrics = self._update.run(rows, step)
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}
-        counts = {"tokens/batch": float(sum(map(len, rows))), "set_aside": float(self._batches.counts.total())}
+        aside = self._batches.counts
+        counts = {
+            "tokens/batch": float(sum(map(len, rows))),
+            "set_aside": float(aside.total()),
+            "groups/malformed": float(aside["malformed"]),
+        }
         return metrics | describe(groups, step) | timing | counts
 
     def follow_up(self, done: int) -> Mapping[str, float]:

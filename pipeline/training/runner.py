@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from pipeline.errors import CheckpointError, RollcallError
+from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.training.batches import Interrupted
 from pipeline.training.jobs import Job
 from pipeline.training.speed import Machine, rates
 
@@ -53,6 +54,11 @@ class Book(Protocol):
         """Whether the ranks still hold the models, so that they may be committed."""
         ...
 
+    @property
+    def crowded(self) -> bool:
+        """Whether what only a commit can free takes so much room that it should come early."""
+        ...
+
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective.
 
@@ -75,8 +81,9 @@ class Runner:
     def run(self, algorithm: Algorithm, done: int) -> None:
         """Run a job of which `done` steps are committed; returns when all are.
 
-        Whatever ends it early (`Interrupted`, a server's failure, a missed deadline) is raised after a commit of the
-        steps that were done, unless the model is not whole any more.
+        Whatever ends it early (`Interrupted`, a server's failure, a missed deadline, a full disk) is raised after a
+        commit of the steps that were done, unless the model is not whole any more. If that commit fails too, the first
+        error is raised, since it says what happened; see `tells_more`.
         """
         job = algorithm.job
         log.info("%s: steps %d to %d", job.name, done, job.steps)
@@ -88,13 +95,13 @@ class Runner:
                 metrics = dict(algorithm.step(done))
                 done += 1
                 self._tell(algorithm, done, metrics, started)
-                if done % self._commit_every == 0 and done < job.steps:
+                if self._is_due(done) and done < job.steps:
                     self._commit(job, done, wait=False)
             self._commit(job, done, wait=True)
             algorithm.end()
-        except RollcallError:
+        except Exception as error:
             if self._book.whole and algorithm.whole:
-                self._commit_last(job, done)
+                self._commit_last(job, done, error)
             raise
 
     def _tell(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
@@ -105,6 +112,14 @@ class Runner:
             metrics |= rates(metrics, time.monotonic() - started, self._machine)
             self._book.note(algorithm.job, done, metrics)
 
+    def _is_due(self, done: int) -> bool:
+        if done % self._commit_every == 0:
+            return True
+        if self._book.crowded:
+            log.info("step %d is committed early: what waits for a commit takes half of streams.budget_bytes", done)
+            return True
+        return False
+
     def _commit(self, job: Job, done: int, *, wait: bool) -> None:
         if done == self._committed:
             return
@@ -113,12 +128,29 @@ class Runner:
         if wait:
             self._durable = done
 
-    def _commit_last(self, job: Job, done: int) -> None:
-        """Have what was done be durable, also if a commit that was under way turns out to have failed."""
+    def _commit_last(self, job: Job, done: int, error: Exception) -> None:
+        """Have what was done be durable, although `error` ends the job."""
         if done == self._durable:
             return
+        try:
+            self._commit_again(job, done)
+        except Exception as second:
+            if tells_more(second, error):
+                raise
+            log.error("steps %d to %d are lost, their commit failed too: %s", self._durable + 1, done, second)
+
+    def _commit_again(self, job: Job, done: int) -> None:
+        """Commit, also if a commit that was under way turns out to have failed."""
         try:
             self._book.commit(job, done, wait=True)
         except CheckpointError as error:
             log.warning("the last commit is tried again: %s", error)
             self._book.commit(job, done, wait=True)
+
+
+def tells_more(second: Exception, first: BaseException | None) -> bool:
+    """Whether what failed while a job was being ended is to be raised in place of what ended it.
+
+    `Interrupted` would say that all is well. Whoever was replaced is to learn that, and nothing else.
+    """
+    return first is None or isinstance(first, Interrupted) or isinstance(second, OvertakenError)

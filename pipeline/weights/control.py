@@ -23,9 +23,9 @@ class Refused(WeightSyncError):
 class Control:
     """One connection to a server (`host:port`), opened at the first call."""
 
-    def __init__(self, server: str, secret: str) -> None:
-        self._server, self._route = server, ""
-        self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+    def __init__(self, server: str, password: str) -> None:
+        self.server, self._route = server, ""
+        self._headers = {"Authorization": f"Bearer {password}", "Content-Type": "application/json"}
         self._http = HTTPConnection(server)
 
     def post(self, route: str, deadline: Deadline, **body: Any) -> Any:
@@ -58,7 +58,7 @@ class Control:
             raise self._lost(error) from error
         if response.status != 200:
             self._http.close()  # vLLM closes its end after an error, sometimes without saying so
-            raise Refused(f"{self._server}{self._route}: status {response.status}: {_message(response, text)}")
+            raise Refused(f"{self.server}{self._route}: status {response.status}: {_message(response, text)}")
         try:
             return json.loads(text) if text else None
         except ValueError as error:
@@ -89,7 +89,7 @@ class Control:
     def _lost(self, error: Exception) -> WeightSyncError:
         self._http.close()
         what = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-        return WeightSyncError(f"{self._server}{self._route}: {what}")
+        return WeightSyncError(f"{self.server}{self._route}: {what}")
 
 
 def _message(response: HTTPResponse, text: bytes) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -39,7 +40,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
 
     Attributes:
         host, port: the trainer's store.
-        group: name of the group to meet in, used once.
+        group: name of the groups to meet in, used once: the process of rank r meets in `group/r`.
         address: this server's own address, for the group to listen on.
         seconds: deadline of each wait for the trainer.
         layout: `Layout.plain()` of every update.
@@ -84,12 +85,17 @@ class Reception:
 
 
 class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[misc]
-    """Receives every parameter into a staging buffer, then reloads the model, or its adapter, from it."""
+    """Receives every parameter into a staging buffer, then reloads the model, or its adapter, from it.
+
+    Attributes:
+        version: what the model holds; None before the first update, and once the group is dropped.
+    """
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
     supports_draft_weight_update = False
 
+    version: int | None = None
     _group: Group | None = None
     _reception: Reception | None = None
     _adapter: AdapterFolder | None = None
@@ -102,9 +108,10 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         self._seconds, self._layout = init_info.seconds, Layout.parse(init_info.layout)
         self._adapter = self._folder(init_info.adapter)
         self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        store = visit_store(init_info.host, init_info.port, init_info.seconds)
-        announce(store, init_info.group)
-        self._group = Group(store, init_info.group, SERVER, init_info.address, init_info.seconds)
+        store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), init_info.seconds)
+        name = f"{init_info.group}/0"
+        announce(store, name)
+        self._group = Group(store, name, SERVER, init_info.address, init_info.seconds)
 
     def start_weight_update(self) -> None:
         if self._group is None:
@@ -127,6 +134,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
             raise
         self._reception = None
         self._load()
+        self.version = version
 
     def finish_weight_update(self) -> None:
         if self._reception is not None:
@@ -134,7 +142,12 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
 
     def shutdown(self) -> None:
         """Drop the group; the trainer notices at once."""
-        self._group = self._reception = None
+        self._group = self._reception = self.version = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Not this way (older releases of vLLM ask for the method)."""
+        raise NotImplementedError("the trainer sends by pipeline.weights.sender")
 
     def _folder(self, settings: dict[str, Any]) -> AdapterFolder | None:
         names = [parameter.name for parameter in self._layout.parameters]

@@ -22,7 +22,7 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket") and not self._admits(scope):
             await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b'{"error": "this server asks for the run\'s secret"}'})
+            await send({"type": "http.response.body", "body": b'{"error": "this server asks for the run\'s password"}'})
             return
         await self._app(scope, receive, send)
 

@@ -17,20 +17,25 @@ The order of an update, and why:
     update    the model changes; from here on cached prefixes are wrong
     finish    the new version is what the server writes on every token
     resume
+
+Over nccl a server whose requests go on is not paused: its `update` is a few copies between two steps.
 """
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.waiting import Deadline, wait_for
 from pipeline.weights.control import Control, Refused
+from pipeline.weights.nccl import NcclGroup
 from pipeline.weights.wire import TRAINER, Group, Layout, is_announced, visit_store
 
 log = logging.getLogger(__name__)
@@ -66,13 +71,15 @@ def after(state: LinkState, event: LinkEvent) -> LinkState:
 class Payload:
     """One version of the weights as bytes; never changed, so that late servers may still get it.
 
-    `adapter` says what they are: an adapter with these settings, or, when empty, a whole model.
+    `adapter` says what they are: an adapter with these settings, or, when empty, a whole model. On a GPU `ready` passes
+    once the buffer is filled.
     """
 
     version: int
     layout: Layout
     buffer: Tensor
     adapter: Mapping[str, Any]
+    ready: torch.cuda.Event | None = None
 
 
 def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
@@ -84,11 +91,12 @@ def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where groups meet: the trainer's store; and the world's secret, which every server asks for."""
+    """Where groups meet: the trainer's store; and the world's password, which every server asks for and
+    which signs what is in the store."""
 
     address: str
     port: int
-    secret: str
+    password: str
 
 
 class Link:
@@ -112,7 +120,7 @@ class Link:
     server: str
     state: LinkState
     version: int | None
-    _group: Group | None = None
+    _groups: Sequence[Group | NcclGroup] = ()
     _paused: bool = False
 
     def bring(self, payload: Payload) -> None:
@@ -125,11 +133,11 @@ class Link:
         awaited = f"{self.server} to load weights {payload.version}"
         deadline = Deadline(awaited, self._config.update_seconds)
         try:
-            with Control(self.server, self._meeting.secret) as control:
+            with Control(self.server, self._meeting.password) as control:
                 if joining:
-                    self._group = self._meet(control, payload, deadline)
+                    self._groups = self._meet(control, payload, deadline)
                 self._transfer(control, payload, deadline)
-                self._swap(control, payload.version, deadline)
+                self._swap(control, payload, deadline)
             self._step("succeed")
             self._announce(payload.version)
         except (WeightSyncError, DeadlineError) as error:
@@ -144,29 +152,29 @@ class Link:
         if self.state != "current":
             return
         try:
-            with Control(self.server, self._meeting.secret) as control:
+            with Control(self.server, self._meeting.password) as control:
                 told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
         except WeightSyncError:
             return
-        if told != str(self.version):
+        if any(version != self.version for version in told):
             log.warning("%s serves weights %s instead of %s: it has to join again", self.server, told, self.version)
             self._fail()
 
     def close(self, seconds: float) -> None:
         """Take the group down on both sides; `WeightSyncError` when the server did not do its part in time."""
-        met = self._group is not None
+        met = bool(self._groups)
         self._step("close")
-        self._group = None
+        self._groups = ()
         if met:
             deadline = Deadline(f"{self.server} to leave its group", seconds)
-            with Control(self.server, self._meeting.secret) as control:
-                control.post("/shutdown_weight_transfer_engine", deadline)
+            with Control(self.server, self._meeting.password) as control:
+                _ask(control, "leave_weights", deadline)
 
-    def _meet(self, control: Control, payload: Payload, deadline: Deadline) -> Group:
-        """A new group with the server, whatever became of an earlier one."""
-        control.get("/health", Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
+    def _meet(self, control: Control, payload: Payload, deadline: Deadline) -> list[Group | NcclGroup]:
+        """New groups with the server's processes, one each, whatever became of earlier ones."""
+        processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
-        store = visit_store(self._meeting.address, self._meeting.port, deadline.left)
+        store = visit_store(self._meeting.address, self._meeting.port, self._meeting.password, deadline.left)
         control.begin(
             "/init_weight_transfer_engine",
             deadline,
@@ -180,49 +188,60 @@ class Link:
                 "adapter": dict(payload.adapter),
             },
         )
+        groups = [self._join(control, payload, f"{name}/{rank}", store, deadline) for rank in range(processes)]
+        control.end(deadline)
+        return groups
+
+    def _join(
+        self, control: Control, payload: Payload, name: str, store: Store, deadline: Deadline
+    ) -> Group | NcclGroup:
         wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
         if control.answered:
             control.end(deadline)
-        group = Group(store, name, TRAINER, self._meeting.address, deadline.left)
-        control.end(deadline)
-        return group
+        if payload.buffer.is_cuda:
+            return NcclGroup(store, name, TRAINER, payload.buffer.device, deadline)
+        return Group(store, name, TRAINER, self._meeting.address, deadline.left)
 
     def _transfer(self, control: Control, payload: Payload, deadline: Deadline) -> None:
-        if self._group is None:
+        if not self._groups:
             raise WeightSyncError(f"{self.server}: no group")
         try:
             control.post("/start_weight_update", deadline)
         except Refused:  # an earlier update was left half done; it can only be finished
             control.post("/finish_weight_update", deadline)
             control.post("/start_weight_update", deadline)
-        self._group.send(payload.version, payload.buffer, deadline)
+        if payload.ready is not None:
+            wait_for(deadline.awaited, payload.ready.query, deadline.left)
+        for group in self._groups:
+            group.send(payload.version, payload.buffer, deadline)
 
-    def _swap(self, control: Control, version: int, deadline: Deadline) -> None:
-        """Change the model of a server that has the bytes; it is paused meanwhile."""
+    def _swap(self, control: Control, payload: Payload, deadline: Deadline) -> None:
+        """Change the model of a server that has the bytes; over gloo, or for other reasons, it is paused meanwhile."""
         mode, recompute = self._config.update, self._config.recompute_kv
         clear = recompute or mode != "keep"
-        self._paused = True
-        control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
-        control.post("/update_weights", deadline, update_info={"version": version})
-        control.post("/finish_weight_update", deadline, weight_version=str(version))
-        control.post("/reset_prefix_cache", deadline)
+        pause = clear or not payload.buffer.is_cuda
+        if pause:
+            self._paused = True
+            control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
+        control.post("/update_weights", deadline, update_info={"version": payload.version})
+        control.post("/finish_weight_update", deadline, weight_version=str(payload.version))
+        if pause:
+            control.post("/reset_prefix_cache", deadline)
         told = self._told(control, deadline)
-        if told != str(version):
-            raise WeightSyncError(f"{self.server} says that it serves weights {told!r}")
-        control.post("/resume", deadline)
-        self._paused = False
+        if told != [payload.version] * len(self._groups):
+            raise WeightSyncError(f"{self.server} says that it serves weights {told}")
+        if pause:
+            control.post("/resume", deadline)
+            self._paused = False
 
-    def _told(self, control: Control, deadline: Deadline) -> str:
-        """The version that the server says it serves."""
-        answer = control.get("/weight_info", deadline)
-        if not isinstance(answer, dict) or "weight_version" not in answer:
-            raise WeightSyncError(f"{self.server}/weight_info: no weight_version in {str(answer)[:100]!r}")
-        return str(answer["weight_version"])
+    def _told(self, control: Control, deadline: Deadline) -> list[int | None]:
+        """The version that each process of the server says it holds."""
+        return [version for (version,) in _ask(control, "served_weights", deadline)]
 
     def _resume(self) -> None:
         """Let a server go on that failed while it was paused: it may hold others' requests."""
         self._paused = False
-        with Control(self.server, self._meeting.secret) as control:
+        with Control(self.server, self._meeting.password) as control:
             try:
                 control.post("/resume", Deadline(f"{self.server} to resume", RESUME_SECONDS))
             except WeightSyncError as error:
@@ -233,7 +252,7 @@ class Link:
 
         When it failed late, it has the new weights under the old version, so what it samples now must not be used.
         """
-        self._group = None
+        self._groups = ()
         self._step("fail")
         try:
             self._announce(None)
@@ -254,3 +273,20 @@ class Link:
 
     def _step(self, event: LinkEvent) -> None:
         self.state = after(self.state, event)
+
+
+def _processes(control: Control, deadline: Deadline) -> int:
+    """How many processes share the server's model."""
+    answer = control.get("/get_world_size", deadline)
+    if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
+        raise WeightSyncError(f"{control.server}/get_world_size: no world_size in {str(answer)[:100]!r}")
+    return int(answer["world_size"])
+
+
+def _ask(control: Control, method: str, deadline: Deadline) -> list[list[Any]]:
+    """What each process of a server answers to a method of `extension.WeightsExtension`: a list of one."""
+    answer = control.post("/collective_rpc", deadline, method=method)
+    results = answer.get("results") if isinstance(answer, dict) else None
+    if not isinstance(results, list) or not all(isinstance(each, list) and len(each) == 1 for each in results):
+        raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")
+    return results

@@ -9,17 +9,28 @@ import multiprocessing
 
 from pipeline.process import die_with_parent, start_resource_tracker
 
-BACKEND = "gloo"
+ENGINES = {"gloo": "rollcall_gloo", "nccl": "rollcall_nccl"}
+"""What vLLM calls our weight-transfer engines; it has an `nccl` of its own, which needs a pause."""
+_PLACES = {
+    "rollcall_gloo": ("pipeline.weights.engine", "GlooEngine"),
+    "rollcall_nccl": ("pipeline.weights.nccl_engine", "NcclEngine"),
+}
 MODEL = "policy"
 """What every request asks a server for: the model that it serves, or the adapter on it."""
 
 
 def register() -> None:
-    """Make `{"backend": "gloo"}` a weight-transfer engine of this vLLM process."""
+    """Make `ENGINES` weight-transfer engines of this vLLM process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from pipeline.weights.fast_logprobs import add_fast_logprobs
+    from pipeline.weights.releases import add_float32_head
 
     if multiprocessing.parent_process() is not None:
         die_with_parent()
     start_resource_tracker()
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "pipeline.weights.engine", "GlooEngine")
+    for name, (module, engine) in _PLACES.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, module, engine)
+    add_float32_head()
+    add_fast_logprobs()

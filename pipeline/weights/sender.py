@@ -6,7 +6,7 @@ evicted, not waited for until it is back; that servers which are late, restarted
 background, to the newest weights, before anybody may ask them; and that every failure is told. Must not know models,
 streams or placements.
 
-    meeting = Meeting(trainer.address, trainer.ports[1], world.secret)
+    meeting = Meeting(trainer.address, trainer.ports[1], world.password)
     with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:
         sender.start(version, [("model.norm.weight", tensor), …])
         ...                                                       # the servers swap meanwhile
@@ -21,11 +21,12 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from pipeline.config import InferenceConfig, LoraConfig
-from pipeline.errors import ConfigError, WeightSyncError
+from pipeline.errors import WeightSyncError
 from pipeline.waiting import Deadline
 from pipeline.weights.link import RESUME_SECONDS, Link, Meeting, Payload, adapter_settings
-from pipeline.weights.plugin import BACKEND
 from pipeline.weights.wire import Layout, NamedTensors, host_store
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ FIRST_RETRY, LONGEST_RETRY = 0.25, 5.0
 CLOSE_SECONDS = 5.0
 VERIFY_SECONDS = 2.0
 _PULSE_SECONDS = 0.1
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -120,23 +122,24 @@ class WeightSender:
         patience: float,
         on_change: Callable[[str, int | None], None],
         lora: LoraConfig | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """Open the store at `meeting`; servers are met as they appear.
 
         Args:
             servers: `host:port` of each.
-            meeting: an address and port of this machine, and the world's secret.
+            meeting: an address and port of this machine, and the world's password.
             config: how to update and the deadline of an update.
             patience: seconds that `settle` waits for a first server when there is none.
             on_change: told (server, version) when a server becomes current, (server, None) when it must not be asked
                 any more; called from the servers' threads. A server of which it cannot tell (a `RollcallError`, as of
                 streams that are lost) counts as failed, and is brought again; anything else ends the wait of `settle`.
             lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
+            device: where weights are packed: a GPU sends them over nccl, a CPU over gloo.
         """
-        if config.backend != BACKEND:
-            raise ConfigError("inference.backend", config.backend, BACKEND, f"set inference.backend={BACKEND}")
+        self._device = device
         self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())
-        self._store = host_store(meeting.address, meeting.port, config.update_seconds)
+        self._store = host_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
         self._seats = [_Seat(Link(server, meeting, config, on_change)) for server in servers]
         self._changed = Condition()
         self._payload: Payload | None = None
@@ -153,24 +156,35 @@ class WeightSender:
         self.start(version, parameters)
         return self.settle(pulse)
 
-    def start(self, version: int, parameters: NamedTensors) -> None:
+    def start(self, version: int, parameters: NamedTensors, layout: Layout | None = None) -> None:
         """Hand a version over to the servers' threads; the tensors may change as soon as this returns.
 
         Names are those of a Hugging Face checkpoint, the same every time, else `WeightSyncError`; a tied head is not
-        sent. `parameters` are read once, one by one, from any device: an iterator that makes them needs memory for one.
+        sent. `parameters` are read once, one by one, from any device: an iterator that makes them needs memory for one,
+        if `layout` says beforehand what it makes; without it, the first version's are all held while they are packed.
         May be called while an earlier version is on its way: a server that did not begin it skips it, one that is busy
         with it takes this one afterwards.
         """
         started = time.monotonic()
-        if self._payload is None:
+        if self._payload is not None:
+            layout = self._payload.layout
+        elif layout is None:
             parameters = list(parameters)
-        layout = self._payload.layout if self._payload else Layout.of(parameters)
-        payload = Payload(version, layout, layout.pack(parameters), self._adapter)
+            layout = Layout.of(parameters)
+        payload = Payload(version, layout, layout.pack(parameters, self._device), self._adapter, self._mark())
         with self._changed:
             self._payload = payload
             self._round = _Round(version, self._seats, self._config.update_seconds)
             self._round.held_up = time.monotonic() - started
             self._changed.notify_all()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What passes once everything that was begun on the device is done."""
+        if self._device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
 
     def settle(self, pulse: Callable[[], None] = lambda: None) -> Report:
         """Wait until the servers that had weights at the last `start` have its version or are evicted.

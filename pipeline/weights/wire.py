@@ -7,6 +7,7 @@ know vLLM, HTTP, or what the tensors mean.
 A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`.
 """
 
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from pipeline.errors import WeightSyncError
+from pipeline.errors import ForgedError, WeightSyncError
+from pipeline.signed import SignedStore
 from pipeline.waiting import Deadline
 
 TRAINER, SERVER = 0, 1
 CHUNK_BYTES = 1 << 26
 ALIGNMENT = 64
+_BACKLOG = 1024
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -70,18 +73,18 @@ class Layout:
         """Size of the buffer."""
         return self._offsets()[-1]
 
-    def pack(self, tensors: NamedTensors) -> Tensor:
-        """uint8[bytes]: a copy of the tensors, which must have this layout; else `WeightSyncError`.
+    def pack(self, tensors: NamedTensors, device: torch.device | None = None) -> Tensor:
+        """uint8[bytes] on `device`: a copy of the tensors, which must have this layout; else `WeightSyncError`.
 
         Reads them one by one, so an iterator that makes each of them needs memory for one.
         """
-        buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        buffer = torch.empty(self.bytes, dtype=torch.uint8, device=device)
         expected = zip(self.parameters, self.views(buffer), strict=True)
         for name, tensor in tensors:
             parameter, (_, target) = next(expected, (None, ("", buffer)))
             if Parameter.of(name, tensor) != parameter:
                 raise _differ(f"{name!r} came", parameter)
-            target.copy_(tensor.detach())
+            target.copy_(tensor.detach(), non_blocking=buffer.is_cuda and tensor.is_cuda)
         for parameter, _ in expected:
             raise _differ("no more came", parameter)
         return buffer
@@ -98,17 +101,24 @@ class Layout:
         return list(accumulate((-(-p.bytes // ALIGNMENT) * ALIGNMENT for p in self.parameters), initial=0))
 
 
-def host_store(address: str, port: int, seconds: float) -> TCPStore:
-    """The trainer's store, where groups meet; waits in it end after `seconds`."""
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+def host_store(address: str, port: int, password: str, seconds: float) -> Store:
+    """The trainer's store, where groups meet, on this address alone; waits in it end after `seconds`.
+
+    Anybody who reaches it may read it, but what was not signed with the password is not believed.
+    """
+    limit = timedelta(seconds=seconds)
+    listening = socket.create_server((address, port), backlog=_BACKLOG).detach()  # by itself it listens to everybody
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
+    return SignedStore(store, password)
 
 
-def visit_store(address: str, port: int, seconds: float) -> TCPStore:
+def visit_store(address: str, port: int, password: str, seconds: float) -> Store:
     """A connection to the trainer's store; `WeightSyncError` when there is none within `seconds`."""
     try:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
         raise WeightSyncError(f"no trainer at {address}:{port}: {error}") from error
+    return SignedStore(store, password)
 
 
 def announce(store: Store, name: str) -> None:
@@ -133,12 +143,13 @@ class Group:
     def __init__(self, store: Store, name: str, rank: int, address: str, seconds: float) -> None:
         """Meet the other member under `name`, which is used once; listens on `address` only."""
         gloo: Any = ProcessGroupGloo
+        self._store = store  # torch's C++ keeps a part of it only
         options = gloo._Options()
         options._timeout = timedelta(seconds=seconds)
         try:
             options._devices = [gloo.create_device(hostname=address)]
             self._gloo = gloo(PrefixStore(name, store), rank, 2, options)
-        except RuntimeError as error:
+        except (RuntimeError, ForgedError) as error:
             raise WeightSyncError(f"group {name}: the other member did not come: {error}") from error
 
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.directory import FileDirectory
 from pipeline.plan import Card, Plan, Seat, Slot
-from slurm.directory import FileDirectory
 from slurm.rendezvous import Meeting, pauses
 from tests.bench.tables import judge, markdown
 from tests.fakes.ranks import make_cards
@@ -116,7 +116,7 @@ def elect(ranks: int, root: Path) -> Result:
     return Result(ranks, leader, sum(others) / len(others), longest, time.monotonic() - begun, counts)
 
 
-def _answer(cards: Sequence[Card]) -> Mapping[int, str]:
+def _answer(cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
     """Every rank answers: the connect-back is not what is measured here."""
     return {card.rank: card.addresses[0] for card in cards}
 

@@ -121,7 +121,7 @@ def main() -> None:
         model, lora = a_model(directory, seed=0), LoraConfig(rank=options.rank)
         if lora.rank:
             model.save_pretrained(directory)  # type: ignore[operator]
-            add_adapters(model, lora, seed=0)
+            add_adapters(model, lora)
         waits = [stack.enter_context(starting(directory, f"127.0.0.{3 + i}", lora)) for i in range(options.servers)]
         started = time.monotonic()
         servers = [wait() for wait in waits]

@@ -19,7 +19,7 @@ SECONDS = 30.0
 
 
 def main(rank: int, address: str, store_address: str, port: int, bound: bool) -> None:
-    store = (host_store if rank == TRAINER else visit_store)(store_address, port, SECONDS)
+    store = (host_store if rank == TRAINER else visit_store)(store_address, port, "secret", SECONDS)
     group, deadline = Group(store, "weights", rank, address, SECONDS), Deadline("the exchange", SECONDS)
     buffer = torch.full((1000,), 7 if rank == TRAINER else 0, dtype=torch.uint8)
     if rank == TRAINER:

@@ -14,7 +14,7 @@ PORT = "7070"
 
 
 def test_every_rank_publishes_the_address_of_its_own_node(networked):
-    code = "import socket; from slurm.preflight import candidate_addresses as a; print(socket.gethostname(), *a())"
+    code = "import socket; from pipeline.network import candidate_addresses as a; print(socket.gethostname(), *a())"
     shown = networked.run("srun", "-N4", sys.executable, "-c", code)
     assert sorted(shown.splitlines()) == [f"node{node} {networked.address(node)}" for node in range(4)]
 

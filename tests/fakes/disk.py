@@ -4,7 +4,9 @@
 rank may die or stall before any of its operations. Everything follows from the seed; time is the caller's clock.
 """
 
-from collections import Counter
+import errno
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -23,16 +25,20 @@ class Faults:
 
     Attributes:
         late: most seconds until another rank sees a file, drawn for each file and reader.
+        lags: rank → seconds after which it sees whatever another wrote, in place of what would be drawn.
         torn: most failed reads of a file once it is listed, drawn likewise.
         deaths: rank → number of the operation before which it dies.
         stalls: rank → number of the operation before which it stalls, and for how many seconds.
+        outages: rank → from when until when every operation of it fails.
         seed: of the draws.
     """
 
     late: float = 0.0
+    lags: Mapping[int, float] = field(default_factory=dict)
     torn: int = 0
     deaths: Mapping[int, int] = field(default_factory=dict)
     stalls: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    outages: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -50,7 +56,7 @@ class Disk:
 
     def __init__(self, clock: Clock, faults: Faults) -> None:
         self.clock, self.faults = clock, faults
-        self.folders: dict[str, dict[str, list[Version]]] = {"": {}, "cards": {}}
+        self.folders: dict[str, dict[str, list[Version]]] = defaultdict(dict)
         self.created: list[tuple[str, int]] = []
         self.operations: Counter[str] = Counter()
         self._delays: dict[tuple[str, int], float] = {}
@@ -65,7 +71,11 @@ class Disk:
 
     def seen_at(self, version: Version, name: str, reader: int) -> float:
         """When a rank sees a version that another wrote."""
-        if not self.faults.late or version.writer == reader:
+        if version.writer == reader:
+            return version.time
+        if reader in self.faults.lags:
+            return version.time + self.faults.lags[reader]
+        if not self.faults.late:
             return version.time
         if (name, reader) not in self._delays:
             draw = Random(f"{self.faults.seed}/late/{name}/{reader}")
@@ -74,7 +84,7 @@ class Disk:
 
 
 class View:
-    """A `slurm.directory.Directory`: the disk as one rank sees it."""
+    """A `pipeline.directory.Directory`: the disk as one rank sees it."""
 
     def __init__(self, disk: Disk, rank: int, *, mortal: bool = True) -> None:
         self._disk, self._rank = disk, rank
@@ -113,6 +123,9 @@ class View:
     def _operate(self, kind: str) -> None:
         if self.operations == self._death:
             raise Crashed
+        since, until = self._disk.faults.outages.get(self._rank, (math.inf, math.inf))
+        if since <= self._disk.clock.now() < until:
+            raise OSError(errno.EIO, "Input/output error")
         if self._stall and self.operations == self._stall[0]:
             self.stalled, self._stall = self._stall[1], None
         self.operations += 1

@@ -126,7 +126,7 @@ class Simulation:
         rank.pause = min(max(first, rank.pause * 1.5), longest)
         return rank.pause
 
-    def _find(self, cards: Sequence[Card]) -> Mapping[int, str]:
+    def _find(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
         """The connect-back: whoever lives and is not silent answers, at its last address."""
         living = {rank.card.rank for rank in self.ranks if not rank.dead}
         return {card.rank: card.addresses[-1] for card in cards if card.rank in living - self.silent}
@@ -140,7 +140,7 @@ def make_cards(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTE
             attempt=attempt,
             hostname=f"node{rank}",
             pid=1000 + rank,
-            boot="boot",
+            boot=f"boot of node{rank}",
             addresses=("192.168.0.1", f"10.0.{rank // 256}.{rank % 256}"),
             beacon=4000,
             ports=tuple(range(5000, 5000 + ports)),

@@ -15,7 +15,7 @@ from pipeline.assignment import assign
 from pipeline.config import RunConfig
 from pipeline.events import Event, EventName
 from pipeline.failure import FirstFailure
-from pipeline.metrics import MetricSinks
+from pipeline.metrics import MetricSinks, roll_back
 from pipeline.paths import AttemptPaths, RunPaths
 from pipeline.plan import Card, World, make_plan
 from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
@@ -75,7 +75,7 @@ class FakeAttempt:
         cards = [_card(rank, self.paths.attempt, plan.ports_per_rank) for rank in range(plan.ranks)]
         name, run_id = self.paths.attempt, self.paths.run_id
         self.world = assign(plan, cards, run_id=run_id, attempt=name, epoch=1, leader=0, secret="secret")
-        files.write_document(self.paths.rendezvous / "world.json", self.world)
+        files.write_document(self.paths.world, self.world)
         return self.world
 
     def all_roles(self, *states: RoleState, seconds: float = 0.5) -> None:
@@ -92,13 +92,15 @@ class FakeAttempt:
         """A role changes its state: its agent adds a line to the timeline, and it reports."""
         line = {"time": self.run.now, "role": name, "rank": rank, "state": state, "detail": detail}
         self.paths.timeline.mkdir(parents=True, exist_ok=True)
-        with (self.paths.timeline / f"rank-{rank}.jsonl").open("ab") as timeline:
+        with (self.paths.timeline_of(rank)).open("ab") as timeline:
             timeline.write(msgspec.json.encode(line) + b"\n")
         if state in ("starting", "ready"):
             files.write_document(self.paths.status(name), Status(state=state, pid=1, time=self.run.now, detail=detail))
 
     def train(self, job: str, steps: Iterable[int], seconds: float = 0.4, eval_every: int = 0) -> None:
-        """The trainer logs these steps, and an evaluation every `eval_every` of them."""
+        """The trainer goes on from the commit before these steps and logs them, an evaluation every `eval_every`."""
+        steps = list(steps)
+        roll_back(self.run.paths.metrics, job, min(steps, default=1) - 1)
         with MetricSinks(self.run.paths.metrics, self.paths.attempt, clock=lambda: self.run.now) as sinks:
             for step in steps:
                 self.run.now += seconds
@@ -108,8 +110,9 @@ class FakeAttempt:
                     sinks.log("train", job, step, _numbers(job, step))
 
     def tell(self, name: EventName, by: str, detail: str = "") -> None:
+        slot = 1 + len(list(self.paths.events.glob("[!.]*.json")))
         event = Event(name=name, by=by, time=self.run.now, detail=detail)
-        files.write_document(self.paths.events / f"{name}.json", event)
+        files.write_document(self.paths.events / f"{slot}.json", event)
 
     def live(self, ranks: int, at: float) -> None:
         """The agents of so many ranks show that they live, at a moment of the real clock."""

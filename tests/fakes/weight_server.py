@@ -3,7 +3,7 @@
 with WeightServer("127.0.0.5") as server:
     with server.held("/update_weights"):        # that route does not answer within this block
         ...
-    server.answers["/weight_info"] = b"[]"      # what it says instead of the truth
+    server.answers["/collective_rpc"] = b"[]"   # what it says instead of the truth
     server.failing.add("/pause")                # answers with status 500
     server.calls                                # routes asked, in order
 """
@@ -32,11 +32,12 @@ class WeightServer:
     """
 
     def __init__(self, address: str) -> None:
-        self.version, self.loaded, self.calls = "default", list[int](), list[str]()
+        self.version: int | None = None
+        self.loaded, self.calls = list[int](), list[str]()
         self.answers: dict[str, bytes] = {}
         self.failing: set[str] = set()
         self._gates: dict[str, tuple[Event, Event]] = {}
-        self._address = address
+        self._address, self._password = address, ""
         self._group: Group | None = None
         self._http = ThreadingHTTPServer((address, 0), self._handler())
         self.endpoint = f"{address}:{self._http.server_address[1]}"
@@ -84,12 +85,22 @@ class WeightServer:
                 self._reception.join()
                 assert self.loaded[-1] == body["update_info"]["version"]
             case "/finish_weight_update":
-                self.version = body["weight_version"]
-            case "/weight_info":
-                return self.answers.get(route, json.dumps({"weight_version": self.version}).encode())
-            case "/shutdown_weight_transfer_engine":
-                self._group = None
+                self.version = int(body["weight_version"])
+            case "/get_world_size":
+                return self.answers.get(route, b'{"world_size": 1}')
+            case "/collective_rpc":
+                return self.answers.get(route, json.dumps({"results": [[self._asked(body["method"])]]}).encode())
         return self.answers.get(route, b"")
+
+    def _asked(self, method: str) -> int | bool | None:
+        """What a process of the server answers; see `pipeline.weights.extension`."""
+        match method:
+            case "leave_weights":
+                self._group = None
+                return True
+            case "served_weights":
+                return self.version
+        raise AssertionError(method)
 
     def _meet(
         self,
@@ -103,9 +114,9 @@ class WeightServer:
     ) -> None:
         self._layout, self.adapter = Layout.parse(layout), adapter
         self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        store = visit_store(host, port, seconds)
-        announce(store, group)
-        self._group = Group(store, group, SERVER, address, seconds)
+        store = visit_store(host, port, self._password, seconds)
+        announce(store, f"{group}/0")
+        self._group = Group(store, f"{group}/0", SERVER, address, seconds)
 
     def _receive(self) -> None:
         group = self._group
@@ -132,6 +143,7 @@ class WeightServer:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 route = self.path.partition("?")[0]
+                server._password = self.headers.get("Authorization", "").removeprefix("Bearer ")
                 answer = server.answer(route, json.loads(body) if body else {})
                 self.send_response(500 if route in server.failing else 200)
                 self.send_header("Content-Length", str(len(answer)))

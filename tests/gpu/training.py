@@ -153,7 +153,9 @@ def jobs(run: Run) -> Outcome:
         write_queue(folder, load)
         config = config_of(folder, load, run.device, run.ranks).model_dump_json()
         module = "pipeline.training.standalone.execute"
-        trouble = run.torchrun("jobs", module, str(folder / "queue"), config, str(folder / "stop"), most=120)
+        (folder / "secret").write_text("secret")
+        files = str(folder / "stop"), str(folder / "secret")
+        trouble = run.torchrun("jobs", module, str(folder / "queue"), config, *files, most=120)
         found = look_at(folder)
     good = [job["model_loads"] and not job["rows_left"] for job in found]
     return not trouble and good == [True, True], {"trouble": trouble, "jobs": found}

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ class Attempt:
     config: RunConfig
     world: World
     children: list[Child] = field(default_factory=list)
+    redis: Child = field(init=False)
 
     def context(self, role: RoleName) -> RoleContext:
         """The place of the first of a role."""
@@ -40,12 +41,12 @@ class Attempt:
         """The attempt's streams, as one of its roles sees them."""
         return connect(self.context("redis"))
 
-    def start(self, role: RoleName) -> Child:
-        """The process of a role, ready."""
+    def start(self, role: RoleName, variables: Mapping[str, str] | None = None) -> Child:
+        """The process of a role, ready; `variables` are further ones of its environment."""
         context = self.context(role)
         self.paths.status(context.placement.name).unlink(missing_ok=True)
         asked = launch_of(context)
-        child = Child(asked.argv, self.paths.log(role, 0), {**os.environ, **asked.env})
+        child = Child(asked.argv, self.paths.log(role, 0), {**os.environ, **asked.env, **(variables or {})})
         self.children.append(child)
         wait_for(f"{role} to be ready or to fail", lambda: asked.ready() or child.poll() is not None, READY_SECONDS)
         assert child.poll() is None, "\n".join(tail(child.log))
@@ -64,7 +65,7 @@ def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...
         attempt = Attempt(AttemptPaths(run, "run-1", "7-0"), config, _world(tuple(placements)))
         files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
         files.write_document(attempt.paths.rendezvous / "world.json", attempt.world)
-        stack.enter_context(running_redis(attempt.context("redis")))
+        attempt.redis = stack.enter_context(running_redis(attempt.context("redis")))
         try:
             yield attempt
         finally:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipeline.checkpoints import TrainerState, newest_committed
 from pipeline.checkpoints.sharded import load, save
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, DamagedError
 
 
 @contextmanager
@@ -85,6 +85,17 @@ def load_model(rank: int, root: str, folder: Path) -> None:
     assert truth.keys() == mine.keys()
     assert len(truth) > 10
     assert all(torch.equal(truth[name], mine[name]) for name in truth)
+
+
+@joined()
+def load_damaged(rank: int, root: str, folder: Path) -> None:
+    """The shards of rank 1 are damaged, which only it reads; both ranks must learn it, from the same words."""
+    found = newest_committed(root)
+    assert found is not None
+    try:
+        load(found, {"model": tree(*make_model(seed=2))["model"]})
+    except DamagedError as error:
+        (folder / f"error-{rank}").write_text(str(error))
 
 
 @joined()

@@ -6,10 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.integration.redis_servers import redis_servers, taken_first
+
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
     from pipeline.training.dispatch.dispatch import Dispatch
     from tests.integration.servers import Served
+
+
+@pytest.fixture(params=redis_servers())
+def each_redis(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test runs once with every Redis server of this machine."""
+    with taken_first(request.param):
+        yield
 
 
 @pytest.fixture(scope="package")

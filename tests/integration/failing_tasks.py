@@ -1,7 +1,7 @@
 """Tasks whose rewards do not work, for the actor's tests."""
 
 import itertools
-import threading
+import time
 from typing import Any
 
 from pipeline.tasks import Prompt
@@ -17,28 +17,32 @@ class AlwaysRaises(Arithmetic):
         raise ValueError("the verifier is broken")
 
 
+GROUPS = 8
+"""Groups of which the task below still knows its length."""
+
+
 class HangsThenBreaks(Arithmetic):
-    """Its rewards hang; from then on it has no length."""
+    """Its rewards never end; and after so many groups it has no length."""
 
     name = "hangs_then_breaks"
 
     def __init__(self, options: Any, seed: int) -> None:
         super().__init__(options, seed)
-        self._hanging = threading.Event()
+        self._lengths = 0
 
     def __len__(self) -> int:
-        if self._hanging.is_set():
+        self._lengths += 1
+        if self._lengths > GROUPS:
             raise ZeroDivisionError("a foreign error")
         return super().__len__()
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        self._hanging.set()
-        threading.Event().wait()
-        return 0.0
+        while True:
+            time.sleep(600)
 
 
 class SometimesWrong(Arithmetic):
-    """Every fourth reward is NaN, a string or an exception, in turn."""
+    """Every fourth reward of a process is NaN, a string or an exception, in turn."""
 
     name = "sometimes_wrong"
 

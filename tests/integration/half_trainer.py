@@ -26,9 +26,9 @@ def main(point: str, server: str, model: str) -> None:
     deadline = Deadline("half an update", 60)
     with hold_port() as holder, Control(server, SECRET) as control:
         meeting = Meeting(TRAINER, port_of(holder), SECRET)
-        store = host_store(TRAINER, meeting.port, 60)
+        store = host_store(TRAINER, meeting.port, SECRET, 60)
         link = Link(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
-        group = link._meet(control, Payload(1, layout, layout.pack(tensors), {}), deadline)
+        (group,) = link._meet(control, Payload(1, layout, layout.pack(tensors), {}), deadline)
         control.post("/start_weight_update", deadline)
         if point == "sending":
             group.send(1, torch.zeros(layout.bytes // 2, dtype=torch.uint8), deadline)

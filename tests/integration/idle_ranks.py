@@ -3,9 +3,10 @@
 torchrun --nproc-per-node 2 -m tests.integration.idle_ranks
 """
 
+import os
 import time
 
-from pipeline import process
+from pipeline import heartbeat, process
 from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import end_with_lost_ranks
@@ -22,5 +23,6 @@ def lead(dispatch: Dispatch) -> None:
 
 if __name__ == "__main__":
     process.die_with_parent()
+    heartbeat.start(int(os.environ["LOCAL_RANK"]))
     end_with_lost_ranks()
     lead_or_serve(lead, Budget(64))

@@ -2,8 +2,9 @@
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.process import Child, hold_port, tail
 from pipeline.roles.context import RoleContext
 from pipeline.roles.redis import launch
 from pipeline.waiting import wait_for
+from tests.integration.redis_servers import taken_first
 
 ADDRESS = "127.0.0.1"
 
@@ -50,7 +52,7 @@ def redis_context(run: Path, attempt: str, port: int, config: RunConfig | None =
 def raw_client(context: RoleContext) -> redis.Redis:
     """Redis without our streams."""
     address, port = context.placement.address, context.placement.ports[0]
-    return redis.Redis(address, port, password=context.world.secret, protocol=2)
+    return redis.Redis(address, port, password=context.world.password, protocol=2)
 
 
 def a_child_of(context: RoleContext) -> Child:
@@ -82,13 +84,29 @@ def a_redis(run: Path, attempt: str, config: RunConfig | None = None) -> Iterato
 
 @contextmanager
 def an_attempt(run: Path, backend: str, budget: int = 1 << 20) -> Iterator[RoleContext]:
-    """An attempt whose streams can be connected to, in a real Redis or in files."""
-    config = a_config(backend=backend, budget_bytes=budget)
+    """An attempt whose streams can be connected to: in `files`, in `redis`, or in one of `redis_servers`."""
     if backend == "files":
-        yield redis_context(run, "7-0", 1, config)
+        yield redis_context(run, "7-0", 1, a_config(backend="files", budget_bytes=budget))
         return
-    with a_redis(run, "7-0", config) as (context, _):
+    with (
+        nullcontext() if backend == "redis" else taken_first(backend),
+        a_redis(run, "7-0", a_config(budget_bytes=budget)) as (context, _),
+    ):
         yield context
+
+
+def copy_of(context: RoleContext) -> Path:
+    """A copy of the data as it is now, for `go_back`."""
+    wait_until_written(context)
+    kept = context.paths.run / "kept"
+    shutil.copytree(context.paths.redis, kept)
+    return kept
+
+
+def go_back(context: RoleContext, kept: Path) -> None:
+    """Give a Redis that was killed the data of then: it has lost its last writes."""
+    shutil.rmtree(context.paths.redis)
+    kept.rename(context.paths.redis)
 
 
 def wait_until_written(context: RoleContext) -> None:

@@ -8,11 +8,12 @@ test that needs to kill one takes `a_server`.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,13 +62,17 @@ def model_directory(folder: Path, *, tied: bool) -> Path:
 
 
 @contextmanager
-def starting(model: Path, address: str, lora: LoraConfig | None = None) -> Iterator[Callable[[], Served]]:
-    """Start a server; the value waits until it is ready, so that several can start at once."""
+def starting(
+    model: Path, address: str, lora: LoraConfig | None = None, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Callable[[], Served]]:
+    """Start a server, with `variables` besides its environment; the value waits until it is ready, so that several can
+    start at once."""
     with process.hold_port() as holder:
         place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),))
         config = tiny_config(model, lora)
         environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
         environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
+        environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
         child = process.Child(inference.server_command(config, place), log, environment)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.board import Board
@@ -19,6 +20,7 @@ from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration.attempts import Attempt, an_attempt
 from tests.integration.policy_server import ADDRESS, PolicyServer, a_policy_server, broken, disconnected, refused
+from tests.integration.redis_attempts import copy_of, go_back, running_redis
 
 pytestmark = pytest.mark.integration
 
@@ -136,6 +138,19 @@ def test_groups_come_in_order_and_stop_at_the_staleness_limit(trainer: Trainer) 
     assert {sample.version_min for group in second for sample in group.samples} == {1}
 
 
+def test_positions_that_the_streams_lost_are_issued_again(trainer: Trainer) -> None:
+    actor = trainer.attempt.start("actor")
+    place = trainer.attempt.context("redis")
+    kept = copy_of(place)
+    trainer.begin()
+    trainer.wait_for_number("groups", LIMIT)
+    trainer.attempt.redis.kill()
+    go_back(place, kept)
+    with running_redis(place):
+        assert positions(trainer.take(LIMIT)) == list(range(LIMIT))
+        actor.stop(5)
+
+
 def test_a_server_that_fails_costs_no_sample(trainer: Trainer) -> None:
     trainer.servers[0].faults += [broken, disconnected, broken]
     trainer.attempt.start("actor")
@@ -188,24 +203,21 @@ def failure_of(trainer: Trainer, child: Child) -> str:
     return status.detail
 
 
-def test_a_foreign_error_ends_the_process_with_its_traceback_even_when_a_reward_hangs(
+def test_a_foreign_error_ends_the_process_with_its_traceback_while_rewards_hang_and_none_is_left(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:HangsThenBreaks")
     child = trainer.attempt.start("actor")
     trainer.begin()
     wait_for("rewards", lambda: sum(server.requests for server in trainer.servers) == LIMIT, 20)
+    workers = psutil.Process(child.pid).children(recursive=True)
+    assert workers
     for position in range(LIMIT):
         trainer.ledger.settle(position, "trained", 0)
     trainer.update(1)
     assert failure_of(trainer, child) == "ZeroDivisionError: a foreign error"
     assert "Traceback" in child.log.read_text()
-
-
-def test_events_that_cannot_be_read_end_the_actor_with_the_reason(trainer: Trainer) -> None:
-    child = trainer.attempt.start("actor")
-    (trainer.attempt.paths.events / "training_finished.json").mkdir(parents=True)
-    assert "IsADirectoryError" in failure_of(trainer, child)
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
 
 
 def test_an_actor_whose_trainer_posts_no_ledger_ends_with_what_it_missed(stack: ExitStack, tmp_path: Path) -> None:
@@ -301,14 +313,13 @@ def test_an_evaluation_that_an_earlier_attempt_asked_for_is_given_up_unanswered(
     assert "evaluation 6-0:4 is of an earlier attempt" in child.log.read_text()
 
 
-def test_it_stops_when_training_is_finished_with_requests_in_flight(trainer: Trainer) -> None:
+def test_it_stops_when_it_is_told_to_with_requests_in_flight(trainer: Trainer) -> None:
     for server in trainer.servers:
         server.hold.clear()
     child = trainer.attempt.start("actor")
     trainer.begin()
     wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) > 0, 20)
-    trainer.attempt.context("actor").events.publish("training_finished", "test")
-    assert wait_for("its end", lambda: None if child.poll() is None else [child.poll()], 20) == [0]
+    assert child.stop(20) == 0
 
 
 def test_it_stops_when_it_is_told_to_before_the_first_weights(trainer: Trainer) -> None:

@@ -1,8 +1,11 @@
 """How the trainer cuts batches: once each, none too old, nothing given up before its commit."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +18,7 @@ from pipeline.records import Group, PreparedGroup, Reissue, Sample
 from pipeline.streams import Streams
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches, Interrupted
+from pipeline.training.rl import rows_of
 from slurm.compose import compose_config
 
 TOPIC = "prepared"
@@ -86,6 +90,40 @@ def test_a_group_older_than_max_lag_is_asked_for_again_and_not_trained(streams: 
     assert not batches.ledger.is_settled(0)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [{"advantages": (NAN,)}, {"advantages": (1.0, 1.0)}, {"advantages": ()}, {"outcome": "malformed: by the actor"}],
+    ids=["advantages not finite", "too many", "none", "seen by the preprocessor"],
+)
+def test_a_group_that_makes_no_sense_is_asked_for_again_and_training_goes_on(
+    streams: Streams, poison: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    streams.publish_many(TOPIC, [msgspec.structs.replace(prepared(0), **poison), prepared(1), prepared(2)])
+    batches = batches_of(streams)
+    groups = batches.next(0)
+    assert positions(groups) == [1, 2]
+    assert len(rows_of(groups)) == 2
+    assert batches.counts["malformed"] == 1
+    assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == [0]
+    assert not batches.ledger.is_settled(0)
+    assert "position 0 came malformed (1 of 3)" in caplog.text
+    streams.publish_many(TOPIC, [prepared(0), prepared(3)])
+    batches.trained(0)
+    assert positions(batches.next(1)) == [0, 3]
+
+
+def test_a_position_that_is_always_malformed_is_settled_as_failed_in_the_end(streams: Streams) -> None:
+    poison = msgspec.structs.replace(prepared(0), advantages=())
+    streams.publish_many(TOPIC, [poison, poison, poison, prepared(1), prepared(2)])
+    batches = batches_of(streams)
+    assert positions(batches.next(0)) == [1, 2]
+    assert batches.ledger.outcomes == {"failed: malformed": 1}
+    assert len(list(streams.scan("reissue", Reissue))) == 2
+
+
 def test_a_group_that_cannot_be_trained_is_settled_with_its_reason(streams: Streams) -> None:
     streams.publish_many(TOPIC, [prepared(0, outcome="failed: no reward"), prepared(1), prepared(2)])
     batches = batches_of(streams)
@@ -120,6 +158,46 @@ def test_only_what_the_durable_commit_covers_is_given_up(streams: Streams) -> No
     assert batches.covered == ()
 
 
+SMALL_BUDGET = 1 << 16
+
+
+@pytest.mark.parametrize("size", [8_000, 80_000], ids=["some batches fill the topic", "one group is above its half"])
+def test_a_topic_that_only_commits_can_free_never_holds_training_up(tmp_path: Path, size: int) -> None:
+    """Checkpoints come early, as the budget asks for them; a batch may take more than the whole budget."""
+    total, most, early = 24, 0, 0
+    with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), max(SMALL_BUDGET, 2 * size)) as streams:
+        groups = [large(position, size) for position in range(total)]
+        batches = batches_of(streams, prompts_per_step=3, data_seconds=20)
+        with ThreadPoolExecutor(1) as pool:
+            publishing = pool.submit(streams.publish_many, TOPIC, groups, seconds=20)
+            for step in range(total // 3):
+                assert positions(batches.next(step)) == [3 * step, 3 * step + 1, 3 * step + 2]
+                batches.trained(step)
+                most = max(most, streams.depth(TOPIC).bytes)
+                if batches.crowded:
+                    early += 1
+                    batches.acknowledge(batches.begin_commit())
+            publishing.result(20)
+        assert most <= streams.budget + 3 * size + 3_000
+        assert 0 < early <= total // 3
+
+
+def large(position: int, size: int) -> PreparedGroup:
+    group = prepared(position, version=position // 3)
+    return msgspec.structs.replace(group, group=msgspec.structs.replace(group.group, failures=("x" * size,)))
+
+
+def test_only_what_was_settled_since_the_last_commit_began_asks_for_another(streams: Streams) -> None:
+    streams.publish_many(TOPIC, [large(position, 300_000) for position in range(3)])
+    batches = batches_of(streams)
+    batches.next(0)
+    batches.trained(0)
+    assert batches.crowded
+    assert batches.begin_commit() == batches.covered
+    assert not batches.crowded
+    assert len(batches.covered) == 2
+
+
 def test_after_a_crash_the_same_batches_come_again_in_the_same_order(streams: Streams) -> None:
     streams.publish_many(TOPIC, [prepared(position) for position in (3, 1, 0, 2)])
     before = batches_of(streams)
@@ -139,6 +217,17 @@ def test_what_a_commit_covered_is_not_trained_again_although_it_was_not_acknowle
     before.trained(0)
     committed = Ledger.restore(before.ledger.snapshot())
     assert positions(batches_of(streams, committed).next(1)) == [2, 3]
+
+
+def test_an_entry_that_is_delivered_twice_is_not_given_up_before_it_is_trained(streams: Streams) -> None:
+    """As after a restart of the streams' backend."""
+    streams.publish(TOPIC, prepared(0))
+    entries = list(streams.scan(TOPIC, PreparedGroup))
+    batches = batches_of(streams)
+    for _ in range(2):
+        batches._take(entries[0], 0)
+    assert batches.covered == ()
+    assert not batches.counts
 
 
 def test_an_interruption_settles_nothing_of_the_batch_that_was_not_trained(streams: Streams) -> None:

@@ -9,7 +9,7 @@ import fsspec.config
 import pytest
 import torch
 
-from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
 from pipeline.checkpoints.sharded import load, save
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError
@@ -37,8 +37,8 @@ def root(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytes
     return f"s3://{BUCKET}/{request.node.name}"
 
 
-def commit(root: str, step: int) -> None:
-    save(root, "1-0", TrainerState(job="rl", step=step), {"w": torch.full((3,), float(step))})
+def commit(root: str, step: int) -> Checkpoint:
+    return save(root, "1-0", TrainerState(job="rl", step=step), {"w": torch.full((3,), float(step))})
 
 
 def test_what_two_ranks_saved_is_found_with_its_hashes_and_loaded_by_one(root: str, tmp_path: Path) -> None:
@@ -62,13 +62,12 @@ def test_an_upload_that_is_killed_leaves_the_one_before(
         found = newest_committed(root, hashes=True)
     assert found is not None
     assert found.manifest.step == 25
-    assert "rl-50 is skipped: no COMMIT" in caplog.text
+    assert "rl-50 is skipped: rl-50/2-0 has no COMMIT" in caplog.text
 
 
 def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
-    for step in (25, 50, 75):
-        commit(root, step)
-    assert prune(root, keep=2) == ["rl-25"]
+    newest = [commit(root, step) for step in (25, 50, 75)][-1]
+    assert prune(newest, keep=2) == ["rl-25/1-0"]
     assert Storage(root).folders() == ["rl-50", "rl-75"]
     into = {"w": torch.zeros(3)}
     found = newest_committed(root, hashes=True)
@@ -94,11 +93,11 @@ def test_an_attempt_that_was_taken_over_cannot_commit(root: str) -> None:
     Fence(root, "2-0").claim()
     with pytest.raises(CheckpointError, match=f"attempt 2-0 has taken over {root}"):
         commit(root, 50)
-    assert Storage(root).folders() == ["rl-25"]
+    assert Storage(root).folders() == ["lines", "rl-25"]
 
 
 def test_a_bucket_that_is_not_there_is_named(root: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot write s3://absent/run/OWNER"):
+    with pytest.raises(CheckpointError, match="cannot write s3://absent/run/"):
         Fence("s3://absent/run", "1-0").claim()
 
 

@@ -7,9 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pipeline.config import ModelConfig, OptimConfig
+from pipeline.packing import Budget
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import Patience, joined
+from pipeline.training.rows import Batch, Row
+from pipeline.training.spec import ModelSpec
 from tests.integration import dispatch_ranks, forked_ranks
 from tests.integration.training_cases import write_model
 
@@ -60,6 +66,45 @@ def test_torchrun_lets_the_controller_tell_of_a_rank_that_died(model: Path, tmp_
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert results.exists(), done.stderr[-4000:]
     assert read(results) == {DEATH: None}
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "initializer_range": 0.3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "vocab_size": 19,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def answer_packed_and_alone(rank: int, path: Path) -> None:
+    """Rows of a model with a recurrent layer, that a packed budget would lay end to end."""
+    draw = np.random.default_rng(0)
+    masks = [(np.arange(length) > 0).astype(np.uint8) for length in (9, 5, 12)]
+    rows = [Row(draw.integers(0, 19, len(mask)).astype(np.int32), mask) for mask in masks]
+    spec = ModelSpec("policy", ModelConfig(path=str(path), init="random"), OptimConfig(), steps=2)
+
+    def algorithm(dispatch: Dispatch) -> None:
+        dispatch.init_model("policy", spec)
+        together = dispatch.forward("policy", Batch.of(rows))
+        for row, answer in zip(rows, together, strict=True):
+            np.testing.assert_allclose(answer, dispatch.forward("policy", Batch.of([row]))[0], rtol=0, atol=1e-5)
+
+    lead_or_serve(algorithm, Budget(4096, packed=True))
+
+
+def test_rows_that_would_see_each_other_packed_are_answered_as_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    forked_ranks.run_ranks(1, answer_packed_and_alone, tmp_path)
 
 
 def abort_in_the_world(rank: int, errors: Path) -> None:

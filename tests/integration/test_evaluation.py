@@ -50,6 +50,26 @@ def test_a_request_names_its_attempt_and_version_and_its_answer_is_noted(streams
     assert notes[25]["eval/accuracy"] == 0.75
 
 
+class Restarted(FileStreams):
+    """Streams whose backend can be told to have been restarted."""
+
+    generation = 0
+
+
+def test_a_request_that_the_streams_lost_is_made_again_once(tmp_path: Path) -> None:
+    paths = AttemptPaths(tmp_path, "r", "a-0")
+    with Restarted(paths, 1 << 20) as streams:
+        asked = evaluations(streams, Notes())
+        asked.request(25)
+        (lost,) = streams.reader("eval_requests", EvalRequest, "actor").read(1, 5)
+        streams.reader("eval_requests", EvalRequest, "actor").acknowledge([lost.id])
+        asked.request(50)
+        for _ in range(2):
+            streams.generation = 1
+            asked.collect()
+        assert [entry.record.weights for entry in streams.scan("eval_requests", EvalRequest)] == [50, 25]
+
+
 def test_an_answer_of_an_earlier_attempt_is_noted_too_and_nothing_is_measured_twice(streams: Streams) -> None:
     notes = Notes()
     asked = evaluations(streams, notes, 0)

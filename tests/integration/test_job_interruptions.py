@@ -53,6 +53,46 @@ def test_a_job_that_is_told_to_stop_commits_its_steps_and_goes_on_from_there(
     assert_same(tmp_path / "rl-model", tmp_path / "uninterrupted" / "rl-model")
 
 
+def commits_of(state: Path) -> list[Path]:
+    return sorted(state.glob("rl-*"), key=lambda path: int(path.name.partition("-")[2]))
+
+
+def damage(commit: Path) -> None:
+    """Change one bit of its tensors."""
+    (shard,) = commit.glob("*/*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_job_whose_newest_commit_is_damaged_goes_on_from_the_one_before_or_starts_again(
+    damaged: int, dispatch: Dispatch, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "uninterrupted").mkdir()
+    config, file = config_of(model, checkpoint_every=1), write_job(tmp_path, "rl")
+    execute(write_job(tmp_path / "uninterrupted", "rl"), dispatch, config)
+    with pytest.raises(Interrupted):
+        execute(file, dispatch, config, pulse=interrupt_before(3))
+    for commit in commits_of(tmp_path / "rl-state")[-damaged:]:
+        damage(commit)
+    execute(file, dispatch, config)
+    again = STEPS - 2 if damaged == 1 else STEPS
+    assert events(tmp_path / "rl.jsonl") == ["started", *["step"] * again, "finished"]
+    assert_same(tmp_path / "rl-model", tmp_path / "uninterrupted" / "rl-model")
+
+
+def test_a_job_takes_over_the_newest_state_that_is_not_damaged(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
+    """Its steps are numbered on from that one."""
+    config = config_of(model, checkpoint_every=STEPS - 1)
+    execute(write_job(tmp_path, "rl"), dispatch, config)
+    whole, newest = commits_of(tmp_path / "rl-state")
+    damage(newest)
+    execute(write_job(tmp_path, "rl", "second"), dispatch, config)
+    assert (whole.name, newest.name) == (f"rl-{STEPS - 1}", f"rl-{STEPS}")
+    assert commits_of(tmp_path / "rl-state")[-1].name == f"rl-{STEPS - 1 + STEPS}"
+
+
 def test_a_queue_that_is_told_to_stop_leaves_its_jobs_where_they_are(
     dispatch: Dispatch, config: RunConfig, tmp_path: Path
 ) -> None:

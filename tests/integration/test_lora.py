@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def an_adapted(directory: Path, seed: int) -> Model:
     """The base with adapters that change it far more than rounding does."""
-    model: Model = add_adapters(a_model(directory, 1), LORA, seed)
+    model: Model = add_adapters(a_model(directory, 1), LORA)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -94,13 +94,13 @@ def test_an_adapter_that_the_server_has_no_layers_for_is_refused_and_the_next_tr
 
 
 def test_a_server_that_lost_its_adapter_gets_it_again_between_two_updates(server: Served) -> None:
-    """What a restarted server looks like: alive, and at version `default`."""
+    """What a restarted server looks like: alive, and without a version."""
     model = an_adapted(server.model, 6)
     told: list[int | None] = []
     with a_sender([server], lambda _, version: told.append(version), LORA) as sender:
         publish_to_all(sender, 3, model)
         with Control(server.endpoint, SECRET) as control:
-            control.post("/update_weight_version", Deadline("an answer", 10), new_version="default")
+            control.post("/collective_rpc", Deadline("an answer", 10), method="leave_weights")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE
 

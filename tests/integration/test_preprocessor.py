@@ -64,10 +64,14 @@ def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:
     [
         (a_group(0, 1, failures=("reward raised ValueError: x",) * 3), "failed: reward raised ValueError"),
         (a_group(0), "failed: too few samples"),
-        (Group(position=0, prompt=0, samples=(a_sample(0), a_sample(1, tokens=2))), "failed: malformed sample"),
+        (
+            Group(position=0, prompt=0, samples=(a_sample(0), a_sample(1, tokens=2))),
+            "malformed: sample arrays differ in length: tokens, sampled, logprobs = (2, 3, 3)",
+        ),
+        (a_group(0, 1, float("nan")), "malformed: a log-probability or the reward is not finite"),
     ],
 )
-def test_a_group_that_cannot_be_trained_is_settled_with_its_reason(group: Group, outcome: str) -> None:
+def test_a_group_that_cannot_be_trained_is_passed_on_with_its_reason(group: Group, outcome: str) -> None:
     prepared = prepare(group, a_config())
     assert (prepared.outcome, prepared.advantages) == (outcome, ())
 
@@ -126,12 +130,6 @@ def test_bytes_that_are_no_group_are_set_aside(attempt: Attempt, streams: Stream
     attempt.start("preprocessor")
     assert wait_for_positions(streams, 1) == [0]
     assert streams.depth("groups").rejected == 1
-
-
-def test_it_stops_when_training_is_finished(attempt: Attempt) -> None:
-    child = attempt.start("preprocessor")
-    attempt.context("preprocessor").events.publish("training_finished", "test")
-    assert wait_for("its exit", lambda: None if child.poll() is None else [child.poll()], 10) == [0]
 
 
 def test_it_stops_when_it_is_told_to(attempt: Attempt) -> None:

@@ -15,12 +15,14 @@ from pipeline.process import hold_port
 from pipeline.records import Reissue, encode
 from pipeline.roles import redis as role
 from pipeline.streams import Streams, connect
-from pipeline.streams.redis_data import ONE_FILE, SEVERAL_FILES, inherit, needs_redis_7
+from pipeline.streams.redis_data import ONE_FILE, inherit
 from pipeline.waiting import wait_for
 from tests.integration.redis_attempts import (
     ADDRESS,
     a_config,
     a_redis,
+    copy_of,
+    go_back,
     raw_client,
     redis_context,
     running_redis,
@@ -28,6 +30,7 @@ from tests.integration.redis_attempts import (
 )
 
 pytestmark = pytest.mark.integration
+with_each_redis = pytest.mark.usefixtures("each_redis")
 
 
 def numbers(*positions: int) -> list[Reissue]:
@@ -38,21 +41,24 @@ def left_in(streams: Streams) -> list[int]:
     return [entry.record.position for entry in streams.scan("reissue", Reissue)]
 
 
+@with_each_redis
 def test_the_server_refuses_who_does_not_know_the_secret(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _):
         port = context.placement.ports[0]
-        assert role.answers(ADDRESS, port, context.world.secret)
+        assert role.answers(ADDRESS, port, context.world.password)
         assert not role.answers(ADDRESS, port, "guess")
         with socket.create_connection((ADDRESS, port), timeout=5) as link:
             link.sendall(b"PING\r\n")
             assert link.recv(64).startswith(b"-NOAUTH")
 
 
+@with_each_redis
 def test_the_server_listens_on_its_own_address_only(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.9", context.placement.ports[0]), timeout=5)
 
 
+@with_each_redis
 def test_only_the_owner_can_read_the_secret_and_the_data(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child):
         with connect(context) as streams:
@@ -61,14 +67,16 @@ def test_only_the_owner_can_read_the_secret_and_the_data(tmp_path: Path) -> None
         written = [path for path in [folder, *folder.rglob("*")] if stat.S_IMODE(path.stat().st_mode) & 0o077]
         command_line = Path(f"/proc/{child.pid}/cmdline").read_bytes()
     assert written == []
-    assert context.world.secret.encode() not in command_line
+    assert context.world.password.encode() not in command_line
 
 
+@with_each_redis
 def test_the_agents_signal_ends_the_server_cleanly(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (_, child):
         assert child.stop(5) == 0
 
 
+@with_each_redis
 def test_the_next_attempt_goes_on_with_the_streams_of_a_server_that_was_killed(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child):
         with connect(context) as streams:
@@ -86,6 +94,7 @@ def test_the_next_attempt_goes_on_with_the_streams_of_a_server_that_was_killed(t
         assert [entry.record.position for entry in reader.read(10, 5)] == [4]
 
 
+@with_each_redis
 def test_a_zombie_of_an_earlier_attempt_cannot_touch_a_later_one(tmp_path: Path) -> None:
     with a_redis(tmp_path, "9-0") as (zombie, _), connect(zombie) as stale:
         stale.publish_many("reissue", numbers(1))
@@ -99,6 +108,7 @@ def test_a_zombie_of_an_earlier_attempt_cannot_touch_a_later_one(tmp_path: Path)
             assert left_in(streams) == [1, 3]
 
 
+@with_each_redis
 def test_what_is_copied_while_a_zombie_writes_is_all_that_it_wrote_up_to_some_moment(tmp_path: Path) -> None:
     """Also while it rewrites its files: a copy is a beginning of its history, at worst torn at its end."""
     done, written = threading.Event(), 0
@@ -125,6 +135,7 @@ def test_what_is_copied_while_a_zombie_writes_is_all_that_it_wrote_up_to_some_mo
     assert kept == list(range(len(kept)))
 
 
+@with_each_redis
 def test_a_server_killed_in_its_attempt_starts_again_with_its_data_and_its_clients_go_on(tmp_path: Path) -> None:
     with hold_port() as holder:
         context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
@@ -137,10 +148,41 @@ def test_a_server_killed_in_its_attempt_starts_again_with_its_data_and_its_clien
             child.kill()
         with running_redis(context), streams:
             streams.publish_many("reissue", numbers(3))
-            assert [entry.record.position for entry in reader.read(10, 5)] == [2, 3]
+            assert [entry.record.position for entry in reader.read(10, 5)] == [1, 2, 3]  # 1 was not acknowledged
             assert streams.depth("reissue").unread_bytes == 0
 
 
+@with_each_redis
+def test_a_reader_goes_on_with_what_is_there_when_redis_lost_what_it_read_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when the clock was set back meanwhile, so that new entries have lower ids than those that are gone."""
+    with hold_port() as holder:
+        context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
+        with running_redis(context) as child:
+            streams = connect(context)
+            reader = streams.reader("reissue", Reissue, "actor")
+            streams.publish_many("reissue", numbers(1))
+            kept = copy_of(context)
+            streams.put("weights", b"12")
+            with raw_client(context) as client:
+                late = f"{int(client.time()[0]) + 30}000-0"
+                client.xadd("rollcall:reissue", {"d": encode(numbers(2)[0]), "e": "0"}, id=late)
+            assert [entry.record.position for entry in reader.read(10, 5)] == [1, 2]
+            child.kill()
+        go_back(context, kept)
+        with running_redis(context), streams:
+            assert streams.get("weights") == b"12"
+            streams.publish_many("reissue", numbers(3, 4))
+            entries = reader.read(10, 5)
+            assert [entry.record.position for entry in entries] == [1, 3, 4]
+            reader.acknowledge([entry.id for entry in entries])
+            assert left_in(streams) == []
+            assert streams.generation == 1
+    assert "may have lost its last writes" in caplog.text
+
+
+@with_each_redis
 def test_a_torn_tail_of_the_data_loses_only_the_torn_write(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child):
         with connect(context) as streams:
@@ -156,38 +198,40 @@ def test_a_torn_tail_of_the_data_loses_only_the_torn_write(tmp_path: Path) -> No
         assert depth.bytes == depth.unread_bytes == len(encode(numbers(1)[0]))
 
 
-def test_a_copy_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
-    first, second = tmp_path / "7-0", tmp_path / "7-1"
-    assert inherit(first).number == 1
-    (first / ONE_FILE).write_bytes(b"whole")
-    second.mkdir()
-    (second / ONE_FILE).write_bytes(b"wh")
-    assert inherit(second).origin == "7-0"
-    assert (second / ONE_FILE).read_bytes() == b"whole"
+@with_each_redis
+def test_data_that_is_damaged_in_the_middle_is_cut_there_and_redis_starts(tmp_path: Path) -> None:
+    with a_redis(tmp_path, "7-0") as (context, child):
+        with connect(context) as streams:
+            for position in range(20):
+                streams.publish_many("reissue", numbers(position))
+        wait_until_written(context)
+        child.kill()
+    (data,) = [path for path in context.paths.redis.rglob("*") if path.name.endswith((".incr.aof", ONE_FILE))]
+    written = data.read_bytes()
+    middle = written.index(b"*", len(written) // 2)
+    data.write_bytes(written[:middle] + b"?" + written[middle + 1 :])
+    with a_redis(tmp_path, "7-1") as (context, child):
+        with connect(context) as streams:
+            left = left_in(streams)
+        told = child.log.read_text()
+    assert 0 < len(left) < 20
+    assert left == list(range(len(left)))
+    assert "is cut off where it is damaged" in told
+    assert "issued again" in told
 
 
-def test_the_newest_data_is_the_latest_copy_whatever_names_and_times_say(tmp_path: Path) -> None:
-    for order, name in enumerate(["99-0", "5-0", "100-0"]):
-        folder = tmp_path / name
-        assert inherit(folder).number == order + 1
-        (folder / ONE_FILE).write_text(name)
-    os.utime(tmp_path / "99-0" / ONE_FILE, (2e9, 2e9))
-    assert inherit(tmp_path / "6-0").origin == "100-0"
-    assert (tmp_path / "6-0" / ONE_FILE).read_text() == "100-0"
-
-
-def test_an_attempt_that_starts_again_keeps_its_own_data(tmp_path: Path) -> None:
-    inherit(tmp_path / "7-0")
-    (tmp_path / "7-0" / ONE_FILE).write_text("mine")
-    inherit(tmp_path / "7-1")
-    assert inherit(tmp_path / "7-0").number == 1
-    assert (tmp_path / "7-0" / ONE_FILE).read_text() == "mine"
-
-
-def test_data_of_redis_7_is_recognised(tmp_path: Path) -> None:
-    assert not needs_redis_7(tmp_path)
-    (tmp_path / SEVERAL_FILES).mkdir()
-    assert needs_redis_7(tmp_path)
+@with_each_redis
+def test_data_beyond_repair_is_set_aside_and_redis_starts_empty(tmp_path: Path) -> None:
+    junk = b"REDIS0009" + b"junk" * 20
+    with hold_port() as holder:
+        context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
+        inherit(context.paths.redis)
+        (context.paths.redis / ONE_FILE).write_bytes(junk)
+        with running_redis(context) as child, connect(context) as streams:
+            assert left_in(streams) == []
+            streams.publish_many("reissue", numbers(1))
+    assert (context.paths.redis / "damaged-1" / ONE_FILE).read_bytes() == junk
+    assert "beyond repair" in child.log.read_text()
 
 
 def executable(folder: Path, name: str, text: str = "") -> Path:
@@ -231,3 +275,11 @@ def test_the_memory_bound_follows_the_budget_of_a_topic(tmp_path: Path) -> None:
     small = role.server_config(a_config(budget_bytes=1 << 20), place, "s", tmp_path)
     assert f"maxmemory {(1 << 28) + 8 * (1 << 20)}\n" in small
     assert "maxmemory-policy noeviction" in small
+
+
+def test_what_was_inherited_takes_nothing_of_the_memory_that_an_attempt_needs(tmp_path: Path) -> None:
+    """Else an attempt that ended without memory would be the last that could write."""
+    place = redis_context(tmp_path, "7-0", 1234).placement
+    (tmp_path / ONE_FILE).write_bytes(b"x" * 1000)
+    text = role.server_config(a_config(budget_bytes=1 << 20), place, "s", tmp_path)
+    assert f"maxmemory {(1 << 28) + 8 * (1 << 20) + 1000}\n" in text

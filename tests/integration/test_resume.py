@@ -99,13 +99,25 @@ def test_a_commit_that_was_under_way_when_all_ranks_were_killed_does_not_count(
         newest = newest_committed(str(killed / "checkpoints"), hashes=True)
     assert newest is not None
     assert newest.manifest.step == worlds.SAVED
-    assert "rl-6 is skipped: no COMMIT" in caplog.text
+    assert "rl-6 is skipped: rl-6/1-0 has no COMMIT" in caplog.text
 
 
 def test_a_resumed_run_takes_the_very_steps_of_the_uninterrupted_one(killed: Path, by_two: Path) -> None:
     assert len(steps_in(killed / "first")) == worlds.STEPS - worlds.SAVED
     assert steps_in(by_two / "resume") == steps_in(killed / "first")
     assert_equal(state_in(by_two / "resume"), state_in(killed / "first"))
+
+
+def test_ranks_of_which_one_reads_a_damaged_shard_go_on_together_from_the_commit_before(by_two: Path) -> None:
+    run = by_two.with_name("damaged")
+    shutil.copytree(by_two, run)
+    shard = run / "checkpoints/rl-6/1-1/__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    run_ranks(2, worlds.world, worlds.fall_back, run, "1-2", run / "back")
+    run_ranks(2, worlds.world, worlds.fall_back, run, "1-3", run / "again")
+    assert_equal(state_in(run / "back"), state_in(run / "again"))
 
 
 def test_a_run_that_is_resumed_by_more_ranks_takes_the_same_steps_within_rounding(killed: Path, by_four: Path) -> None:

@@ -73,6 +73,7 @@ class Book:
     """Keeps what was committed: the step's number, the model, and how much the ledger has settled."""
 
     whole = True
+    crowded = False
 
     def __init__(self, dispatch: CountingDispatch, ledger: Ledger) -> None:
         self._dispatch, self._ledger = dispatch, ledger

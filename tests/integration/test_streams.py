@@ -1,10 +1,10 @@
 """What the streams promise, on both backends: the same tests on a real Redis and on a real directory."""
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +15,7 @@ from pipeline.streams import AsyncStreams, Depth, Entry, Reader, Streams, connec
 from pipeline.streams.interface import PIECE_BYTES
 from pipeline.waiting import wait_for
 from tests.integration.redis_attempts import an_attempt, raw_client
+from tests.integration.redis_servers import redis_servers
 
 pytestmark = pytest.mark.integration
 
@@ -24,24 +25,22 @@ BIG = 10_000
 Open = Callable[[], Streams]
 
 
-@pytest.fixture(scope="module")
-def redis_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleContext]:
-    """An attempt with a real Redis, shared by the tests of this module."""
-    with an_attempt(tmp_path_factory.mktemp("run"), "redis", BUDGET) as context:
+@pytest.fixture(scope="module", params=[*redis_servers(), "files"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleContext]:
+    """An attempt with a real Redis, shared by the tests of this module, or with files."""
+    with an_attempt(tmp_path_factory.mktemp("run"), request.param, BUDGET) as context:
         yield context
 
 
-@pytest.fixture(params=["redis", "files"])
-def context(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RoleContext]:
+@pytest.fixture
+def context(place: RoleContext) -> RoleContext:
     """An attempt with empty streams, budget 64 KiB a topic."""
-    if request.param == "files":
-        with an_attempt(tmp_path, "files", BUDGET) as context:
-            yield context
-        return
-    shared: RoleContext = request.getfixturevalue("redis_place")
-    with raw_client(shared) as client:
+    if place.config.streams.backend == "files":
+        shutil.rmtree(place.run.streams, ignore_errors=True)
+        return place
+    with raw_client(place) as client:
         client.flushall()
-    yield shared
+    return place
 
 
 @pytest.fixture
@@ -190,12 +189,25 @@ def test_a_full_topic_holds_its_writer_until_the_reader_reads(streams: Streams, 
     assert got == list(range(total))
 
 
-def test_entries_that_were_read_but_not_acknowledged_do_not_hold_the_writer(streams: Streams) -> None:
+def test_what_was_read_but_not_acknowledged_holds_the_writer_too(streams: Streams) -> None:
+    """But for one entry: the reader has read everything, and may need one more."""
     reader = reader_of(streams)
-    for first in range(0, 30, 5):
-        assert streams.publish_many("reissue", big(*range(first, first + 5)), seconds=5)
-        assert len(reader.read(5, 5)) == 5
-    assert streams.depth("reissue").entries == 30
+    streams.publish_many("reissue", big(*range(6)), seconds=5)
+    ids = [entry.id for entry in reader.read(9, 5)]
+    with pytest.raises(DeadlineError, match="that acknowledges what it read"):
+        streams.publish_many("reissue", big(6, 7), seconds=0.2)
+    assert positions(reader.read(9, 5)) == [6]
+    reader.acknowledge(ids)
+    streams.publish_many("reissue", big(7, 8), seconds=5)
+    assert positions(reader.read(9, 5)) == [7, 8]
+
+
+def test_a_reader_that_needs_more_than_the_budget_gets_it_one_by_one(streams: Streams) -> None:
+    reader = reader_of(streams)
+    for position in range(15):
+        assert streams.publish("reissue", big(position)[0], seconds=5)
+        assert positions(reader.read(5, 5)) == [position]
+    assert streams.depth("reissue").bytes > 2 * BUDGET
 
 
 def test_a_writer_gives_up_at_its_deadline_and_says_what_is_missing(streams: Streams) -> None:
@@ -230,7 +242,9 @@ def test_a_list_longer_than_one_exchange_settles_its_input_only_with_its_last_re
         assert not full
         assert streams.depth("copies").entries == 1
         reader = reader_of(wide)
-        assert positions(reader.read(9, 5)) == [0, 1, 2, 3, 4]
+        entries = reader.read(9, 5)
+        assert positions(entries) == [0, 1, 2, 3, 4]
+        reader.acknowledge([entry.id for entry in entries])
         assert wide.publish_many("reissue", half_pieces[5:], acknowledging=(source, ids), seconds=5)
         assert positions(reader.read(9, 5)) == [5, 6, 7]
     assert streams.depth("copies").entries == 0

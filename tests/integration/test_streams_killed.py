@@ -12,11 +12,12 @@ from pipeline.records import Reissue
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Entry, Reader, Streams, connect
 from tests.integration.redis_attempts import an_attempt
+from tests.integration.redis_servers import redis_servers
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(params=["redis", "files"])
+@pytest.fixture(params=[*redis_servers(), "files"])
 def context(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RoleContext]:
     with an_attempt(tmp_path, request.param) as context:
         yield context

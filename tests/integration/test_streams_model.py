@@ -11,6 +11,7 @@ from pipeline.records import Reissue, encode
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Depth, connect
 from tests.integration.redis_attempts import an_attempt
+from tests.integration.redis_servers import redis_servers
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +31,7 @@ steps = st.lists(
 )
 
 
-@pytest.fixture(scope="module", params=["redis", "files"])
+@pytest.fixture(scope="module", params=[*redis_servers(), "files"])
 def context(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleContext]:
     with an_attempt(tmp_path_factory.mktemp("run"), request.param, BUDGET) as context:
         yield context

@@ -13,6 +13,7 @@ from pipeline.tracking import tracking_sinks
 from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
+from tests.fakes.wandb_server import WandbServer
 
 pytestmark = pytest.mark.integration
 
@@ -20,6 +21,7 @@ BROKEN = """
 import time
 Settings = dict
 class Run:
+    starting_step = 0
     def define_metric(self, *_, **__): pass
     def log(self, numbers): {log}
     def finish(self): {finish}
@@ -61,6 +63,20 @@ def test_offline_keeps_one_wandb_run_with_the_runs_id_for_all_attempts(tmp_path:
     # wandb's own process writes the file, and its last block a moment after `finish` has returned.
     wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), 20)
     assert list(home.iterdir()) == [], "wandb writes below the tracking folder only"
+
+
+def test_online_a_resumed_run_goes_on_where_it_was_without_a_step_twice_or_missing(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "online")
+    with WandbServer() as server:
+        variables = {"HOME": str(tmp_path), **server.variables()}
+        write_rows(run, tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=60), "12-0", steps=3)
+        assert [row["step"] for row in server.history(run.identity.run_id)] == [1, 2, 3]
+        write_rows(run, [], "12-1", steps=5)  # wandb's process was killed before it sent anything of this attempt
+        write_rows(run, tracking_sinks(run.config, attempt_of(run, "12-2"), variables, seconds=60), "12-2", steps=7)
+    assert list(server.files) == [run.identity.run_id]
+    history = server.history(run.identity.run_id)
+    assert [row["step"] for row in history] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["_step"] for row in history] == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("fault", ["log", "init", "finish"])

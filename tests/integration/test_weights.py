@@ -16,6 +16,7 @@ import pytest
 from pipeline.errors import WeightSyncError
 from pipeline.process import hold_port
 from pipeline.roles.inference import is_healthy
+from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.server import Completion
 from pipeline.waiting import Deadline, wait_for
 from pipeline.weights.control import Control
@@ -192,13 +193,13 @@ def test_a_server_without_weights_is_not_believed(servers: list[Served]) -> None
 
 
 def test_a_server_that_lost_its_weights_gets_them_again_between_two_updates(servers: list[Served]) -> None:
-    """What a restarted server looks like: alive, and at version `default`."""
+    """What a restarted server looks like: alive, and without a version."""
     server, model = servers[0], a_model(servers[0].model, 1)
     told: list[int | None] = []
     with a_sender([server], lambda _, version: told.append(version)) as sender:
         publish_to_all(sender, 3, model)
         with Control(server.endpoint, SECRET) as control:
-            control.post("/update_weight_version", Deadline("an answer", 10), new_version="default")
+            control.post("/collective_rpc", Deadline("an answer", 10), method="leave_weights")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE
 
@@ -237,6 +238,25 @@ def test_a_request_that_can_never_work_says_why(servers: list[Served]) -> None:
         asyncio.run(ask())
 
 
+def test_requests_that_are_cut_off_go_on_and_their_logprobs_are_the_models(servers: list[Served]) -> None:
+    """A tenth of a second is too short for the whole sample, and a piece of it is asked for at a time besides."""
+
+    async def ask() -> tuple[list[Completion], int]:
+        async with InferenceClient([servers[0].endpoint], SECRET, 0.1, request_tokens=200) as client:
+            client.update(servers[0].endpoint, 0)
+            made = await client.generate(PROBE, n=4, temperature=1.0, max_tokens=240, stop_token_ids=[])
+            assert client.retries.keys() == {"aborted"}
+            return made, client.retries["aborted"]
+
+    model = a_model(servers[0].model, 1)
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 0, model)
+        completions, aborted = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert aborted >= len(completions)
+    assert {(len(completion.tokens), completion.finish) for completion in completions} == {(240, "length")}
+    assert all(distance(model, PROBE, completion) < CLOSE for completion in completions)
+
+
 def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> None:
     async def ask() -> list[Completion]:
         async with client_of(servers) as client:
@@ -257,7 +277,7 @@ def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
 
     with hold_port() as holder:
         meeting = Meeting("127.0.0.2", port_of(holder), SECRET)
-        refused = pytest.raises(WeightSyncError, match=r"127\.0\.0\.9:9/health: ConnectionRefusedError")
+        refused = pytest.raises(WeightSyncError, match=r"127\.0\.0\.9:9/get_world_size: ConnectionRefusedError")
         nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
         with nobody as sender, refused:
             sender.publish(0, [])

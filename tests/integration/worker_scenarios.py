@@ -1,6 +1,7 @@
 """What the ranks of `test_worker` do: each scenario is run by all ranks of a world of one or two, and asserts."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import ConfigError, TrainingError
 from pipeline.losses import SFT, Objective, ValueObjective
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import Kind, ModelSpec
@@ -270,6 +271,18 @@ def a_loss_of_another_kind_of_model_is_refused(rank: int, path: Path) -> None:
             Worker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
 
 
+def a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_trained(rank: int, path: Path) -> None:
+    def deny(source: Path, target: Path) -> None:
+        raise PermissionError(f"{source} belongs to another")
+
+    with world() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "copy2", deny)
+        with pytest.raises(ConfigError, match="belongs to another"):
+            Worker(spec_of(path), mesh)
+        Worker(spec_of(path, optim=None), mesh)
+        Worker(spec_of(path, "critic"), mesh)
+
+
 def to_look_at_the_state_before_the_first_step_changes_nothing(rank: int, path: Path) -> None:
     with world() as mesh:
         one, other = Worker(spec_of(path), mesh), Worker(spec_of(path), mesh)
@@ -375,6 +388,7 @@ ALONE: list[Scenario] = [
     compiled_layers_are_whole_graphs_and_agree,
     a_value_is_that_of_the_tokens_before,
     a_loss_of_another_kind_of_model_is_refused,
+    a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_trained,
     a_rate_that_is_set_takes_the_place_of_the_schedule,
     sixteen_bits_compute_near_thirty_two,
     entropy_is_measured_when_it_is_asked_for,

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from pipeline.directory import FileDirectory
 from pipeline.errors import RollcallError
 from pipeline.plan import Card, Plan, Seat, Slot
 from slurm.beacon import Beacon
-from slurm.directory import FileDirectory
-from slurm.preflight import boot_id
+from slurm.preflight import node_id
 from slurm.rendezvous import meet
 
 
@@ -57,7 +57,7 @@ def main() -> int:
             attempt=given.attempt,
             hostname=f"node{given.rank}",
             pid=os.getpid(),
-            boot=boot_id(),
+            boot=node_id(),
             addresses=(address,),
             beacon=beacon.port,
             ports=(beacon.port,),

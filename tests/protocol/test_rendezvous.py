@@ -1,6 +1,7 @@
 """Real processes meet in a real directory, and some of them are killed, stopped or doubled on the way."""
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,11 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.directory import FileDirectory
 from pipeline.plan import Card, World
 from slurm.beacon import Beacon, find_addresses
-from slurm.directory import FileDirectory
 from slurm.rendezvous import Claim, Lease
 from tests.fakes.ranks import make_cards
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 AMPLE, SHORT = 60.0, 8.0  # seconds; where somebody is missing, the short deadline is lived through
@@ -154,6 +157,28 @@ def test_the_first_address_that_answers_is_found():
 def test_the_beacon_of_another_run_attempt_or_rank_is_not_believed(run, attempt, rank):
     with Beacon(run, attempt, rank, "127.0.0.1") as beacon:
         assert find_addresses("run", [beacon_card(beacon, 2)]) == {}
+
+
+def test_what_a_witness_reaches_counts_and_not_what_the_node_reaches_of_itself():
+    with Beacon("run", "7-0", 0, "127.0.0.2", "a") as leader, Beacon("run", "7-0", 3, "127.0.0.3", "b") as other:
+        card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.77", "127.0.0.2"), token="a")
+        witness = msgspec.structs.replace(beacon_card(other, 3, "127.0.0.3"), token="b")
+        assert find_addresses("run", [card], [witness]) == {0: "127.0.0.2"}
+        silent = msgspec.structs.replace(witness, beacon=other.port + 1, addresses=("127.0.0.78",))
+        assert find_addresses("run", [card], [silent]) == {}
+        assert find_addresses("run", [card], [silent, witness]) == {0: "127.0.0.2"}
+
+
+def test_nobody_who_does_not_know_its_token_can_make_a_beacon_call_or_answer_for_it():
+    with Beacon("run", "7-0", 0, "127.0.0.2", "a") as leader, Beacon("run", "7-0", 3, "127.0.0.3", "b") as other:
+        card, witness = beacon_card(leader, 0, "127.0.0.2"), beacon_card(other, 3, "127.0.0.3")
+        assert find_addresses("run", [msgspec.structs.replace(card, token="guess")]) == {}
+        assert find_addresses("run", [msgspec.structs.replace(card, token="a")], [witness]) == {}
+
+
+def test_a_caller_that_says_nothing_keeps_nobody_waiting():
+    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon, socket.create_connection(("127.0.0.1", beacon.port)):
+        assert find_addresses("run", [beacon_card(beacon, 2)], seconds=0.9) == {2: "127.0.0.1"}
 
 
 def test_a_closed_beacon_answers_nobody():

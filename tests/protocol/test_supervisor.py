@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -17,15 +18,32 @@ from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
 from pipeline.places import ClusterConfig
 from pipeline.plan import Placement, RoleName, World
+from pipeline.process import Child
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.waiting import Deadline, wait_for
 from slurm import supervisor
 from slurm.compose import compose_config
-from slurm.supervisor import End, Notice, Supervisor
+from slurm.supervisor import End, Notice, Supervisor, longest_descent
+
+pytestmark = pytest.mark.integration
 
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{FOREVER}"
+BEATS = """
+import threading, time
+from pipeline import heartbeat
+heartbeat.start()
+print('up', flush=True)
+def work():
+    while True:
+        heartbeat.beat()
+        time.sleep(0.05)
+"""
+STUCK = """
+def get_stuck():
+    time.sleep(600)
+"""
 UNTIL_TOLD = (
     "import sys, time, pathlib; print('up', flush=True)\n"
     "while not list(pathlib.Path(sys.argv[1]).glob('*.json')): time.sleep(0.02)"
@@ -44,6 +62,8 @@ class Attempt:
     threads: list[threading.Thread] = field(default_factory=list)
     supervisors: dict[int, Supervisor] = field(default_factory=dict)
     notices: dict[int, Notice] = field(default_factory=dict)
+    spoken: threading.Event = field(default_factory=threading.Event)
+    """Until it is set, whoever asks whether a mute role is ready gets no answer."""
     others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children(recursive=True)))
 
     @property
@@ -53,7 +73,15 @@ class Attempt:
     def launch(self, context: RoleContext) -> Launch:
         role = context.placement.role
         argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events))
-        return Launch(argv=argv, ready=lambda: b"up" in self.paths.log(role, 0).read_bytes())
+        return Launch(argv=argv, ready=lambda: self.is_ready(role), beats=self.scripts[role].count("heartbeat.start"))
+
+    def is_ready(self, role: RoleName) -> bool:
+        """Whether it printed `up`; what a script has in its comments goes wrong."""
+        if "# mute" in self.scripts[role]:
+            self.spoken.wait(60)
+        if "# no log" in self.scripts[role]:
+            raise FileNotFoundError("no log")
+        return b"up" in self.paths.log(role, 0).read_bytes()
 
     def start(self) -> None:
         config = compose_config(["experiment=demo"])
@@ -82,7 +110,10 @@ class Attempt:
         return [(entry["role"], entry["state"]) for entry in entries]
 
     def all_ready(self) -> bool:
-        return {role for role, state in self.history() if state == "ready"} == {f"{role}.0" for role in RANKS}
+        return self.ready() == {f"{role}.0" for role in RANKS}
+
+    def ready(self) -> set[str]:
+        return {role for role, state in self.history() if state == "ready"}
 
     def left(self) -> set[psutil.Process]:
         """What was started since this attempt began and is still there."""
@@ -95,9 +126,16 @@ class Attempt:
 
 @pytest.fixture
 def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
-    def make(startup_seconds: float = 20, **scripts: str) -> Attempt:
-        cluster = ClusterConfig(kind="local", startup_seconds=startup_seconds, stop_seconds=1, grace_seconds=3)
-        distinct = {role: f"{scripts.get(role, FOREVER)}\n# {role}" for role in RANKS}
+    def make(startup_seconds: float = 20, silence_seconds: float = 60, **scripts: str) -> Attempt:
+        cluster = ClusterConfig(
+            kind="local",
+            startup_seconds=startup_seconds,
+            stop_seconds=1,
+            grace_seconds=3,
+            silence_seconds=silence_seconds,
+        )
+        usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
+        distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
         made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct)
         monkeypatch.setattr(supervisor, "launch_of", made.launch)
         made.start()
@@ -144,6 +182,60 @@ def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable
     assert failure.cause == "waited 1.5 s for actor.0 to become ready"
 
 
+def test_a_role_that_gives_no_answer_keeps_nobody_from_hearing_the_end(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(actor=f"{FOREVER}  # mute", startup_seconds=60)
+    try:
+        wait_for("the other roles", lambda: run.ready() == {f"{role}.0" for role in RANKS} - {"actor.0"}, 20)
+        run.notices[0].reason = "SIGTERM"
+        assert run.join() == {"preempted"}
+    finally:
+        run.spoken.set()
+    assert ("actor.0", "ready") not in run.history()
+
+
+def test_a_question_that_raises_is_told_when_the_time_is_up(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(startup_seconds=1.5, actor=f"{FOREVER}  # no log")
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.cause.endswith("to become ready; missing: FileNotFoundError: no log")
+
+
+def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(silence_seconds=2, actor=f"{BEATS}\nwork()")
+    wait_for("all roles", run.all_ready, 20)
+    os.kill(run.pid_of("actor"), signal.SIGSTOP)
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.last_lines) == ("actor.0", 0, ("up",))
+    assert "has shown no sign of life" in failure.cause
+    assert failure.cause.endswith("it is stopped (SIGSTOP)")
+    assert any(" in work" in line for line in failure.stacks)
+    assert " in work" in run.paths.log("actor", 0).read_text()
+    assert "cluster.silence_seconds" in failure.mend
+    assert run.left() == set()
+
+
+def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(silence_seconds=2, trainer=f"{BEATS}{STUCK}\nwith heartbeat.during('stepping', 1):\n    get_stuck()")
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.role == "trainer.0"
+    assert "makes no progress in 'stepping'" in failure.cause
+    assert any(" in get_stuck" in line for line in failure.stacks)
+
+
+def test_a_silence_while_the_attempt_ends_is_no_failure(attempt: Callable[..., Attempt]) -> None:
+    until_told = UNTIL_TOLD.replace("time.sleep", "heartbeat.beat() or time.sleep")
+    run = attempt(silence_seconds=2, trainer=f"{BEATS}\n{until_told}\ntime.sleep(2.6)")
+    wait_for("all roles", run.all_ready, 20)
+    run.notices[0].reason = "SIGTERM"
+    assert run.join() == {"preempted"}
+    assert not run.paths.first_failure.exists()
+
+
 def test_draining_waits_for_the_trainer_to_commit_and_end(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=f"{UNTIL_TOLD}\ntime.sleep(1.5)")
     wait_for("all roles", run.all_ready, 20)
@@ -161,6 +253,49 @@ def test_a_trainer_that_does_not_end_within_the_grace_is_ended(attempt: Callable
     assert run.join() == {"preempted"}
     assert ("trainer.0", "stopping") in run.history()
     assert run.left() == set()
+
+
+def test_a_trainer_has_as_much_time_to_commit_when_something_else_failed(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=f"{UNTIL_TOLD}\ntime.sleep(1.5)")
+    wait_for("all roles", run.all_ready, 20)
+    os.kill(run.pid_of("actor"), 9)
+    assert run.join() == {"failed"}
+    history = run.history()
+    assert ("trainer.0", "stopping") not in history
+    assert history.index(("inference.0", "stopping")) < history.index(("trainer.0", "stopped"))
+    assert history.index(("trainer.0", "stopped")) < history.index(("redis.0", "stopping"))
+
+
+def test_a_failure_gives_a_trainer_that_commits_already_no_more_time(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(trainer=STUBBORN)
+    wait_for("all roles", run.all_ready, 20)
+    run.notices[0].reason = "SIGTERM"
+    wait_for("the others to come down", lambda: ("actor.0", "stopped") in run.history(), 20)
+    longest = Deadline("the descent", longest_descent(run.cluster))
+    run.events.publish("failed", "agent.9", "for the test")
+    assert run.join() == {"failed"}
+    assert not longest.passed
+
+
+def test_a_role_that_the_kernel_does_not_end_keeps_no_other_alive(
+    attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, kill = attempt(redis=STUBBORN, actor=STUBBORN), Child.kill
+    wait_for("all roles", run.all_ready, 20)
+    stuck = run.pid_of("redis")
+
+    def cannot(child: Child, seconds: float = 0.0) -> int:
+        return -9 if child.pid == stuck else kill(child, seconds)
+
+    monkeypatch.setattr(Child, "kill", cannot)
+    run.events.publish("failed", "agent.9", "for the test")
+    try:
+        assert run.join() == {"failed"}
+        assert {process.pid for process in run.left()} == {stuck}
+        assert "the kernel keeps it" in next(run.paths.timeline.glob("rank-0.jsonl")).read_text()
+    finally:
+        monkeypatch.undo()
+        next(role for role in run.supervisors[0]._roles if role.name == "redis.0").kill()
 
 
 def test_stubborn_roles_are_ended_with_their_groups(attempt: Callable[..., Attempt]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import files, process
+from pipeline.directory import FileDirectory
 from pipeline.errors import RollcallError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
@@ -42,7 +43,7 @@ def others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     config = make_config(
-        cluster={"kind": "slurm", "max_restarts": 1, "stop_seconds": 0.5},
+        cluster={"kind": "slurm", "max_restarts": 1, "stop_seconds": 0.5, "grace_seconds": 0.5},
         model={"path": "tiny_qwen3", "init": "random"},
     )
     return FakeRun(tmp_path / "run", config)
@@ -108,19 +109,19 @@ def test_an_agent_that_fails_says_why_and_that_it_is_down(run: FakeRun) -> None:
     failed = Events(paths).seen("failed")
     assert failed is not None
     assert failed.by == "agent.0"
-    assert lost_ranks(paths, 1) == ()
+    assert lost_ranks(FileDirectory(paths.root), 1) == ()
     assert (paths.alive / "0").exists()
 
 
 def test_an_agent_that_fails_waits_until_the_others_are_down(run: FakeRun) -> None:
     paths = paths_of(run, 0)
-    other = threading.Timer(1.0, leave, (paths, 1))
+    other = threading.Timer(1.0, leave, (FileDirectory(paths.root), 1))
     other.start()
     began = time.monotonic()
     with pytest.raises(RollcallError):
         run_agent(run.paths, environment(ranks=2), Notice())
     assert time.monotonic() - began >= 1.0
-    assert lost_ranks(paths, 2) == ()
+    assert lost_ranks(FileDirectory(paths.root), 2) == ()
     other.join()
 
 
@@ -128,11 +129,12 @@ def test_an_agent_that_fails_does_not_wait_for_ever_for_a_lost_one(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(agent, "lateness", lambda cluster: 0.0)
     began = time.monotonic()
     with pytest.raises(RollcallError):
         run_agent(run.paths, environment(ranks=2), Notice())
     assert 1.0 <= time.monotonic() - began < 10.0
-    assert lost_ranks(paths_of(run, 0), 2) == (1,)
+    assert lost_ranks(FileDirectory(paths_of(run, 0).root), 2) == (1,)
 
 
 def test_the_first_signal_decides_and_the_others_do_nothing() -> None:
@@ -195,3 +197,10 @@ def test_a_filesystem_that_fails_does_not_end_the_signs(run: FakeRun) -> None:
 
 def _fields(record: SubmittedJob, **changes: str) -> dict[str, object]:
     return {name: getattr(record, name) for name in record.__struct_fields__} | changes
+
+
+def test_a_node_that_is_not_on_the_network_of_the_run_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.network, "describe", lambda: "eth0 10.0.0.5/24")
+    assert agent._off_network(("10.0.0.5",), "eth0") == []
+    (told,) = agent._off_network((), "ib0")
+    assert told == "no interface that is up is on cluster.network=ib0 (there are: eth0 10.0.0.5/24)"

@@ -85,11 +85,26 @@ def test_mini_batches_of_a_run_are_of_one_size() -> None:
         check_run(compose_config(["experiment=demo", "training.mini_batches=3"]))
 
 
-def test_jobs_that_stand_alone_may_use_gpus_and_runs_may_not() -> None:
-    config = compose_config(["experiment=demo", "resources.device=cuda", "resources.trainer.gpus=1"])
-    check_config(config)
-    with pytest.raises(ConfigError, match=r"resources\.device='cuda': expected cpu; servers of this version"):
-        check_run(config)
+ON_GPUS = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.inference.gpus=2")
+
+
+def test_a_run_on_gpus_passes() -> None:
+    check_run(compose_config(["experiment=demo", *ON_GPUS]))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("resources.inference.gpus=0", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
+        ("resources.device=cpu", "inference.backend='nccl': expected gloo with resources.device=cpu"),
+        ("inference.backend=gloo", "resources.inference.gpus=2: expected 1 where weights travel over gloo"),
+        ("model.lora.rank=8", "inference.backend='nccl': expected gloo with model.lora.rank above 0"),
+    ],
+)
+def test_servers_on_gpus_that_cannot_be_are_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_run(compose_config(["experiment=demo", *ON_GPUS, "inference.backend=nccl", override]))
+    assert said in str(refused.value)
 
 
 def test_an_adapter_that_is_there_passes(tmp_path: Path) -> None:

@@ -1,11 +1,7 @@
 """The client's policy, against small HTTP servers that misbehave as told."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -14,108 +10,22 @@ from hypothesis import strategies as st
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.client import InferenceClient, _joined, _pauses
-from pipeline.rollouts.server import LONGEST_PAUSE, ROUTE, Completion
-
-T = TypeVar("T")
-Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
-
-
-def choice(tokens: list[int], finish: str = "length", version: str = "5", index: int = 0) -> dict[str, Any]:
-    return {
-        "index": index,
-        "finish_reason": finish,
-        "token_ids": tokens,
-        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}] if tokens else [],
-        "logprobs": {"content": [{"token_id": token, "logprob": -0.5, "rank": 1} for token in tokens]},
-    }
-
-
-def answer(*choices: dict[str, Any]) -> web.Response:
-    return web.json_response({"request_id": "r", "choices": list(choices)})
-
-
-async def works(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return answer(*(choice([7] * body["sampling_params"]["max_tokens"]) for _ in range(body["sampling_params"]["n"])))
-
-
-async def never_answers(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await asyncio.sleep(3600)
-    return web.Response()
-
-
-async def hangs_up(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-def with_status(status: int, body: str = "") -> Answer:
-    async def respond(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        return web.Response(status=status, text=body)
-
-    return respond
-
-
-def always(*choices: dict[str, Any]) -> Answer:
-    async def respond(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        return answer(*choices)
-
-    return respond
-
-
-@dataclass
-class Script:
-    """A server that answers by its list, and by the last of it for ever."""
-
-    answers: list[Answer]
-    endpoint: str = ""
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    authorizations: list[str] = field(default_factory=list)
-
-    async def respond(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
-        self.bodies.append(body)
-        self.authorizations.append(request.headers["Authorization"])
-        step = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return await step(request, body)
-
-
-@asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[Script]:
-    app = web.Application()
-    app.router.add_post(ROUTE, script.respond)
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    script.endpoint = f"{host}:{port}"
-    try:
-        yield script
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def client_and(*scripts: Script, **settings: Any) -> AsyncIterator[InferenceClient]:
-    """A client of these servers, all at version 5."""
-    async with AsyncExitStack() as stack:
-        for script in scripts:
-            await stack.enter_async_context(serving(script))
-        endpoints = [script.endpoint for script in scripts]
-        seconds = settings.pop("seconds", 5.0)
-        client = await stack.enter_async_context(InferenceClient(endpoints, "s3cret", seconds, **settings))
-        for endpoint in endpoints:
-            client.update(endpoint, 5)
-        yield client
-
-
-async def ask(client: InferenceClient, n: int = 1, tokens: int = 4) -> list[Completion]:
-    return await client.generate([1, 2, 3], n=n, temperature=0.7, max_tokens=tokens, stop_token_ids=[2])
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 20))
+from pipeline.rollouts.server import LONGEST_PAUSE, Completion, Server
+from tests.fakes.scripted_server import (
+    Answer,
+    Script,
+    always,
+    answer,
+    ask,
+    choice,
+    client_and,
+    hangs_up,
+    never_answers,
+    older_choice,
+    run,
+    with_status,
+    works,
+)
 
 
 def test_a_request_says_exactly_how_to_sample_and_proves_that_it_may() -> None:
@@ -148,9 +58,26 @@ def test_a_request_says_exactly_how_to_sample_and_proves_that_it_may() -> None:
     assert completions[0].server == script.endpoint
 
 
+def test_a_release_that_says_no_versions_had_those_between_question_and_answer() -> None:
+    async def story(script: Script) -> list[Completion]:
+        async with client_and(script) as client:
+
+            async def updated_meanwhile(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                client.update(script.endpoint, 6)
+                return answer(older_choice([7, 8]))
+
+            script.answers = [updated_meanwhile]
+            return await ask(client, n=1)
+
+    (completion,) = run(story(Script([])))
+    assert (completion.tokens, completion.logprobs) == ((7, 8), (-0.5, -0.5))
+    assert (completion.version_min, completion.version_max) == (5, 6)
+
+
 @pytest.mark.parametrize(
     ("failure", "reason"),
     [
+        (always(older_choice([7, 8], named=[7, 9])), "malformed answer"),
         (with_status(500), "status 500"),
         (with_status(503), "status 503"),
         (with_status(429), "status 429"),
@@ -172,7 +99,9 @@ def test_what_fails_for_now_is_tried_again_and_counted_by_its_reason(failure: An
     assert run(story()).retries == {reason: 2}
 
 
-def test_a_server_that_does_not_answer_in_time_is_given_up_for_another_try() -> None:
+def test_a_server_that_does_not_answer_in_time_is_given_up_for_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.rollouts.server.INTERRUPTION_SECONDS", 0.1)
+
     async def story() -> InferenceClient:
         async with client_and(Script([never_answers, works]), seconds=0.2) as client:
             await ask(client)
@@ -287,6 +216,31 @@ def test_a_server_too_far_behind_the_newest_weights_is_not_asked() -> None:
     old, new = Script([works]), Script([always(choice([7] * 4, version="7"))])
     run(story(old, new))
     assert (len(old.bodies), len(new.bodies)) == (0, 6)
+
+
+class Looked(dict[str, Server]):
+    """Servers that count how often all of them are looked at."""
+
+    times = 0
+
+    def values(self) -> Any:
+        self.times += 1
+        return super().values()
+
+
+def test_thousands_of_servers_are_looked_at_once_a_change_and_not_once_each() -> None:
+    async def story() -> None:
+        names = [f"10.0.{index // 250}.{index % 250}:30000" for index in range(4096)]
+        client = InferenceClient(names, "s3cret", 5.0)
+        looked = client._servers = Looked(client._servers)
+        for version in (1, 1, 1, 2):
+            for name in names:
+                client.update(name, version)
+            assert (await client._least_loaded()).version == version
+        assert looked.times == 2, "the versions changed twice"
+        assert len({(await client._least_loaded()).endpoint for _ in range(64)}) > 32, "any of them may be the one"
+
+    run(story())
 
 
 def test_a_server_that_fails_at_once_does_not_draw_the_requests() -> None:

@@ -45,7 +45,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("loss.entropy=nan", "finite number"),
         ("rollout.temperature=inf", "finite number"),
         ("cluster.stop_seconds=inf", "finite number"),
-        ("inference.backend=nccl", "'gloo'"),
+        ("inference.backend=ncc", "'gloo'"),
         ("name='a b'", "letters, digits"),
         ("seed=${sed}", "overrides that compose"),
     ],

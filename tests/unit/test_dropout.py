@@ -20,3 +20,16 @@ def test_a_model_whose_config_asks_for_dropout_is_trained_without(tmp_path: Path
     assert len(dropped) >= 3
     ones = torch.ones(64)
     assert all(torch.equal(module(ones), ones) for module in dropped)
+
+
+def test_a_layer_that_keeps_a_probability_of_its_own_drops_nothing_either(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    size = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model("seed_oss", **size, **heads, **tokens, residual_dropout=0.5)
+    config.save_pretrained(tmp_path)
+    network = model.build(ModelConfig(path=str(tmp_path), init="random"), 0).network
+    assert network.training
+    with torch.no_grad():
+        first, second = (network(torch.arange(8)[None]).logits for _ in range(2))
+    assert torch.equal(first, second)

@@ -95,3 +95,12 @@ def test_a_job_imports_from_its_snapshot_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", "/mine")
     made = environment.local_job_environment("job", "command", 4, Path("/run/code"))
     assert made["PYTHONPATH"] == "/run/code:/mine"
+
+
+def test_a_run_s_network_chooses_among_a_nodes_addresses_and_not_among_virtual_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "candidate_addresses", lambda: ("10.0.0.5", "10.1.0.5"))
+    assert Environment.detect(SLURM).addresses_on("10.1.0.0/16") == ("10.1.0.5",)
+    assert Environment.detect(SLURM).addresses_on("") == ("10.0.0.5", "10.1.0.5")
+    assert Environment.detect(LOCAL).addresses_on("ib0") == ("127.0.0.4",)

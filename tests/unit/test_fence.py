@@ -7,8 +7,10 @@ from typing import Any, cast
 import pytest
 
 from pipeline import folders
-from pipeline.checkpoints import Fence
-from pipeline.errors import CheckpointError
+from pipeline.checkpoints import Fence, newest_committed
+from pipeline.checkpoints.fence import lineage
+from pipeline.checkpoints.storage import Storage
+from pipeline.errors import CheckpointError, OvertakenError
 from pipeline.metrics import MetricSinks
 from pipeline.plan import World
 from pipeline.training.commits import Commits
@@ -63,15 +65,12 @@ class Trainer:
         world = World(run_id="r", attempt="12-0", epoch=1, leader=0, secret="s", placements=())
         _finish(self.run.paths, self.paths, self.run.config, world)
 
-    def open_metrics(self) -> None:
-        MetricSinks(self.run.paths.metrics, "12-0", check=self.commits.fence.check).close()
-
 
 def commits_of(run: FakeRun, attempt: str) -> Commits:
     return Commits(run.attempt(attempt).paths, run.config, cast(Dispatch, Ranks()))
 
 
-WRITES = [Trainer.log, Trainer.commit, Trainer.export, Trainer.finish, Trainer.open_metrics]
+WRITES = [Trainer.log, Trainer.commit, Trainer.export, Trainer.finish]
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_a_zombie_is_refused_and_leaves_every_file_as_it_was(
 
 
 def test_the_owner_may_write(run: FakeRun, owner: Trainer) -> None:
-    for write in (Trainer.log, Trainer.export, Trainer.finish, Trainer.open_metrics):
+    for write in (Trainer.log, Trainer.export, Trainer.finish):
         write(owner)
     assert len(run.paths.metrics.read_text().splitlines()) == 1
     assert owner.ranks.asked == ["save_hf_model"]
@@ -200,6 +199,53 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_model(run: FakeRun, owner:
     with pytest.raises(OSError, match="disk full"):
         owner.export()
     assert not run.paths.model.exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-1], lambda data: data.replace(b"12-1", b"12-0")]
+)
+def test_an_owner_that_cannot_be_read_keeps_everybody_out(root: str, damage: Callable[[bytes], bytes]) -> None:
+    for attempt in ("12-0", "12-1"):
+        Fence(root, attempt).claim("12")
+    owner = Path(root) / "OWNER"
+    owner.write_bytes(damage(owner.read_bytes()))
+    for attempt in ("12-0", "12-1", "12-2"):
+        for act in (Fence(root, attempt).check, Fence(root, attempt).claim, lambda: newest_committed(root)):
+            with pytest.raises(
+                CheckpointError, match=r"OWNER is damaged, so who may write is not known: make sure that"
+            ):
+                act()
+
+
+def test_a_line_that_cannot_be_read_counts_nothing(root: str) -> None:
+    Fence(root, "12-0").claim()
+    Fence(root, "12-0").keep(["rl-1/11-0"])
+    line = Path(root) / "lines/12-0"
+    line.write_bytes(line.read_bytes().replace(b"11-0", b"11-1"))
+    with pytest.raises(CheckpointError, match="lines/12-0 is damaged"):
+        newest_committed(root)
+
+
+def test_what_counted_before_a_claim_counts_until_the_owner_has_chosen(root: str) -> None:
+    storage, (first, second, third) = Storage(root), (Fence(root, f"12-{restart}") for restart in range(3))
+    assert lineage(storage).counts("rl-1", "anybody"), "nobody has claimed"
+    first.claim()
+    first.keep(["rl-1/11-0"])
+    second.claim()
+    third.claim()
+    now = lineage(storage)
+    assert all(now.counts(*each) for each in (("rl-1", "11-0"), ("rl-9", "12-0"), ("rl-9", "12-1"), ("rl-9", "12-2")))
+    assert not now.counts("rl-2", "11-0")
+    third.keep(["rl-9/12-0"])
+    assert list(storage.sizes("lines")) == ["12-2"], "the lines before it are needed no more"
+    with pytest.raises(OvertakenError):
+        second.keep(["rl-5/11-0"])
+    now = lineage(storage)
+    assert now.counts("rl-9", "12-0")
+    assert now.counts("rl-10", "12-2")
+    assert not any(
+        now.counts(*each) for each in (("rl-10", "12-0"), ("rl-9", "12-1"), ("rl-1", "11-0"), ("rl-5", "11-0"))
+    )
 
 
 def test_an_attempt_may_claim_again_what_it_has(root: str) -> None:

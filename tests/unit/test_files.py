@@ -89,6 +89,51 @@ def test_a_link_whose_reply_was_lost_counts_as_created(tmp_path, monkeypatch):
     assert files.create_document(tmp_path / "claim.json", Note(1))
 
 
+@pytest.mark.parametrize("call", ["link", "replace"])
+def test_a_call_that_a_client_sent_twice_counts_as_done(tmp_path, monkeypatch, call):
+    """The reply to the first was lost; the second finds its own work, and fails on it."""
+    really, write = getattr(os, call), files.create_document if call == "link" else files.write_document
+
+    def sent_twice(source: Path, target: Path) -> None:
+        really(source, target)
+        really(source, target)
+
+    monkeypatch.setattr(os, call, sent_twice)
+    assert write(tmp_path / "claim.json", Note(1)) in (True, None)
+    assert files.read_document(tmp_path / "claim.json", Note) == Note(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["claim.json"]
+
+
+def test_a_client_that_asks_twice_for_a_name_that_another_has_is_not_its_creator(tmp_path, monkeypatch):
+    files.write_document(tmp_path / "claim.json", Note(1))
+    really = os.link
+    monkeypatch.setattr(os, "link", lambda source, target: really(source, target) or really(source, target))
+    assert not files.create_document(tmp_path / "claim.json", Note(2))
+    assert files.read_document(tmp_path / "claim.json", Note) == Note(1)
+
+
+@pytest.mark.parametrize("call", ["link", "replace"])
+def test_a_call_that_failed_and_did_nothing_is_an_error_and_no_lost_race(tmp_path, monkeypatch, call):
+    write = files.create_document if call == "link" else files.write_document
+
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path / "claim.json", Note(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_name_that_cannot_be_removed_does_not_undo_what_was_written(tmp_path, monkeypatch):
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    assert files.create_document(tmp_path / "claim.json", Note(1))
+    assert files.read_document(tmp_path / "claim.json", Note) == Note(1)
+
+
 def test_a_reader_beside_a_busy_writer_never_sees_a_part(tmp_path):
     path, done = tmp_path / "note.json", threading.Event()
     files.write_document(path, Note(0, "x" * 5000))

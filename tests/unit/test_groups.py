@@ -1,7 +1,6 @@
 """Groups: what a failing task costs, how attempts share a request, and the order of issue."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +14,11 @@ from pipeline.rollouts.evaluation import Evaluation
 from pipeline.rollouts.groups import GroupBuilder, Patience
 from pipeline.rollouts.issue import Issue
 from pipeline.rollouts.meters import Share
+from pipeline.rollouts.rollout import Servers
 from pipeline.tasks import Episode, Policy, Prompt, Task, ask
 from pipeline.tasks.chat import Chat
 from tests.fakes.configs import make_config
+from tests.fakes.inline_calls import InlineCalls
 from tests.unit.test_tasks import TINY, Said
 
 CHAT = Chat(TINY)
@@ -67,9 +68,12 @@ def config(**rollout: Any) -> RunConfig:
     )
 
 
+def a_builder(task: Task, servers: Servers, **rollout: Any) -> GroupBuilder:
+    return GroupBuilder(task, InlineCalls(task), CHAT, servers, config(**rollout))
+
+
 def build(task: Task, servers: Answering | None = None, **rollout: Any) -> Group:
-    builder = GroupBuilder(task, CHAT, servers or Answering(), config(**rollout))
-    return asyncio.run(builder.build(3))
+    return asyncio.run(a_builder(task, servers or Answering(), **rollout).build(3))
 
 
 def a_task(**methods: Callable[..., Any]) -> Task:
@@ -79,6 +83,19 @@ def a_task(**methods: Callable[..., Any]) -> Task:
 
 def raising(*_: Any) -> Any:
     raise ValueError("the verifier\nis broken")
+
+
+def leaving(*_: Any) -> Any:
+    raise SystemExit(3)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def speechless(*_: Any) -> Any:
+    raise Speechless
 
 
 def test_a_group_holds_the_tokens_and_logprobs_that_the_server_gave() -> None:
@@ -100,7 +117,7 @@ def test_the_attempts_of_a_group_share_one_request() -> None:
 
 def test_a_turn_never_asks_for_more_tokens_than_the_model_has_room_for() -> None:
     servers = Answering()
-    builder = GroupBuilder(a_task(), CHAT, servers, config(max_tokens=30))
+    builder = a_builder(a_task(), servers, max_tokens=30)
     asyncio.run(builder.build(0))
     assert servers.asked[0][3] == 32 - len("^2+2=")
 
@@ -152,7 +169,11 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         ({"reward": lambda *_: "1.0"}, "reward is no number: str '1.0'"),
         ({"reward": lambda *_: None}, "reward is no number: NoneType None"),
         ({"prompt": raising}, "prompt raised ValueError: the verifier is broken"),
-        ({"prompt": lambda *_: ask("a letter")}, "prompt could not be rendered"),
+        ({"prompt": lambda *_: ask("a letter")}, "prompt could not be tokenised"),
+        ({"prompt": lambda *_: "2+2"}, "prompt raised TypeError: expected a Prompt, found str"),
+        ({"prompt": lambda *_: Prompt(None)}, "prompt could not be rendered TypeError"),
+        ({"reward": leaving}, "reward raised SystemExit: 3"),
+        ({"reward": speechless}, "reward raised Speechless: its message cannot be made"),
         ({"rollout": raising}, "rollout raised ValueError: the verifier is broken"),
         ({"rollout": timing_out}, "rollout raised TimeoutError: the tool did not answer"),
         ({"rollout": nothing}, "rollout returned no episode: str"),
@@ -182,21 +203,6 @@ def test_one_bad_sample_costs_the_others_nothing() -> None:
     assert (len(group.samples), len(group.failures)) == (3, 1)
 
 
-def test_a_reward_that_hangs_fails_its_group_and_holds_up_nothing_else() -> None:
-    release = threading.Event()
-
-    def hang(*_: Any) -> float:
-        release.wait(20)
-        return 1.0
-
-    try:
-        group = build(a_task(reward=hang), request_seconds=0.1)
-    finally:
-        release.set()
-    assert len(group.failures) == 4
-    assert "reward took too long" in group.failures[0]
-
-
 def test_a_rollout_that_hangs_fails_its_samples_at_its_deadline() -> None:
     group = build(a_task(rollout=hanging), episode_seconds=0.05)
     assert len(group.failures) == 4
@@ -204,7 +210,7 @@ def test_a_rollout_that_hangs_fails_its_samples_at_its_deadline() -> None:
 
 
 def test_a_task_that_always_fails_ends_with_its_reason() -> None:
-    builder = GroupBuilder(a_task(reward=raising), CHAT, Answering(), config(give_up_after=8))
+    builder = a_builder(a_task(reward=raising), Answering(), give_up_after=8)
 
     async def three_groups() -> None:
         for position in range(3):
@@ -231,8 +237,8 @@ def test_the_order_of_prompts_is_the_ledgers() -> None:
 
 
 def evaluate(task: Task, servers: Answering) -> Any:
-    builder = GroupBuilder(task, CHAT, servers, config())
-    return asyncio.run(Evaluation(task, CHAT, servers, builder.scorer, config()).run(EvalRequest(id="e", weights=5)))
+    evaluation = Evaluation(task, InlineCalls(task), CHAT, servers, config())
+    return asyncio.run(evaluation.run(EvalRequest(id="e", weights=5)))
 
 
 def test_an_evaluation_is_greedy_and_over_all_held_out_prompts() -> None:
@@ -266,6 +272,14 @@ def test_a_refused_position_is_issued_again_once() -> None:
     assert not issue.again(1)
     assert not issue.again(3), "it was never issued"
     assert [issue.take() for _ in range(2)] == [1, 3]
+
+
+def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
+    issue = Issue([2], first_new=5)
+    assert [issue.take() for _ in range(4)] == [2, 5, 6, 7]
+    issue.again(6)
+    assert issue.lost([2, 4], 6, held={7}) == 2
+    assert [issue.take() for _ in range(4)] == [2, 4, 6, 8]
 
 
 def test_outstanding_counts_what_is_issued_and_not_settled() -> None:

@@ -12,6 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import Placement
 from pipeline.roles import inference
+from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import MODEL
 from tests.fakes.configs import make_config
 
@@ -42,6 +43,12 @@ def test_the_secret_is_in_the_environment_and_not_in_the_command() -> None:
     assert SECRET in inference.server_environment(config(), place(), SECRET).values()
     assert not any(SECRET in word for word in inference.server_command(config(), place()))
     assert "pipeline.weights.guard.Guard" in inference.server_command(config(), place())
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_way_of_log_probabilities_is_as_configured(fast: bool) -> None:
+    chosen = config(inference={"fast_logprobs": fast})
+    assert inference.server_environment(chosen, place(), SECRET)[SWITCH] == str(int(fast))
 
 
 def test_a_server_starts_without_weights_of_its_own() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -10,11 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.errors import TrainingError
+from pipeline.errors import ConfigError, TrainingError
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
 from pipeline.waiting import wait_for
@@ -27,6 +30,7 @@ from tests.unit.test_jobs import SFT
 RANK = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
 stop = Stop(Path(sys.argv[1]))
@@ -108,6 +112,7 @@ def test_a_trainer_that_is_told_to_end_ends_after_the_answer_with_the_signals_co
 LAUNCHER = """
 import os, sys
 from pathlib import Path
+from typing import Any
 os.open(sys.argv[1], os.O_RDWR)  # the terminal of this session from now on, which sends HUP when it is closed
 from slurm.train import run_here
 from tests.fakes.configs import make_config
@@ -148,6 +153,71 @@ def test_slurm_gives_notice_of_the_time_limit_only_if_it_is_asked_to(
     config = make_config(cluster={"kind": "slurm", "notice_seconds": seconds})
     text = executor_of(Trainer(tmp_path / "job.json", config))._make_submission_file_text("command", "uid")
     assert [line for line in text.splitlines() if "--signal" in line] == expected
+
+
+EVERY_OPTION = {
+    "kind": "slurm",
+    "partition": "gpu",
+    "account": "lab",
+    "qos": "high",
+    "time": "4:00:00",
+    "constraint": "ib",
+    "exclude": "node3",
+    "nodelist": "node[1-2]",
+    "reservation": "course",
+    "exclusive": True,
+    "gpu_type": "h100",
+    "cpus": 12,
+    "memory": "64G",
+    "mail_user": "me@example.org",
+    "mail_type": "END",
+    "setup": ["module load cuda"],
+    "sbatch": {"licenses": "matlab:1", "overcommit": False},
+    "srun_args": ["--mpi=none"],
+    "notice_seconds": 60,
+    "max_restarts": 7,
+}
+
+
+def test_slurm_is_asked_for_all_that_the_config_says_of_a_job_that_stands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, script = asked_of_slurm(tmp_path, monkeypatch, EVERY_OPTION)
+    assert set(options) - {line for line in options if line.startswith(("--output", "--error"))} == {
+        *("--partition=gpu", "--account=lab", "--qos=high", "--time=4:00:00", "--constraint=ib", "--exclude=node3"),
+        *("--nodelist='node[1-2]'", "--reservation=course", "--exclusive", "--gpus-per-node=h100:2", "--mem=64G"),
+        *("--cpus-per-task=12", "--mail-user=me@example.org", "--mail-type=END", "--licenses=matlab:1", "--requeue"),
+        *("--signal=USR2@60", "--nodes=1", "--ntasks-per-node=1", "--open-mode=append", "--job-name=test"),
+    }
+    assert "module load cuda" in script
+    assert "--cpus-per-task=12 --mpi=none command" in script
+
+
+def test_no_option_of_a_job_that_stands_alone_may_contradict_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.sbatch\.gres='gpu:1': expected an option that is not Roll"):
+        asked_of_slurm(tmp_path, monkeypatch, {"kind": "slurm", "sbatch": {"gres": "gpu:1"}})
+
+
+def test_torchrun_meets_in_a_private_file_and_unpickles_nothing_that_comes_over_a_port(tmp_path: Path) -> None:
+    words = Trainer(tmp_path / "job.json", make_config())._command(Stop(tmp_path / "private" / "stop"))
+    told = dict(pairwise(words))
+    assert "--standalone" not in words
+    assert (told["--rdzv-endpoint"], told["--rdzv-conf"]) == (
+        str(tmp_path / "private" / "rendezvous"),
+        "store_type=file",
+    )
+    assert words[-1] == str(tmp_path / "private" / "secret")
+
+
+def asked_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any]) -> tuple[list[str], str]:
+    """The options of sbatch that a job with these keys has, and its whole batch file."""
+    monkeypatch.setattr(train, "find_slurm", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # submitit looks for srun
+    config = make_config(cluster=cluster, resources={"trainer": {"processes": 2, "gpus": 1}})
+    text = executor_of(Trainer(tmp_path / "job.json", config))._make_submission_file_text("command", "uid")
+    return re.findall(r"^#SBATCH (.*)", text, re.MULTILINE), text
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, RollcallError
-from pipeline.training.workers.lora import CONFIG, WEIGHTS, add_adapters, checkpoint_name, is_trained, save_adapter
+from pipeline.training.workers.lora import (
+    CONFIG,
+    WEIGHTS,
+    add_adapters,
+    checkpoint_name,
+    first_tensors,
+    is_trained,
+    save_adapter,
+)
 
 TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -26,13 +34,23 @@ def a_network(layers: int = 1) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def adapted(network: Any, lora: LoraConfig, seed: int) -> Any:
+    """The network with adapters that hold what they start with."""
+    add_adapters(network, lora)
+    named = dict(network.named_parameters())
+    with torch.no_grad():
+        for name, tensor in first_tensors(network, lora, seed):
+            named[name].copy_(tensor)
+    return network
+
+
 def adapters(network: nn.Module) -> dict[str, Tensor]:
     return {checkpoint_name(name): p.detach() for name, p in network.named_parameters() if is_trained(name)}
 
 
 def a_trained_network() -> Any:
     """A network whose adapters are no longer fresh."""
-    network = add_adapters(a_network(), LORA, seed=1)
+    network = adapted(a_network(), LORA, seed=1)
     with torch.no_grad():
         for tensor in adapters(network).values():
             tensor.add_(torch.randn_like(tensor) * 0.1)
@@ -53,7 +71,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_fresh_adapters_change_no_output_and_are_the_only_parameters_that_train() -> None:
-    network = add_adapters(a_network(), LORA, seed=1)
+    network = adapted(a_network(), LORA, seed=1)
     assert torch.equal(logits(network), logits(a_network()))
     trained = {name for name, p in network.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in network.named_parameters() if is_trained(name)}
@@ -61,19 +79,19 @@ def test_fresh_adapters_change_no_output_and_are_the_only_parameters_that_train(
 
 
 def test_fresh_adapters_depend_on_the_seed_alone() -> None:
-    first = adapters(add_adapters(a_network(), LORA, seed=1))
+    first = adapters(adapted(a_network(), LORA, seed=1))
     network = a_network()
     torch.rand(3)
     state = torch.get_rng_state()
-    again = adapters(add_adapters(network, LORA, seed=1))
+    again = adapters(adapted(network, LORA, seed=1))
     assert torch.equal(state, torch.get_rng_state())
-    other = adapters(add_adapters(a_network(), LORA, seed=2))
+    other = adapters(adapted(a_network(), LORA, seed=2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
 def test_a_saved_adapter_goes_on_where_it_was(saved: Path) -> None:
-    network = add_adapters(a_network(), LORA.model_copy(update={"adapter": str(saved)}), seed=9)
+    network = adapted(a_network(), LORA.model_copy(update={"adapter": str(saved)}), seed=9)
     assert torch.equal(logits(network), logits(a_trained_network_like(saved)))
     assert not torch.equal(logits(network), logits(a_network()))
 
@@ -112,7 +130,7 @@ def test_an_adapter_of_other_settings_is_refused_by_their_name(
 ) -> None:
     rewrite(saved, **settings)
     with pytest.raises(ConfigError, match=named):
-        add_adapters(a_network(), LORA.model_copy(update={"adapter": str(saved)}), seed=1)
+        adapted(a_network(), LORA.model_copy(update={"adapter": str(saved)}), seed=1)
 
 
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS, ""])
@@ -121,7 +139,7 @@ def test_an_adapter_that_is_not_there_is_never_a_fresh_start(saved: Path, missin
     if missing:
         (saved / missing).unlink()
     with pytest.raises(ConfigError, match=r"model\.lora\.adapter.*expected a directory with"):
-        add_adapters(a_network(), LORA.model_copy(update={"adapter": str(directory)}), seed=1)
+        adapted(a_network(), LORA.model_copy(update={"adapter": str(directory)}), seed=1)
 
 
 def truncate(directory: Path) -> None:
@@ -137,16 +155,16 @@ def scribble(directory: Path) -> None:
 def test_a_torn_adapter_is_refused(saved: Path, damage: Any) -> None:
     damage(saved)
     with pytest.raises(CheckpointError, match=r"cannot be read|no JSON"):
-        add_adapters(a_network(), LORA.model_copy(update={"adapter": str(saved)}), seed=1)
+        adapted(a_network(), LORA.model_copy(update={"adapter": str(saved)}), seed=1)
 
 
 def test_an_adapter_of_another_model_is_refused(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no adapter of this model: .*layers\.1.* is None there"):
-        add_adapters(a_network(layers=2), LORA.model_copy(update={"adapter": str(saved)}), seed=1)
+        adapted(a_network(layers=2), LORA.model_copy(update={"adapter": str(saved)}), seed=1)
 
 
 @pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens"])
 def test_a_target_that_is_no_linear_layer_below_the_head_is_refused(target: str) -> None:
     lora = LORA.model_copy(update={"targets": ("q_proj", target)})
     with pytest.raises(RollcallError, match=target):
-        add_adapters(a_network(), lora, seed=1)
+        adapted(a_network(), lora, seed=1)

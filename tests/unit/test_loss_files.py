@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from pipeline.checks import check_config
 from pipeline.config import LossConfig
-from pipeline.losses import POLICY_LOSSES
+from pipeline.losses import POLICY_LOSSES, LossTokens, total
 from slurm import compose
 from tests.unit.losses_by_hand import NAMES
 
@@ -37,6 +39,8 @@ def test_a_loss_is_what_its_row_of_the_page_says(name: str) -> None:
         assert getattr(loss, key) == float(value)
     if "clips 0.2" in rest:
         assert (loss.clip_low, loss.clip_high) == (0.2, 0.2)
+    recomputed = "`proximal` recompute, `correction` truncate" in rest
+    assert (loss.proximal, loss.correction) == (("recompute", "truncate") if recomputed else ("behaviour", "none"))
     assert (loss.kl > 0) == ("`kl` 0.01" in rest)
 
 
@@ -46,3 +50,37 @@ def test_the_other_numbers_of_the_page_are_those_of_the_files() -> None:
     assert (1 - cispo.clip_low, 1 + cispo.clip_high) == (0, 5)
     assert (ppo.discount, ppo.trace) == (1, 0.95)
     assert (plus.kl, plus.kl_in, plus.kl_estimator) == (0.01, "reward", "k1")
+
+
+ROWS = 16
+
+
+def gradient(loss: LossConfig, rounding: float, length: int) -> tuple[Tensor, float]:
+    """That of the log-probabilities on fresh samples, and the fraction of clipped tokens; the servers' numbers are off
+    by `rounding` (nats, standard deviation) at every token."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.arange(ROWS).repeat_interleave(length)
+    own = torch.full((len(rows),), -0.5, dtype=torch.float64)
+    logprobs = own.clone().requires_grad_()
+    tokens = LossTokens(
+        logprobs_N=logprobs,
+        weights_N=torch.full_like(own, 1 / len(rows)),
+        advantages_N=torch.randn(ROWS, generator=draw, dtype=torch.float64)[rows],
+        behaviour_N=own + rounding * torch.randn(len(rows), generator=draw, dtype=torch.float64),
+        rows_N=rows,
+        rows=ROWS,
+        proximal_N=own if loss.proximal == "recompute" else None,
+    )
+    value, sums = total(tokens, loss)
+    (found,) = torch.autograd.grad(value, logprobs)
+    return found, float(sums.get("clip_fraction", torch.zeros(()))) / len(rows)
+
+
+@pytest.mark.parametrize("length", [200, 2000])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_servers_in_bf16_round_is_no_reason_to_clip(name: str, length: int) -> None:
+    loss = chosen(name)
+    exact, _ = gradient(loss, 0.0, length)
+    rounded, clipped = gradient(loss, 0.02, length)
+    assert clipped == 0
+    assert (rounded - exact).norm() < 0.05 * exact.norm()

@@ -58,6 +58,7 @@ def learned(loss: LossConfig) -> float:
             rows_N=torch.arange(len(answers_RT)).repeat_interleave(LENGTH),
             rows=len(answers_RT),
             reference_N=behaviour_N,
+            proximal_N=behaviour_N,
         )
         for _ in range(2):
             train(adam, replace(samples, logprobs_N=logprobs_of(logits_TV, answers_RT)), loss)

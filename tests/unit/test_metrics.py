@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics import Console, MetricSinks, Row, RowReader, read_rows, series
+from pipeline.metrics import Console, MetricSinks, Row, RowReader, read_rows, roll_back, series
 from pipeline.tracking import chosen_mode
+from tests.fakes.full_disk import room_for
 
 
 class Kept:
@@ -36,7 +37,7 @@ def steps(path: Path, kind: str = "train", job: str = "rl") -> list[int]:
 
 def test_a_row_holds_what_the_spec_names(path: Path) -> None:
     with MetricSinks(path, "12-0", clock=lambda: 5.0) as sinks:
-        assert sinks.log("train", "rl", 1, {"reward/mean": 0.5, "lag/max": 2.0})
+        sinks.log("train", "rl", 1, {"reward/mean": 0.5, "lag/max": 2.0})
     assert json.loads(path.read_text()) == {
         "kind": "train",
         "job": "rl",
@@ -48,31 +49,72 @@ def test_a_row_holds_what_the_spec_names(path: Path) -> None:
     }
 
 
-def test_steps_trained_again_after_a_resume_are_not_logged_twice(path: Path) -> None:
+def test_steps_that_are_trained_again_have_the_row_of_the_second_time(path: Path) -> None:
     with MetricSinks(path, "12-0") as sinks:
         for step in range(1, 33):
             sinks.log("train", "rl", step, {"loss": 1.0})
-    kept = Kept()
-    with MetricSinks(path, "12-1", [kept]) as sinks:
-        logged = [sinks.log("train", "rl", step, {"loss": 2.0}) for step in range(26, 36)]
-    assert logged == [False] * 7 + [True] * 3
+    roll_back(path, "rl", 25)
+    with MetricSinks(path, "12-1") as sinks:
+        for step in range(26, 36):
+            sinks.log("train", "rl", step, {"loss": 2.0})
     assert steps(path) == list(range(1, 36))
-    assert [row["step"] for row in kept.rows] == [33, 34, 35]
+    assert [row["loss"] for row in read_rows(path)] == [1.0] * 25 + [2.0] * 10
 
 
-def test_evaluations_have_a_mark_of_their_own(path: Path) -> None:
+def test_rows_of_a_later_job_go_when_the_run_goes_back_to_an_earlier_one(path: Path) -> None:
     with MetricSinks(path, "12-0") as sinks:
-        sinks.log("train", "rl", 30, {})
-        assert sinks.log("eval", "rl", 25, {"eval/accuracy": 0.5}), "an evaluation may come later than its step"
-        assert not sinks.log("eval", "rl", 25, {"eval/accuracy": 0.6})
-    assert steps(path, "eval") == [25]
+        for job, step in (("sft", 1), ("sft", 2), ("rl", 1)):
+            sinks.log("train", job, step, {})
+    roll_back(path, "rl", 0)
+    assert (steps(path, job="sft"), steps(path)) == ([1, 2], [])
+    roll_back(path, "sft", 1)
+    assert steps(path, job="sft") == [1]
 
 
-def test_the_warm_start_is_over_once_rl_has_logged(path: Path) -> None:
+def test_an_evaluation_of_weights_that_stay_keeps_its_row_however_late_it_came(path: Path) -> None:
     with MetricSinks(path, "12-0") as sinks:
-        assert sinks.log("train", "sft", 200, {})
-        assert sinks.log("train", "rl", 1, {}), "RL begins at its own first step"
-        assert not sinks.log("train", "sft", 201, {})
+        sinks.log("train", "rl", 25, {})
+        sinks.log("train", "rl", 26, {})
+        sinks.log("eval", "rl", 25, {"eval/accuracy": 0.5})
+        sinks.log("eval", "rl", 26, {"eval/accuracy": 0.5})
+    roll_back(path, "rl", 25)
+    assert (steps(path), steps(path, "eval")) == ([25], [25])
+
+
+def test_nothing_is_rolled_back_where_nothing_was_logged(path: Path) -> None:
+    roll_back(path, "rl", 25)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("room", [0, 30])
+def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(
+    path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricSinks(path, "12-0") as sinks:
+        sinks.log("train", "rl", 1, {"loss": 1.0})
+        with room_for(path.stat().st_size + room):
+            for step in (2, 3):
+                sinks.log("train", "rl", step, {"loss": 1.0})
+            sinks.flush()
+            assert steps(path) == [1]
+        sinks.log("train", "rl", 4, {"loss": 1.0})
+    assert steps(path) == [1, 2, 3, 4]
+    assert [record.message.partition(": ")[0] for record in caplog.records] == [f"{path} gets its next lines later"]
+
+
+def test_a_row_that_a_replaced_writer_ends_late_is_seen_by_nobody(path: Path) -> None:
+    """It looked whether it may write, and hangs; the next owner begins meanwhile."""
+
+    def hang() -> None:
+        roll_back(path, "rl", 1)
+        with MetricSinks(path, "12-1") as owner:
+            owner.log("train", "rl", 2, {})
+
+    with MetricSinks(path, "12-0") as first:
+        first.log("train", "rl", 1, {})
+    with MetricSinks(path, "12-0", check=hang) as zombie:
+        zombie.log("train", "rl", 2, {})
+    assert [(row["step"], row["attempt"]) for row in read_rows(path)] == [(1, "12-0"), (2, "12-1")]
 
 
 def test_a_last_line_torn_by_a_crash_is_cut_and_its_step_is_logged_again(path: Path) -> None:
@@ -80,8 +122,9 @@ def test_a_last_line_torn_by_a_crash_is_cut_and_its_step_is_logged_again(path: P
         sinks.log("train", "rl", 1, {"loss": 1.0})
         sinks.log("train", "rl", 2, {"loss": 1.0})
     path.write_bytes(path.read_bytes()[:-9])
+    roll_back(path, "rl", 2)
     with MetricSinks(path, "12-1") as sinks:
-        assert sinks.log("train", "rl", 2, {"loss": 3.0})
+        sinks.log("train", "rl", 2, {"loss": 3.0})
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, 3.0]
 
 
@@ -94,13 +137,6 @@ def test_a_number_that_is_not_finite_is_null_in_the_file_and_absent_in_a_series(
     assert "NaN" not in path.read_text()
     assert read_rows(path)[0]["grad_norm"] is None
     assert series(read_rows(path), "loss") == [(2, 0.5)]
-
-
-def test_the_cursor_is_the_size_of_the_file(path: Path) -> None:
-    for attempt in ("12-0", "12-1"):
-        with MetricSinks(path, attempt) as sinks:
-            sinks.log("train", "rl", 1 + int(attempt[-1]), {"loss": 1.0})
-            assert sinks.cursor == path.stat().st_size
 
 
 def test_a_reader_gets_each_row_once_while_the_file_grows(path: Path) -> None:
@@ -116,6 +152,20 @@ def test_a_reader_gets_each_row_once_while_the_file_grows(path: Path) -> None:
             file.write(b'ep":2,"time":0.0}\n')
         assert [row["step"] for row in reader.read()] == [2]
     assert [row["step"] for row in reader.rows] == [1, 2]
+
+
+def test_a_reader_begins_anew_when_rows_were_rolled_back(path: Path) -> None:
+    reader = RowReader(path)
+    with MetricSinks(path, "12-0") as sinks:
+        for step in (1, 2, 3):
+            sinks.log("train", "rl", step, {})
+    assert len(reader.read()) == 3
+    roll_back(path, "rl", 1)
+    with MetricSinks(path, "12-1") as sinks:
+        for step in (2, 3, 4):
+            sinks.log("train", "rl", step, {})
+    assert [row["step"] for row in reader.read()] == [1, 2, 3, 4]
+    assert [row["attempt"] for row in reader.rows] == ["12-0", "12-1", "12-1", "12-1"]
 
 
 def test_lines_that_are_no_rows_are_passed_over(path: Path) -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from pipeline import network
 from pipeline.network import interface_of
-from slurm import preflight
 
 
 def _entry(address, netmask="255.255.255.0", family=socket.AF_INET):
@@ -27,25 +27,60 @@ def machine(monkeypatch):
     monkeypatch.setattr(
         psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=name != "eth1") for name in addresses}
     )
-    monkeypatch.setattr(preflight, "_routed_address", lambda: ["192.168.7.5"])
+    monkeypatch.setattr(network, "_routed_address", lambda: "192.168.7.5")
     return addresses
 
 
 @pytest.mark.usefixtures("machine")
 def test_all_addresses_of_links_that_are_up_are_candidates_the_routed_one_first():
-    assert preflight.candidate_addresses() == ("192.168.7.5", "10.0.0.5", "10.1.0.5")
+    assert network.candidate_addresses() == ("192.168.7.5", "10.0.0.5", "10.1.0.5")
 
 
 def test_a_machine_that_routes_nowhere_still_publishes_its_addresses(machine, monkeypatch):
-    monkeypatch.setattr(preflight, "_routed_address", list)
-    assert preflight.candidate_addresses() == ("10.0.0.5", "10.1.0.5", "192.168.7.5")
+    monkeypatch.setattr(network, "_routed_address", str)
+    assert network.candidate_addresses() == ("10.0.0.5", "10.1.0.5", "192.168.7.5")
 
 
 def test_a_machine_with_no_link_publishes_loopback(machine, monkeypatch):
-    monkeypatch.setattr(preflight, "_routed_address", list)
+    monkeypatch.setattr(network, "_routed_address", str)
     for name in ("eth0", "eth1", "ib0"):
         del machine[name]
-    assert preflight.candidate_addresses() == ("127.0.0.1",)
+    assert network.candidate_addresses() == ("127.0.0.1",)
+
+
+def test_a_bridge_to_this_machines_own_containers_comes_last(machine, monkeypatch, tmp_path):
+    machine.clear()
+    machine |= {name: [_entry(f"10.{index}.0.5")] for index, name in enumerate(("docker0", "br0", "eth0"))}
+    for bridge, port in (("docker0", "veth1"), ("br0", "eth1")):
+        (tmp_path / bridge / "brif" / port).mkdir(parents=True)
+    (tmp_path / "eth1" / "device").mkdir(parents=True)
+    (tmp_path / "veth1").mkdir()
+    monkeypatch.setattr(network, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(network, "_routed_address", lambda: "10.0.0.5")
+    assert network.candidate_addresses() == ("10.1.0.5", "10.2.0.5", "10.0.0.5")
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        ("", ("192.168.7.5", "10.0.0.5", "10.1.0.5")),
+        ("ib0", ("192.168.7.5",)),
+        ("eth0", ("10.0.0.5", "10.1.0.5")),
+        ("10.1.0.0/16", ("10.1.0.5",)),
+        ("10.0.0.0/8", ("10.0.0.5", "10.1.0.5")),
+        ("ib1", ()),
+        ("172.16.0.0/12", ()),
+    ],
+)
+def test_a_run_may_name_the_interface_or_the_subnet_that_it_talks_over(wanted, left):
+    assert network.within(network.candidate_addresses(), wanted) == left
+
+
+@pytest.mark.usefixtures("machine")
+def test_gloo_and_nccl_stay_on_the_interface_of_the_address():
+    assert network.bound_to("192.168.7.5") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert network.bound_to("203.0.113.9") == {}
 
 
 @pytest.mark.usefixtures("machine")

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline import packing
 from pipeline.errors import TrainingError
 from pipeline.packing import Budget, pack, pad, restore, shares_of, split
 
@@ -93,3 +94,20 @@ def test_padded_rows_start_on_lines_of_their_own() -> None:
     assert layout.shape == (3, 3)
     np.testing.assert_array_equal(layout.positions.reshape(layout.shape)[:, 0], [0, 0, 0])
     np.testing.assert_array_equal(layout.starts, [0, 3, 6])
+
+
+@given(st.lists(st.integers(1, 4), max_size=60), st.integers(1, 6))
+@example([4, 3, 3, 1, 1, 1], 2)
+def test_each_row_goes_to_the_bin_that_has_least_by_then(lengths: list[int], bins: int) -> None:
+    """Of tokens, then of rows, then by number; the longest row first."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        min(filled, key=lambda one: (sum(lengths[i] for i in one), len(one))).append(index)
+    assert packing._balance(range(len(lengths)), lengths, bins) == [sorted(one) for one in filled]
+
+
+def test_many_rows_in_many_micro_batches_are_cut_in_one_pass_over_the_rows() -> None:
+    """200,000 rows in 100,000 micro-batches: to look at all of these for each row would take hours."""
+    (bins,) = split([3, 5] * 100_000, ranks=1, budget=Budget(8))
+    assert {len(one) for one in bins} == {2}
+    assert len(bins) == 100_000

@@ -175,16 +175,24 @@ def test_layers_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> Non
 
 
 class Largest(TorchDispatchMode):
-    """Watches for the largest tensor that any operation makes."""
+    """Watches for the largest tensor that any operation makes on the CPU."""
 
     entries = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cpu:
                 self.entries = max(self.entries, tensor.numel())
         return made
+
+
+def test_the_host_makes_no_table_that_is_longer_than_the_line() -> None:
+    """One long row among short ones: a rectangle of 41 × 1,000 for a line of 1,080 tokens."""
+    with Largest() as host:
+        segments = Segments.of([1000] + [2] * 40, torch.device("meta"))
+    assert segments.line_SL.shape == (41, 1000)
+    assert host.entries == 1080
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
@@ -212,6 +220,53 @@ def test_chunks_change_neither_log_probabilities_nor_gradients(monkeypatch: pyte
         results.append((logprobs, entropy, hidden.grad, weight.grad))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole)
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("entries", [1 << 26, 90])
+def test_the_slopes_of_the_head_are_those_of_its_formula(
+    with_entropy: bool, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK", entries)
+    targets = torch.tensor([0, 3, 2, 2, 1, 4, 0])
+
+    def answer(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(each for each in head_logprobs(hidden, weight, targets, 0.7, with_entropy) if each is not None)
+
+    inputs = draw(7, 6).requires_grad_(), draw(50, 6, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(answer, inputs)
+
+
+@pytest.mark.parametrize("signs", ["mixed", "alike"])
+def test_gradients_of_many_chunks_are_rounded_once(signs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over 64 chunks in 16 bits would be off by a percent; one rounding of each entry is off by a fifth of one."""
+    hidden, weight = draw(1024, 16), draw(64, 16, seed=1) * 0.2
+    hidden[:, 0] += 1  # hidden states have a mean, and so have the gradients of chunks
+    given = hidden.bfloat16(), weight.bfloat16()
+    slopes = draw(1024, seed=2) if signs == "mixed" else torch.ones(1024, dtype=torch.float64)
+
+    def gradient(dtype: torch.dtype, chunk: int) -> torch.Tensor:
+        monkeypatch.setattr(head, "CHUNK", chunk)
+        leaf = given[1].to(dtype).requires_grad_()
+        logprobs, _ = head_logprobs(given[0].to(dtype), leaf, torch.arange(1024) % 64, 1.0)
+        (logprobs * slopes.to(logprobs.dtype)).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+    exact = gradient(torch.float64, 1 << 26)
+    error = (gradient(torch.bfloat16, 16 * 64) - exact).norm() / exact.norm()
+    assert error < 0.0025
+
+
+@pytest.mark.parametrize("entries", [1 << 26, 10])
+def test_a_head_without_tokens_has_gradients_of_zero(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK", entries)
+    hidden, weight = draw(0, 6).requires_grad_(), draw(5, 6, seed=1).requires_grad_()
+    logprobs, _ = head_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape
+    assert not weight.grad.any()
 
 
 def test_the_head_computes_in_float32_whatever_it_is_given() -> None:

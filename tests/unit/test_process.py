@@ -57,6 +57,18 @@ def test_stop_ends_a_child_that_ignores_the_request(log: Path, started: list[pro
     assert process.describe_exit(-9) == "killed by SIGKILL"
 
 
+def test_a_child_that_the_kernel_does_not_end_counts_as_killed_and_ends_nobodys_loop(
+    log: Path, started: list[process.Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = process.Child(["sleep", "600"], log, ENV)
+    started.append(child)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda pid, number: None)
+        assert child.kill(0.05) == -signal.SIGKILL
+        assert child.poll() is None
+    assert child.kill() == -signal.SIGKILL
+
+
 def test_what_a_dead_leader_left_in_its_group_is_ended(log: Path, started: list[process.Child]) -> None:
     code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
     child = process.Child(python(code), log, ENV)

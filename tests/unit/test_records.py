@@ -126,7 +126,7 @@ def test_a_missing_field_is_named() -> None:
 def a_sample(tokens: int, sampled: int, logprobs: int) -> Sample:
     return Sample(
         tokens=np.arange(tokens, dtype="<i4").tobytes(),
-        sampled=np.ones(sampled, dtype="<u1").tobytes(),
+        sampled=np.minimum(np.arange(sampled), 1).astype("<u1").tobytes(),
         logprobs=np.linspace(-2, 0, logprobs, dtype="<f4").tobytes(),
         reward=1.0,
         version_min=1,
@@ -139,7 +139,7 @@ def test_arrays_come_back_with_their_type_and_values_and_cannot_be_written() -> 
     sample = decode(encode(a_sample(3, 3, 3)), Sample)
     sample.check()
     assert sample.token_array().tolist() == [0, 1, 2]
-    assert sample.sampled_array().tolist() == [1, 1, 1]
+    assert sample.sampled_array().tolist() == [0, 1, 1]
     assert sample.logprob_array().tolist() == [-2, -1, 0]
     assert sample.logprob_array().dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
@@ -150,6 +150,47 @@ def test_arrays_come_back_with_their_type_and_values_and_cannot_be_written() -> 
 def test_arrays_of_different_lengths_are_refused(tokens: int, sampled: int, logprobs: int) -> None:
     with pytest.raises(RecordError, match=rf"\({tokens}, {sampled}, {logprobs}\)"):
         a_sample(tokens, sampled, logprobs).check()
+
+
+POISON: dict[str, dict[str, Any]] = {
+    "part of a number": {"tokens": b"\0" * 13},
+    "no tokens": {"tokens": b"", "sampled": b"", "logprobs": b""},
+    "no prompt": {"sampled": b"\1\1\1"},
+    "not 0 or 1": {"sampled": b"\0\2\1"},
+    "a negative token": {"tokens": np.array([1, -1, 2], "<i4").tobytes()},
+    "a log-probability": {"logprobs": np.array([0, np.nan, 0], "<f4").tobytes()},
+    "a reward": {"reward": float("inf")},
+    "versions": {"version_min": 3},
+}
+
+
+@pytest.mark.parametrize("change", POISON.values(), ids=POISON)
+def test_a_sample_that_makes_no_sense_is_refused_though_it_decodes(change: dict[str, Any]) -> None:
+    good = a_sample(3, 3, 3)
+    good.check()
+    poisoned = decode(encode(msgspec.structs.replace(good, **change)), Sample)
+    with pytest.raises(RecordError):
+        poisoned.check()
+    with pytest.raises(RecordError):
+        PreparedGroup(group=Group(position=0, prompt=0, samples=(good, poisoned)), advantages=(0, 0)).check(64)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "length", "named"),
+    [((0.5,), 3, "1 advantages for 2"), ((0.5, float("nan")), 3, "not finite"), ((0, 0), 65, "model.max_length=64")],
+)
+def test_advantages_that_do_not_fit_and_samples_that_are_too_long_are_refused(
+    advantages: tuple[float, ...], length: int, named: str
+) -> None:
+    group = Group(position=0, prompt=0, samples=(a_sample(length, length, length),) * 2)
+    with pytest.raises(RecordError, match=named):
+        PreparedGroup(group=group, advantages=advantages).check(64)
+    PreparedGroup(group=group, outcome="filtered: zero advantage").check(64)
+
+
+def test_a_position_below_zero_does_not_decode() -> None:
+    with pytest.raises(RecordError, match="position"):
+        decode(encode(Reissue(position=-1, reason="x")), Reissue)
 
 
 def test_a_group_spends_few_bytes_besides_its_arrays() -> None:

@@ -356,7 +356,7 @@ def test_a_rank_alone_in_its_plan_leads_and_serves():
     assert (world.leader, [place.name for place in world.placements]) == (0, ["trainer.0"])
 
 
-def _all(cards: Sequence[Card]) -> Mapping[int, str]:
+def _all(cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
     return {card.rank: card.addresses[0] for card in cards}
 
 
@@ -364,7 +364,7 @@ def test_a_roster_reads_each_card_once():
     plan = plan_of(inference=198)
     simulation = Simulation(plan, make_cards(plan.ranks)).run()
     view = View(simulation.disk, 0)
-    roster = Roster(view, plan.ranks, ATTEMPT, _all)
+    roster = Roster(view, plan.ranks, ATTEMPT, "boot of node0", _all)
     while roster.gather():
         pass
     assert roster.complete

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 @pytest.fixture
 def finished(run: FakeRun) -> FakeRun:
-    """A run that was interrupted at step 40 and finished by its second attempt."""
+    """A run that was cut off at step 40, went on from its commit of step 30, and was finished by its second attempt."""
     first = run.attempt("local1-0")
     first.meet()
     first.all_roles("starting", "ready")
@@ -99,7 +99,7 @@ def test_every_subject_has_a_chart(finished: FakeRun) -> None:
 
 
 def test_a_resume_is_marked_at_the_first_step_of_the_new_attempt(finished: FakeRun) -> None:
-    assert resume_steps(read_history(finished.root).rows) == [41]
+    assert resume_steps(read_history(finished.root).rows) == [31]
 
 
 def test_equal_runs_give_equal_charts(finished: FakeRun) -> None:
@@ -122,7 +122,7 @@ def test_a_run_directory_with_nothing_in_it_gives_a_page_that_says_so(tmp_path: 
         "finished.json",
         "metrics.jsonl",
         "attempts/local2-0/timeline/rank-0.jsonl",
-        "attempts/local2-0/events/training_finished.json",
+        "attempts/local2-0/events/1.json",
         "attempts/local2-0/status/actor.0.json",
     ],
 )
@@ -200,8 +200,8 @@ def test_the_attempts_are_listed_with_what_they_trained_and_how_they_ended(finis
     finished.attempt("9-1")
     first, second, *others = attempt_lines(read_history(finished.root))
     assert first[0] == "local1-0"
-    assert first[3:] == ("sft 1–20, rl 1–40", "interrupted", "SIGTERM (agent.0)")
-    assert second[3:] == ("rl 41–60", "finished", "trainer.0")
+    assert first[3:] == ("sft 1–20, rl 1–30", "interrupted", "SIGTERM (agent.0)")
+    assert second[3:] == ("rl 31–60", "finished", "trainer.0")
     assert [line[1:] for line in others if line[0] == "9-0"] == [
         ("—", "—", "—", "stopped", "the job was requeued <too> often")
     ]

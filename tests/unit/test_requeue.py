@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,12 +13,12 @@ from pipeline import files
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
+from pipeline.directory import LATE_SECONDS, FileDirectory
 from pipeline.errors import CheckpointError, DeadlineError, SchedulerError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
 from pipeline.paths import AttemptPaths
 from pipeline.records import Finished, Outcome, SubmittedJob
-from slurm import facts as evidence
 from slurm import requeue
 from slurm.alive import lost_ranks
 from slurm.requeue import conclude
@@ -94,7 +95,7 @@ def test_a_finished_run_is_never_requeued(cluster: Cluster) -> None:
 def test_a_rank_without_its_mark_is_lost(cluster: Cluster) -> None:
     paths = cluster.attempt()
     cluster.leave(paths, 0, 2)
-    assert lost_ranks(paths, 4) == (1, 3)
+    assert lost_ranks(FileDirectory(paths.root), 4) == (1, 3)
 
 
 def test_no_rank_is_lost_where_every_agent_returned_by_itself(cluster: Cluster) -> None:
@@ -137,7 +138,7 @@ def test_a_run_whose_end_is_seen_late_is_finished(cluster: Cluster) -> None:
     cluster.clock = LateDisk(60.0, lambda: files.write_document(cluster.run.paths.finished, finished))
     assert cluster.end(0).decision == "finished"
     assert not cluster.scheduler.requeued
-    assert 60.0 <= cluster.clock.time < evidence.LATE_SECONDS
+    assert 60.0 <= cluster.clock.time < LATE_SECONDS
 
 
 def test_a_draining_that_is_seen_late_is_no_failure(cluster: Cluster) -> None:
@@ -151,7 +152,7 @@ def test_a_draining_that_is_seen_late_is_no_failure(cluster: Cluster) -> None:
 def test_agents_that_left_without_a_reason_are_not_waited_for_twice(cluster: Cluster) -> None:
     cluster.leave(cluster.attempt())
     outcome = cluster.end(0)
-    assert (outcome.decision, sum(cluster.clock.slept)) == ("stopped", pytest.approx(evidence.LATE_SECONDS))
+    assert (outcome.decision, sum(cluster.clock.slept)) == ("stopped", pytest.approx(LATE_SECONDS))
     assert "without a reason" in outcome.reason
 
 
@@ -301,6 +302,19 @@ def test_being_told_to_end_because_another_rank_failed_is_no_preemption(cluster:
     Events(paths).publish("draining", "agent.2", "SIGTERM")  # at a time long after
     cluster.leave(paths)
     assert cluster.end(1).decision == "stopped"
+
+
+@pytest.mark.parametrize("skew", [-3600.0, 0.0, 3600.0])
+def test_the_clocks_of_two_machines_do_not_say_which_came_first(cluster: Cluster, skew: float) -> None:
+    """The one that wrote the failure down is ahead of, or behind, the one that told the attempt to end."""
+    for told_first, decision in ((True, "requeued"), (False, "stopped")):
+        paths = cluster.attempt()
+        events, tells = Events(paths), [("draining", "SIGTERM"), ("failed", "trainer.0 died")]
+        for name, detail in tells if told_first else reversed(tells):
+            events.publish(name, "agent.0", detail)
+        fail(paths, time=time.time() + skew)
+        cluster.leave(paths)
+        assert cluster.end(1).decision == decision
 
 
 def test_a_scheduler_that_is_silent_for_a_while_is_asked_again(cluster: Cluster) -> None:

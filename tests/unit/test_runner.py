@@ -1,12 +1,13 @@
 """The loop that every job runs in."""
 
+import errno
 import subprocess
 import sys
 from collections.abc import Mapping
 
 import pytest
 
-from pipeline.errors import CheckpointError, RollcallError, WeightSyncError
+from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError, WeightSyncError
 from pipeline.training.batches import Interrupted
 from pipeline.training.jobs import Job, RlJob, RlSchedule, Stream
 from pipeline.training.runner import Runner
@@ -17,6 +18,7 @@ class Diary:
     """Remembers what a runner wrote, in order."""
 
     whole = True
+    crowded = False
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -88,6 +90,19 @@ def test_a_job_commits_at_its_interval_and_at_its_end() -> None:
     assert commits(lines) == ["commit 2", "commit 4", "commit 5 and wait"]
 
 
+def test_a_job_commits_early_when_what_waits_for_a_commit_takes_too_much_room() -> None:
+    class Crowded(Diary):
+        @property
+        def crowded(self) -> bool:
+            return len(self.lines) > 8 and not commits(self.lines)
+
+    diary = Crowded()
+    Runner(diary, 100).run(Counting(diary, 9), 0)
+    early, last = commits(diary.lines)
+    assert early == f"commit {sum(line.startswith('note') for line in diary.lines[: diary.lines.index(early)])}"
+    assert last == "commit 9 and wait"
+
+
 def test_the_last_step_is_committed_once_and_waited_for() -> None:
     assert commits(run(steps=4, every=2)) == ["commit 2", "commit 4 and wait"]
 
@@ -117,6 +132,51 @@ def test_a_commit_that_turns_out_to_have_failed_is_tried_again_on_the_way_out() 
     with pytest.raises(Interrupted):
         Runner(diary, 3).run(Counting(diary, 9, "step 3"), 0)
     assert commits(diary.lines) == ["commit 3", "commit 3 and wait", "commit 3 and wait"]
+
+
+class Broken(Diary):
+    """Commits fail with this error, and logging step 7 with that one."""
+
+    def __init__(self, commit: Exception | None = None, note: Exception | None = None) -> None:
+        super().__init__()
+        self._commit, self._note = commit, note
+
+    def commit(self, job: Job, done: int, wait: bool) -> None:
+        super().commit(job, done, wait)
+        if self._commit:
+            raise self._commit
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 7 and self._note:
+            raise self._note
+
+
+def test_an_error_that_is_none_of_ours_does_not_cost_the_steps_that_were_done() -> None:
+    diary = Broken(note=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        Runner(diary, 5).run(Counting(diary, 9), 0)
+    assert commits(diary.lines) == ["commit 5", "commit 7 and wait"]
+
+
+@pytest.mark.parametrize("second", [CheckpointError("the disk was full"), TrainingError("a rank is lost"), OSError()])
+def test_the_error_that_ended_a_job_is_told_although_its_last_commit_fails_too(
+    second: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary = Broken(commit=second)
+    with pytest.raises(WeightSyncError, match="step 3"):
+        Runner(diary, 10).run(Counting(diary, 9, "step 3", WeightSyncError), 0)
+    assert f"steps 1 to 3 are lost, their commit failed too: {second}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(Interrupted, CheckpointError("the disk was full")), (WeightSyncError, OvertakenError())]
+)
+def test_an_end_in_order_is_none_when_its_commit_fails_and_who_was_replaced_learns_it(
+    first: type[RollcallError], second: RollcallError
+) -> None:
+    diary = Broken(commit=second)
+    with pytest.raises(type(second)):
+        Runner(diary, 10).run(Counting(diary, 9, "step 3", first), 0)
 
 
 def test_nothing_is_committed_where_nothing_was_done() -> None:

@@ -62,7 +62,7 @@ def test_a_server_that_accepts_and_never_answers_is_not_waited_for_beyond_the_pa
         endpoint = f"127.0.0.5:{silent.getsockname()[1]}"
         with a_sender(endpoint, told, update_seconds=0.2) as sender:
             started = time.monotonic()
-            with pytest.raises(WeightSyncError, match=f"{endpoint}/health: no answer in time"):
+            with pytest.raises(WeightSyncError, match=f"{endpoint}/get_world_size: no answer in time"):
                 sender.publish(1, [("w", torch.ones(2))])
             took = time.monotonic() - started
     assert took < 0.5 + RESUME_SECONDS
@@ -135,7 +135,7 @@ def test_settling_does_not_wait_for_a_server_that_failed_at_the_version_before()
     told: Told = []
     with two_servers() as (steady, failing), a_sender([steady.endpoint, failing.endpoint], told, 10) as sender:
         bring_all(sender, 1)
-        with failing.held("/health"):
+        with failing.held("/get_world_size"):
             with failing.held("/update_weights") as asked:
                 sender.start(2, WEIGHTS)
                 assert asked.wait(10)
@@ -167,7 +167,7 @@ def test_the_tensors_may_change_once_a_version_was_started() -> None:
         assert torch.equal(server.weights["w"], torch.ones(2))
 
 
-ODD = [("/weight_info", answer) for answer in (b"<html>", b"\xff", b"[]", b"{}", b"7")] + [("/update_weights", b"{")]
+ODD = [("/collective_rpc", answer) for answer in (b"<html>", b"\xff", b"[]", b"{}", b"7")] + [("/update_weights", b"{")]
 
 
 @pytest.mark.parametrize(("route", "answer"), ODD, ids=str)

@@ -12,7 +12,7 @@ from pipeline.checkpoints import Fence, TrainerState, newest_committed, sharded
 from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, TrainingError
 from pipeline.roles.context import RoleContext
 from pipeline.roles.session import Session
 from pipeline.training.batches import Interrupted
@@ -29,7 +29,7 @@ COVERED = ("1-0", "2-0")
 class OneRank:
     """A dispatch whose only rank is this process."""
 
-    patience = Patience()
+    patience, broken = Patience(), False
 
     def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
         worker = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}})
@@ -49,6 +49,7 @@ class Waiting:
         self.context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
         session = Session(self.context, cast(Dispatch, OneRank()))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
+        self.finish = session._finish_commits
         self.durable: list[tuple[str, ...]] = []
         self.commits.on_durable = self.durable.append
         self.commits.fence.claim()
@@ -107,3 +108,18 @@ def test_an_attempt_that_is_ending_says_so_rather_than_that_a_commit_failed(
     waiting.context.events.publish("draining", "agent")
     with pytest.raises(Interrupted, match="draining by agent"):
         waiting.pulse()
+
+
+def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr(sharded, "commit", fail)
+    waiting.commit()
+    waiting.finish(None, TrainingError("a rank is lost"), None)
+    assert "the commit that was under way failed too: the disk is gone" in caplog.text
+    waiting.commit()
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        waiting.finish(None, None, None)

@@ -87,7 +87,12 @@ def test_numbers_are_taken_where_text_is_meant() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
-    [("cluster.memory=64GB", "a number with K, M, G or T"), ("name=a/b", "at most 63 letters, digits")],
+    [
+        ("cluster.memory=64GB", "a number with K, M, G or T"),
+        ("name=a/b", "at most 63 letters, digits"),
+        ("cluster.network=10.1.0.0/33", "an interface as ib0, or a subnet as 10.1.0.0/16"),
+        ("cluster.network=10.1.0.300/16", "an interface as ib0, or a subnet as 10.1.0.0/16"),
+    ],
 )
 def test_no_message_shows_a_pattern(wrong: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected) as caught:

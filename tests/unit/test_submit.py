@@ -41,7 +41,7 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("streams.budget_bytes=65536 rollout.attempts=64", "expected at least 139264, two of the largest groups"),
         ("rollout.min_samples=9", "at most rollout.attempts (8); lower min_samples or raise attempts"),
         ("loss.kl_in=reward", "since loss.kl=0.0 does not read it; leave it out, or set loss.kl above 0"),
-        ("resources.device=cuda", "resources.device='cuda': expected cpu; servers of this version run on CPUs only"),
+        ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
         ("resources.layout=het", "resources.layout='het': expected one, without Slurm"),
     ],

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pipeline.models import BUILT_IN
 from pipeline.tasks import Episode, Prompt, Task, load_task
 from pipeline.tasks.arithmetic import Arithmetic, careless, evaluate
 from pipeline.tasks.chat import Chat
+from pipeline.tasks.template import Template
 
 TINY = BUILT_IN / "tiny_qwen3"
 
@@ -240,3 +242,34 @@ def test_an_episode_of_several_turns_keeps_what_was_sampled_apart_from_what_was_
     assert episode.tokens == (1, 5, 9, 9, 6)
     assert episode.sampled == (0, 1, 0, 0, 1)
     assert (episode.version_min, episode.version_max, episode.turns, episode.text) == (3, 6, 2, "6")
+
+
+EVERY_RULE = """{% set said = namespace(system='') %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- set said.system = message.content %}
+        {%- continue %}
+    {%- endif %}
+    {% if loop.index0 > 3 %}{% break %}{% endif %}
+{{ bos_token }}{{ message | tojson }}{{ {'b': 1, 'a': '<é>'} | tojson(indent=1, sort_keys=true) }}
+    {% generation %}{% set inside = 1 %}{{ message.content }}{% endgeneration %}
+    {{- 'leaked' if inside is defined else 'kept' }}
+{% endfor %}{{ said.system }} {{ strftime_now('%Y') }}
+{% if tools %}tools{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def test_a_template_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
+    """transformers' own renderer is the oracle for each rule that templates use."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (tmp_path / "chat_template.jinja").write_text(EVERY_RULE)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    messages = [{"role": role, "content": f"{role} says 2+2, é"} for role in ("system", "user", "assistant") * 2]
+    theirs, _ = render_jinja_template([messages], chat_template=EVERY_RULE, add_generation_prompt=True, bos_token="<s>")
+    assert Template(tmp_path).render(messages) == theirs[0]  # type: ignore[arg-type]
+
+
+def test_what_a_template_refuses_is_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system role here') }}")
+    with pytest.raises(Exception, match="no system role here"):
+        Template(tmp_path).render([])

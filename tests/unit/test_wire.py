@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
 from pipeline.errors import WeightSyncError
 from pipeline.process import hold_port
@@ -77,8 +78,8 @@ def two_members() -> Iterator[tuple[Group, Group]]:
     """A trainer's and a server's end of a group, in two threads of this process."""
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, 10)
-        visitor = visit_store("127.0.0.2", port, 10)
+        store = host_store("127.0.0.2", port, "password", 10)
+        visitor = visit_store("127.0.0.2", port, "password", 10)
         ends: dict[int, Group] = {}
 
         def join() -> None:
@@ -132,14 +133,34 @@ def test_a_member_that_leaves_ends_the_others_wait_at_once() -> None:
 def test_an_announcement_is_seen_and_only_under_its_name() -> None:
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, 5)
-        visitor = visit_store("127.0.0.2", port, 5)
+        store = host_store("127.0.0.2", port, "password", 5)
+        visitor = visit_store("127.0.0.2", port, "password", 5)
         assert not is_announced(visitor, "g")
         announce(store, "g")
         wait_for("the announcement to arrive", lambda: is_announced(visitor, "g"), 5)
         assert not is_announced(visitor, "h")
 
 
+def test_the_store_listens_on_its_own_address_only() -> None:
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        store = host_store("127.0.0.2", port, "password", 5)
+        with pytest.raises(WeightSyncError, match=r"no trainer at 127\.0\.0\.9"):
+            visit_store("127.0.0.9", port, "password", 0.5)
+        del store
+
+
+def test_a_group_is_not_met_where_a_stranger_says() -> None:
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        store = host_store("127.0.0.2", port, "password", 5)
+        stranger = TCPStore("127.0.0.2", port, is_master=False)
+        for key in ("0/0", "0"):
+            stranger.set(f"g/{key}", "the address of the stranger")
+        with pytest.raises(WeightSyncError, match="carries no signature with this world's secret"):
+            Group(store, "g", SERVER, "127.0.0.3", 1)
+
+
 def test_without_a_trainer_there_is_a_clear_error() -> None:
     with hold_port() as holder, pytest.raises(WeightSyncError, match="no trainer at"):
-        visit_store("127.0.0.2", holder.getsockname()[1], 0.5)
+        visit_store("127.0.0.2", holder.getsockname()[1], "password", 0.5)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pipeline import heartbeat
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch import operations, residency
 from pipeline.training.dispatch.ranks import STOP, Failure, Operation, Site, write_orders
@@ -62,7 +63,8 @@ class Control:
             self._end(rest, left)
 
     def idle(self) -> None:
-        """Show the ranks that the controller lives, if they have not heard from it for a while."""
+        """Show the ranks, if they have not heard from it for a while, and the agent that the controller lives."""
+        heartbeat.beat()
         if self._clock.now() - self._heard > self.site.patience.control / 4:
             self.everywhere("idle", operations.nothing)
 

@@ -26,11 +26,13 @@ over a thread that beats, because those two would also hide a controller that ha
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,9 +47,11 @@ from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
+from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
 from pipeline.training.workers.worker import ModelInfo, Worker
 from pipeline.waiting import CLOCK, Clock
+from pipeline.weights.wire import Layout
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -82,14 +86,25 @@ class Dispatch:
         return self._site.patience
 
     @property
+    def device(self) -> torch.device:
+        """Where models of this rank compute."""
+        if self._site.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
     def models(self) -> Mapping[str, ModelInfo]:
         """The models that there are, by name."""
         return MappingProxyType(self._models)
 
     def init_model(self, name: str, spec: ModelSpec) -> ModelInfo:
-        """Build and shard a model and its optimizer; one of that name is replaced, and gone if that fails."""
+        """Build and shard a model and its optimizer; one of that name is replaced, and gone if that fails.
+
+        From the first model on whose rows would see each other packed, all rows are padded; see `likeness`.
+        """
         if spec.replicas < 1 or self._site.ranks % spec.replicas:
             raise TrainingError(f"{spec.replicas} replicas of {name!r}; expected a divisor of {self._site.ranks} ranks")
+        self._budget = replace(self._budget, packed=packs(spec.model, self._budget.packed))
         self._forget(name)
         needs: Needs = {name: "init_model"}
         info: ModelInfo = self._control.everywhere("init_model", operations.init_model, name, spec, needs=needs)[0]
@@ -219,6 +234,11 @@ class Dispatch:
             for each in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
                 yield each
 
+    def layout(self, name: str) -> Layout:
+        """Names, types and shapes of what `full_parameters` yields; gathers nothing."""
+        self._check(name)
+        return self._site.worker(name).layout
+
     def finish_weight_sync(self, name: str) -> None:
         """Colocated, give the memory back that gathering took; else the next operation has a use for it."""
         self._check(name)
@@ -228,7 +248,9 @@ class Dispatch:
     def save_hf_model(self, name: str, path: Path) -> None:
         """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer); of a model with
         adapters, them."""
-        self._on_model("save_hf_model", name, Worker.save_hf_model, path, needs="save_hf_model")
+        self._check(name)
+        needs: Needs = {name: "save_hf_model"}
+        self._control.everywhere("save_hf_model", operations.save_hf_model, name, path, needs=needs)
 
     def pass_through(
         self, name: str, function: Callable[[Worker, *Ts], T], *args: *Ts, needs: residency.Purpose = "pass_through"
@@ -327,9 +349,13 @@ def lead_or_serve(
     device: Device = "cpu",
     patience: Patience | None = None,
     colocated: bool = False,
+    secret: str = "",
 ) -> None:
-    """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has."""
-    with joined(device, patience or Patience()) as site:
+    """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
+
+    `secret` is what strangers do not know; see `joined`.
+    """
+    with joined(device, patience or Patience(), secret) as site:
         if site.rank != 0:
             site.serve()
             return
@@ -340,11 +366,11 @@ def lead_or_serve(
             dispatch.close()
 
 
-def lead_or_serve_as(config: RunConfig, algorithm: Callable[[Dispatch], None]) -> None:
+def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispatch], None]) -> None:
     """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for."""
     training = config.training
     budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
-    lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload)
+    lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload, secret=secret)
 
 
 def _nothing(worker: Worker) -> None:

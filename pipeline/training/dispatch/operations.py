@@ -9,6 +9,7 @@ what is done, nor what moves: orders say that.
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline import heartbeat
 from pipeline.losses import Level, Objective
 from pipeline.training.dispatch.ranks import Operation, Site
 from pipeline.training.dispatch.residency import Move
@@ -42,7 +44,8 @@ def moved(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -
 
 def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
-    site.workers[name] = Worker(spec, site.mesh_of(name, spec.replicas))
+    with heartbeat.during(f"making {name}", site.patience.commit):
+        site.workers[name] = Worker(spec, site.mesh_of(name, spec.replicas))
     return site.workers[name].info
 
 
@@ -81,6 +84,11 @@ def copy_parameters(site: Site, source: str, target: str) -> None:
 
 def on_model(site: Site, name: str, function: Callable[..., T], *args: Any) -> T:
     return function(site.worker(name), *args)
+
+
+def save_hf_model(site: Site, name: str, path: Path) -> None:
+    with heartbeat.during(f"exporting {name}", site.patience.commit):
+        site.worker(name).save_hf_model(path)
 
 
 def take_parameters(site: Site, name: str) -> None:

@@ -43,7 +43,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from pipeline import heartbeat
 from pipeline.errors import DeadlineError, TrainingError
+from pipeline.signed import SignedStore, signed_objects
 from pipeline.training.rows import Batch
 from pipeline.training.workers.worker import Worker
 from pipeline.waiting import wait_for
@@ -59,6 +61,9 @@ STOP = pickle.dumps(None)
 """The order that ends `serve`."""
 
 
+_SHARE = 0.9
+"""Of the longest collective: an operation that stands still for so long hangs. Less than all, so that the rank which
+hangs is told before those that wait for it give up."""
 LAST_WORDS_SECONDS = 3.0
 """For a rank to tell what it saw when another was lost."""
 
@@ -159,7 +164,8 @@ class Site:
         """The operation's result, or its `Failure` once all ranks have ended it; `TrainingError` if some do not."""
         self.number += 1
         try:
-            outcome = operation(self, *arguments)
+            with heartbeat.during(f"operation {self.number}", _SHARE * self.patience.operation):
+                outcome = operation(self, *arguments)
         except Exception:  # noqa: BLE001 - the boundary where a rank's failure becomes a report
             outcome = Failure(self.rank, traceback.format_exc())
             self.store.compare_set(self._key("failure"), "", f"{self.rank} {outcome.text}")
@@ -171,7 +177,8 @@ class Site:
     def report(self, outcome: Any) -> list[Any] | None:
         """Gather the outcomes: all of them, in rank order, on the controller; None elsewhere."""
         outcomes: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
-        dist.gather_object(outcome, outcomes, dst=0, group=self.control)
+        with heartbeat.during("gathering outcomes", self.patience.control):
+            dist.gather_object(outcome, outcomes, dst=0, group=self.control)
         if self.rank == 0 and self.number > 1:
             self._forget(self.number - 1)
         return outcomes
@@ -199,7 +206,8 @@ class Site:
     def _scatter(self, orders: Sequence[bytes] | None) -> bytes:
         mine: list[Any] = [None]
         try:
-            dist.scatter_object_list(mine, None if orders is None else list(orders), src=0, group=self.control)
+            with heartbeat.during("scattering orders", self.patience.control):
+                dist.scatter_object_list(mine, None if orders is None else list(orders), src=0, group=self.control)
         except RuntimeError as error:
             raise TrainingError(f"rank {self.rank} lost the other ranks between two operations: {error}") from error
         return bytes(mine[0])
@@ -227,12 +235,15 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 @contextmanager
-def joined(device: Device, patience: Patience) -> Iterator[Site]:
+def joined(device: Device, patience: Patience, secret: str = "") -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
     control, and what goes on in the background, have gloo groups of their own, whose time-outs may be long without
     hiding a stuck collective. Raises `TrainingError` before it meets the others if there is no device for it.
+
+    What the processes say to each other, in torchrun's store and in collectives of objects, is signed with the world's
+    `secret`, since torch believes and unpickles what comes: `ForgedError` for anything else.
 
     From here on a signal of native code (SEGV, ABRT, BUS, …) ends the process with the stacks of its Python threads on
     standard error: a heap that glibc finds broken leaves one line otherwise, which names neither rank nor place.
@@ -241,7 +252,8 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
         faulthandler.enable(sys.__stderr__ or 2)
     if device == "cuda":
         _take_device()
-    store, rank, ranks = next(iter(rendezvous("env://")))
+    open_store, rank, ranks = next(iter(rendezvous("env://")))
+    store = SignedStore(open_store, secret)
     backend, operation = "gloo", timedelta(seconds=patience.operation)
     if device == "cuda":
         backend = "cpu:gloo,cuda:nccl"
@@ -255,7 +267,8 @@ def joined(device: Device, patience: Patience) -> Iterator[Site]:
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
         background = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.commit))
-        yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
+        with signed_objects(secret):
+            yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:
         dist.destroy_process_group()
 

@@ -16,9 +16,11 @@ save.
 
 from collections.abc import Iterable, Sequence
 
+from pipeline import heartbeat
 from pipeline.checkpoints import Checkpoint, TrainerState
 from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.sharded import load
+from pipeline.errors import DamagedError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.waiting import wait_for
@@ -52,10 +54,20 @@ def await_save(dispatch: Dispatch, what: str) -> None:
 def load_models(dispatch: Dispatch, checkpoint: Checkpoint, names: Iterable[str], without: Sequence[str] = ()) -> None:
     """Fill models and optimizers from a checkpoint, but for the parts `without`.
 
-    Raises `CheckpointError` if the checkpoint holds other tensors.
+    Raises `TrainingError` if the checkpoint holds other tensors, and `DamagedError` if a rank read something else than
+    was committed: then the models are worth nothing, and all ranks are ready to load another checkpoint.
     """
     for name in names:
-        dispatch.on_sites(_load, checkpoint, name, without, needs={name: "load_checkpoint"})
+        damage = dispatch.on_sites(_load, checkpoint, name, without, needs={name: "load_checkpoint"})[0]
+        if damage is not None:
+            raise damage
+
+
+def forget_models(dispatch: Dispatch) -> None:
+    """Remove all models, so that others can be made; nothing happens once a rank is lost."""
+    if not dispatch.broken:
+        for name in list(dispatch.models):
+            dispatch.remove_model(name)
 
 
 def _stage(site: Site, name: str) -> list[str]:
@@ -71,10 +83,15 @@ def _start(site: Site, root: str, attempt: str, state: TrainerState, parts: Sequ
     saver.start(root, attempt, state, parts, keep, site.background)
 
 
-def _load(site: Site, checkpoint: Checkpoint, name: str, without: Sequence[str]) -> None:
-    """On every rank."""
+def _load(site: Site, checkpoint: Checkpoint, name: str, without: Sequence[str]) -> DamagedError | None:
+    """On every rank, which all find the same."""
     worker = site.worker(name)
     state = worker.state()
     wanted = {f"{name}/{part}": tensors for part, tensors in state.items() if f"{name}/{part}" not in without}
-    load(checkpoint, wanted, group=site.background)
-    worker.load_state(state)
+    with heartbeat.during(f"loading {name}", site.patience.commit):
+        try:
+            load(checkpoint, wanted, group=site.background)
+        except DamagedError as damage:
+            return damage
+        worker.load_state(state)
+    return None

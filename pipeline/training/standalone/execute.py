@@ -15,7 +15,9 @@ before each of its writes, and ends with `OvertakenError`.
 A job that fails keeps its data; so does one that is told to end early, after a commit of the steps that are done. Rank
 0 alone looks at folders and files; the others learn of a job by what they are told to do. Run by torchrun:
 
-    python -m pipeline.training.standalone.execute <job file or folder> <config as JSON> <file that asks it to stop>
+    python -m pipeline.training.standalone.execute <job file or folder> <config as JSON> <stop file> <secret file>
+
+Its launcher makes the stop file to end it, and the secret, which its processes share and nobody else may read.
 """
 
 import json
@@ -28,11 +30,12 @@ from typing import Any
 
 from pipeline import folders
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
-from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError
+from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError
 from pipeline.models import model_directory
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
 from pipeline.training.dispatch.release import release
+from pipeline.training.dispatch.saving import forget_models
 from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
@@ -116,10 +119,10 @@ def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
     except Interrupted:
         raise
     except OvertakenError:
-        _forget_models(dispatch)
+        forget_models(dispatch)
         raise
     except Exception as error:
-        _forget_models(dispatch)
+        forget_models(dispatch)
         try:
             told.write("failed", error=one_line(error))
         except OSError as unwritable:
@@ -150,14 +153,12 @@ class Execution:
             raise
 
     def _run(self, job: Job) -> None:
-        done = self.done = self._state.find()
-        models = models_of(self._config, job.kind, job.optim, job.steps)
-        for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
-            self._dispatch.init_model(name, models[name])
-        if done:
-            self._state.restore()
-        if done < job.steps:
-            self._train(done)
+        while True:
+            try:
+                self._train_rest(job)
+                break
+            except DamagedError:  # what was to be gone on from; it is refused by now
+                forget_models(self._dispatch)
         if not self._dispatch.pass_through("policy", steps_taken)[0]:
             mend = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
             raise TrainingError(f"no optimizer step was taken, so there is no new model; {mend}")
@@ -166,6 +167,17 @@ class Execution:
         if isinstance(job.inputs, Packed):
             self._state.check()
             remove_packed(Path(job.inputs.folder))
+
+    def _train_rest(self, job: Job) -> None:
+        """Go on from the newest commit and train what is left; `DamagedError` if it is not what was committed."""
+        done = self.done = self._state.find()
+        models = models_of(self._config, job.kind, job.optim, job.steps)
+        for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
+            self._dispatch.init_model(name, models[name])
+        if done:
+            self._state.restore()
+        if done < job.steps:
+            self._train(done)
 
     def _train(self, done: int) -> None:
         """The steps that are left. When this returns, nothing maps the packed files."""
@@ -197,6 +209,11 @@ class Execution:
     def whole(self) -> bool:
         """See `runner.Book`."""
         return not self._dispatch.broken
+
+    @property
+    def crowded(self) -> bool:
+        """See `runner.Book`; packed rows wait for no commit."""
+        return False
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`; always durable."""
@@ -241,13 +258,6 @@ def steps_taken(worker: Worker) -> int:
     return worker.optimizer.taken if worker.optimizer else 0
 
 
-def _forget_models(dispatch: Dispatch) -> None:
-    """What a job that failed leaves; the next one makes its own."""
-    if not dispatch.broken:
-        for name in list(dispatch.models):
-            dispatch.remove_model(name)
-
-
 def one_line(error: BaseException) -> str:
     """The first line of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -259,6 +269,7 @@ def main(arguments: list[str]) -> None:
 
     process.die_with_parent()
     path, config, stop = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1])), Stop(Path(arguments[2]))
+    secret = Path(arguments[3]).read_text()
     logs.configure("trainer")
 
     def lead(dispatch: Dispatch) -> None:
@@ -276,7 +287,7 @@ def main(arguments: list[str]) -> None:
             log.error("%s", one_line(error))
             raise SystemExit(error.exit_code) from None
 
-    lead_or_serve_as(config, lead)
+    lead_or_serve_as(config, secret, lead)
     process.leave(0)
 
 

@@ -20,9 +20,9 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, newest_committed
+from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, committed
 from pipeline.checkpoints.background import saver
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.errors import CheckpointError, DamagedError, OvertakenError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
 from pipeline.training.jobs import Job
@@ -43,8 +43,8 @@ class JobState:
         self.attempt = f"{secrets.token_hex(4)}-0"
         self._fence = Fence(job.optimizer_state, self.attempt)
         self._base = 0
-        self._found: Checkpoint | None = None
-        self._kept: tuple[str, ...] = ()
+        self._commits: list[Checkpoint] | None = None
+        self._found: TrainerState | None = None
 
     def claim(self) -> None:
         """Take the right to write, from other executions of this job and from other jobs of this state."""
@@ -72,37 +72,39 @@ class JobState:
             raise error
 
     def find(self) -> int:
-        """Committed steps of this job. `CheckpointError` for a state of the other kind."""
-        root = self._job.optimizer_state
-        self._found = newest_committed(root, hashes=True)
+        """Committed steps of this job, in the newest commit that is not known to be damaged.
+
+        `CheckpointError` for a state of the other kind.
+        """
+        root, self._base = self._job.optimizer_state, 0
+        self._found = self._newest()
         if self._found is None:
             return 0
-        manifest = self._found.manifest
-        if manifest.job != self._job.kind:
+        if self._found.job != self._job.kind:
             raise CheckpointError(
-                f"{root} is the state of {manifest.job} jobs; give this {self._job.kind} job another optimizer_state"
+                f"{root} is the state of {self._found.job} jobs; give this {self._job.kind} job another optimizer_state"
             )
-        state = self._found.state()
-        self._kept = state.models
-        if state.alone is None:
+        if self._found.alone is None:
             raise CheckpointError(f"{root} holds the checkpoints of a run; give this job an optimizer_state of its own")
-        if state.alone.identity != self._identity:
-            self._base = state.step
+        if self._found.alone.identity != self._identity:
+            self._base = self._found.step
             return 0
-        self._base = state.alone.before
-        return state.step - self._base
+        self._base = self._found.alone.before
+        return self._found.step - self._base
 
     def restore(self) -> None:
-        """Fill all models and optimizers with what this job committed last."""
+        """Fill all models and optimizers with what this job committed last.
+
+        `DamagedError` if a rank reads something else than that: then begin again, with new models. `find` goes past it.
+        """
         self._load(())
 
     def inherit(self) -> None:
         """Fill what a new job takes over, if there is a state at all; models that it does not hold stay as they are.
 
-        It starts from its checkpoint and at the beginning of its own schedule, for every model.
+        It starts from its checkpoint and at the beginning of its own schedule, for every model. Raises as `restore`.
         """
-        if self._found is not None:
-            self._load(("policy/model", *(f"{name}/progress" for name in self._dispatch.models)))
+        self._load(("policy/model", *(f"{name}/progress" for name in self._dispatch.models)))
 
     def commit(self, done: int) -> None:
         """Commit all models after `done` steps of this job; durable on return."""
@@ -114,8 +116,29 @@ class JobState:
         await_save(self._dispatch, f"the commit of {state.job}-{state.step}")
         log.info("committed %s", saver.result())
 
+    def _newest(self) -> TrainerState | None:
+        if self._commits is None:
+            self._commits = list(committed(self._job.optimizer_state))
+        while self._commits:
+            try:
+                return self._commits[0].state()
+            except DamagedError as damage:
+                self._refuse(damage)
+        return None
+
     def _load(self, without: tuple[str, ...]) -> None:
-        assert self._found is not None
-        log.info("taking over %s", self._found)
-        names = [name for name in self._dispatch.models if name in self._kept]
-        load_models(self._dispatch, self._found, names, without)
+        """Fill models with what was found, if there is something, and have no other commit but those count."""
+        commits = self._commits or []
+        if self._found is not None:
+            log.info("taking over %s", commits[0])
+            names = [name for name in self._dispatch.models if name in self._found.models]
+            try:
+                load_models(self._dispatch, commits[0], names, without)
+            except DamagedError as damage:
+                self._refuse(damage)
+                raise
+        self._fence.keep(commit.place for commit in commits)
+
+    def _refuse(self, damage: DamagedError) -> None:
+        assert self._commits
+        log.warning("%s is refused, now and in later executions: %s", self._commits.pop(0).name, damage)

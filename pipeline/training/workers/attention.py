@@ -46,16 +46,24 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        """The tables of rows with these lengths, laid end to end."""
+        """The tables of rows with these lengths, laid end to end.
+
+        The host makes what is as long as the line; the rectangle, which one long row among many short ones makes far
+        larger, is filled in on the device, where 16 bits never read it.
+        """
         lengths_S = torch.tensor(lengths)
         ends_S = lengths_S.cumsum(0)
         starts_S = ends_S - lengths_S
-        column_L = torch.arange(max(lengths))
-        line_SL = starts_S[:, None] + torch.minimum(column_L, lengths_S[:, None] - 1)
-        rectangle_P = (column_L < lengths_S[:, None]).flatten().nonzero()[:, 0]
+        longest = max(lengths)
+        before_S = torch.arange(len(lengths)) * longest - starts_S
+        rectangle_P = torch.arange(int(ends_S[-1])) + before_S.repeat_interleave(lengths_S)
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends_S]).to(torch.int32)
-        line_SL, rectangle_P, bounds = (to_device(table, device) for table in (line_SL, rectangle_P, bounds))
-        return cls(line_SL, rectangle_P, bounds, max(lengths))
+        lengths_S, starts_S, rectangle_P, bounds = (
+            to_device(table, device) for table in (lengths_S, starts_S, rectangle_P, bounds)
+        )
+        column_L = torch.arange(longest, device=device)
+        line_SL = torch.minimum(column_L, lengths_S[:, None] - 1).add_(starts_S[:, None])
+        return cls(line_SL, rectangle_P, bounds, longest)
 
 
 def attend(

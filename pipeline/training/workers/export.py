@@ -1,31 +1,85 @@
 """A trained model as files that others load.
 
 Owns the names under which parameters leave the trainer, and the directory that transformers, peft and vLLM read: whole
-weights, or an adapter alone, beside the tokenizer of the model they came from. Must not know ranks or sharding.
+weights, or an adapter alone, beside the tokenizer of the model they came from. Promises that the settings beside the
+weights are those of the model that was trained, but for the type of the weights; and that what they need is there
+before anything is trained, not only at the end. Must not know ranks or sharding.
 """
 
+import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 
-from pipeline.config import LoraConfig, ModelConfig
+from pipeline.config import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.training.workers.tensor_files import write_tensors
+from pipeline.weights.wire import Layout
+
+_GENERATION = "generation_config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_OWN = ("config.json", "adapter_config.json")
 
 
-def public_name(name: str, lora: LoraConfig) -> str:
-    """The name of a network's parameter in a Hugging Face checkpoint; with adapters, in one of peft."""
-    return _adapters().checkpoint_name(name) if lora.rank else name
+def adapter_name(name: str) -> str:
+    """The name that an adapter's parameter has in a checkpoint of peft, from its name in the network."""
+    found: str = _adapters().checkpoint_name(name)
+    return found
 
 
-def write_model(path: Path, network: Any, tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Write the directory; `tensors` are whole, by `public_name`."""
-    _copy_tokenizer(Path(config.path), path)
+def write_model(
+    path: Path, network: Any, layout: Layout, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
+) -> None:
+    """Write the directory; `tensors` come whole, one by one, of the type `config.dtype`, as `layout` says."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_settings(path, network, config)
     if config.lora.rank:
-        _adapters().save_adapter(path, tensors, config)
+        _adapters().save_adapter(path, dict(tensors), config)
     else:
-        network.save_pretrained(path, state_dict=dict(tensors))
+        write_tensors(path, layout, tensors)
+
+
+def write_settings(path: Path, network: Any, config: ModelConfig) -> None:
+    """Write all of the directory but the weights: the tokenizer, and for a whole model its config.
+
+    What the model's directory says of sampling is copied as it is. transformers would rather not save some of what it
+    loads, such as a temperature without `do_sample`.
+    """
+    source = Path(config.path)
+    _copy_tokenizer(source, path)
+    if config.lora.rank:
+        return
+    _typed(network.config, config.dtype, type(network).__name__).to_json_file(path / "config.json")
+    if network.can_generate() and not (source / _GENERATION).is_file():
+        # Older models say in their config how to sample.
+        said = GenerationConfig.from_pretrained(source, config_file_name="config.json", _from_model_config=True)
+        said.to_json_file(path / _GENERATION, keys_to_pop=["compile_config"])
+
+
+def refuse_unwritable(network: Any, config: ModelConfig) -> None:
+    """`ConfigError` if the model could be trained, but not written at the end: tried out, without weights."""
+    with TemporaryDirectory() as folder:
+        try:
+            write_settings(Path(folder), network, config)
+        except (OSError, ValueError, TypeError) as error:
+            found = " ".join(str(error).split())
+            expected = "a model whose settings and tokenizer can be written again beside its trained weights"
+            raise ConfigError("model.path", config.path, expected, found) from error
+
+
+def _typed(config: Any, dtype: str, architecture: str) -> Any:
+    """The network's config as that of weights of this type: in memory it is the master weights' float32."""
+    typed = copy.deepcopy(config)
+    typed.architectures = [architecture]
+    for each in (typed, *(getattr(typed, name, None) for name in typed.sub_configs)):
+        if each is not None:
+            each.dtype = dtype
+    return typed
 
 
 def _adapters() -> Any:
@@ -36,9 +90,9 @@ def _adapters() -> Any:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Every file of a model directory except its weights and its config, which the export writes itself."""
+    """Every file of a model directory except its weights, in whatever form, and the configs that are written anew."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name != "config.json":
+        weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not weights and file.name not in _OWN:
             shutil.copy2(file, target / file.name)

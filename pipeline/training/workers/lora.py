@@ -4,7 +4,9 @@ Owns which layers get an adapter, the adapters' names, and their form on disk. P
 nothing (its B is zero) and is equal on every rank, that one which does not fit raises instead of starting afresh, and
 that what is saved is a directory that peft and vLLM load. Must not know ranks, optimizers or servers.
 
-    network = add_adapters(network, config.model.lora, config.seed)     # layers are replaced in place
+    network = add_adapters(network, config.model.lora)                  # layers are replaced in place
+    for name, tensor in first_tensors(network, config.model.lora, config.seed):
+        dict(network.named_parameters())[name].copy_(tensor)
     tensors = {checkpoint_name(name): p for name, p in network.named_parameters() if is_trained(name)}
     save_adapter(path, tensors, config.model)
 
@@ -12,7 +14,8 @@ A layer W of the base becomes W + alpha / rank · B A, with A [rank, in] and B [
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, ModelConfig, nearest
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.training.workers.loading import seed_of
 from pipeline.weights.link import adapter_settings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -41,20 +45,37 @@ _PLAIN: dict[str, Any] = {
 _EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 
 
-def add_adapters(network: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:
-    """The same network with an adapter on every targeted layer, and all else frozen.
+def add_adapters(network: nn.Module, lora: LoraConfig) -> nn.Module:
+    """The same network with an adapter on every targeted layer, and all else frozen; they hold no numbers of use yet.
 
-    Fresh ones depend on the seed alone; with `lora.adapter` they are those of that directory. Raises `ConfigError` for
-    a target that names no linear layer, and for an adapter that is not there or was made with other settings;
-    `CheckpointError` for one that is torn or of another model.
+    Raises `ConfigError` for a target that names no linear layer, and for an adapter to go on from that is not there or
+    was made with other settings.
     """
     _check_targets(network, lora.targets)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        adapted: nn.Module = inject_adapter_in_model(_peft_config(lora), network, adapter_name=_NAME)
     if lora.adapter:
-        _load(adapted, Path(lora.adapter), lora)
+        _check_settings(_read_settings(Path(lora.adapter)), Path(lora.adapter), lora)
+    with torch.random.fork_rng(devices=[]):
+        adapted: nn.Module = inject_adapter_in_model(_peft_config(lora), network, adapter_name=_NAME)
     return adapted
+
+
+def first_tensors(network: nn.Module, lora: LoraConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """What the adapters of a network start with, whole, by the names of its parameters.
+
+    Fresh ones depend on the seed and their names alone: A is drawn as peft does, B is 0. With `lora.adapter` they are
+    those of that directory: `CheckpointError` if it is torn or of another model.
+    """
+    shapes = {name: parameter.shape for name, parameter in network.named_parameters() if is_trained(name)}
+    if lora.adapter:
+        yield from _read(shapes, Path(lora.adapter))
+        return
+    for name, shape in shapes.items():
+        tensor = torch.zeros(shape)
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(
+                tensor, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed_of(seed, name))
+            )
+        yield name, tensor
 
 
 def is_trained(name: str) -> bool:
@@ -95,23 +116,21 @@ def _check_targets(network: Any, targets: tuple[str, ...]) -> None:
             raise ConfigError("model.lora.targets", target, "a linear layer of the model", nearest(target, known))
 
 
-def _load(network: nn.Module, directory: Path, lora: LoraConfig) -> None:
-    _check_settings(_read_settings(directory), directory, lora)
+def _read(shapes: Mapping[str, torch.Size], directory: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         found = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / WEIGHTS} cannot be read: {error}") from error
-    expected = {checkpoint_name(name): tensor for name, tensor in network.named_parameters() if is_trained(name)}
-    wrong = sorted(found.keys() ^ expected.keys()) or [n for n in expected if found[n].shape != expected[n].shape]
+    expected = {checkpoint_name(name): shape for name, shape in shapes.items()}
+    there = {name: tensor.shape for name, tensor in found.items()}
+    wrong = sorted(name for name in there.keys() | expected.keys() if there.get(name) != expected.get(name))
     if wrong:
-        both = [list(tensors[wrong[0]].shape) if wrong[0] in tensors else None for tensors in (found, expected)]
+        both = [list(names[wrong[0]]) if wrong[0] in names else None for names in (there, expected)]
         raise CheckpointError(
             f"{directory} is no adapter of this model: {wrong[0]} is {both[0]} there, {both[1]} here "
             f"({len(wrong)} differ); set model.path to the model it was trained on"
         )
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(found[name])
+    return ((name, found[checkpoint_name(name)]) for name in shapes)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:

@@ -1,11 +1,18 @@
 """The models: a causal language model that answers with log-probabilities, and a critic that answers with values.
 
 Owns how a model directory becomes a network, and what is computed of a micro-batch. Promises that a model whose
-log-probabilities would be wrong is refused. Knows transformers; must not know ranks, losses or optimizers.
+log-probabilities would be wrong is refused before it has weights. Knows transformers; must not know ranks, losses or
+optimizers.
+
+    model = outline(config, kind)                 # shapes alone, on the meta device
+    …shard it…
+    fill(model, Weights(config), config, seed, device)
 
 Notation: B lines of T tokens, N tokens to predict, E hidden size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,11 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.training.spec import Kind
 from pipeline.training.workers.attention import ATTENTION, Segments
+from pipeline.training.workers.form import Form, Tensors
 from pipeline.training.workers.head import head_logprobs
+from pipeline.training.workers.loading import Weights
+from pipeline.training.workers.offload import local
+from pipeline.training.workers.shards import put
 
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "final_logit_softcapping": (None,),
@@ -27,6 +38,8 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "logit_scale": (None, 1),
     "lm_head_multiplier": (None, 1),
 }
+
+_WORDS = 8
 
 
 class Model(nn.Module):
@@ -101,8 +114,6 @@ class Critic(Model):
     def __init__(self, network: Any) -> None:
         super().__init__(network)
         self.head = nn.Linear(network.config.hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
 
     @property
     def decoder(self) -> Any:
@@ -117,36 +128,76 @@ class Critic(Model):
         return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
 
 
-def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
-    """The model of a directory with float32 weights, on the CPU; equal on every rank.
+def outline(config: ModelConfig, kind: Kind = "policy") -> Model:
+    """The model of a directory, float32, whose parameters are on the meta device; buffers have their values.
 
-    Random weights depend on the seed alone, and nothing else is random: dropout is off. With `config.lora.rank` the
-    policy has adapters, and only they have gradients. Raises `ConfigError` when the directory holds no model that
-    transformers knows, or one whose log-probabilities this module would get wrong: its logits are not hidden states
-    times the head.
+    Nothing in it is random: dropout is off. With `config.lora.rank` the policy has adapters, and only they have
+    gradients. Raises `ConfigError` when the directory holds no model that transformers knows, or one whose
+    log-probabilities this module would get wrong: its logits are not hidden states times the head.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError("model.path", config.path, "a directory with config.json")
-    options = {"dtype": torch.float32, "attn_implementation": ATTENTION}
-    if config.init == "pretrained":
-        network = AutoModelForCausalLM.from_pretrained(config.path, **options)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path), **options)
-    refuse_unsupported(network)
-    for module in network.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    if kind == "critic":
+    with _parameters_on_meta():
+        settings = AutoConfig.from_pretrained(config.path)
+        network = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=ATTENTION)
+        refuse_unsupported(network)
+        for module in network.modules():
+            _without_dropout(module)
+        if kind == "critic":
+            if config.lora.rank:
+                raise TrainingError("a critic is trained whole: model.lora.rank of its spec must be 0")
+            return Critic(network.get_decoder()).train()
         if config.lora.rank:
-            raise TrainingError("a critic is trained whole: model.lora.rank of its spec must be 0")
-        return Critic(network.get_decoder()).train()
-    if config.lora.rank:
-        from pipeline.training.workers import lora  # peft takes a second to import, and is of no use to others
-
-        lora.add_adapters(network, config.lora, seed)
+            _lora().add_adapters(network, config.lora)
     return Policy(network).train()
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Dropout is a module of its own in some families, and in others a probability that a layer keeps."""
+    if isinstance(module, nn.Dropout):
+        module.p = 0.0
+    for name, value in list(vars(module).items()):
+        if "dropout" in name and isinstance(value, float):
+            setattr(module, name, 0.0)
+
+
+def fill(model: Model, weights: Weights, config: ModelConfig, seed: int, device: torch.device) -> None:
+    """Bring an outline, sharded or not, to the device, and give it its first weights; see `Weights.fill`.
+
+    A value head starts at 0. Raises what `lora.first_tensors` raises.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.network.tie_weights()
+    weights.fill(stored(model, weights.form), seed)
+    if isinstance(model, Critic):
+        for parameter in model.head.parameters():
+            local(parameter.detach()).zero_()
+    if config.lora.rank:
+        named = dict(model.network.named_parameters())
+        for name, tensor in _lora().first_tensors(model.network, config.lora, seed):
+            put(named[name], tensor)
+
+
+def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
+    """`outline` and `fill` at once: the whole model, on the CPU."""
+    model = outline(config, kind)
+    fill(model, Weights(config), config, seed, torch.device("cpu"))
+    return model
+
+
+def stored(model: Model, form: Form) -> Tensors:
+    """What a model directory holds of a model, by its names in the network of a directory: without adapters, and
+    without a value head, but with the buffers that last."""
+    prefix = form.decoder if isinstance(model, Critic) else ""
+    found = {
+        prefix + name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.network.state_dict(keep_vars=True).items()
+        if ".lora_" not in name
+    }
+    return {name: tensor for name, tensor in found.items() if name in form.tensors}
 
 
 def recompute_activations(model: Model) -> None:
@@ -172,7 +223,9 @@ def compile_layers(model: Model) -> None:
 def refuse_unsupported(network: Any) -> None:
     """`ConfigError` unless the model's logits are its last hidden states times its head, with plain attention.
 
-    Known keys are named. As others may come, the model also computes a few tokens in its own way, for comparison.
+    Known keys are named. As others may come, the model also computes a few tokens in its own way. It needs no weights
+    for that: a number stands in for those of each tensor, random hidden states for what it would make of them, and a
+    head of a few words for its own.
     """
     config = network.config.get_text_config()
     for key, neutral in _NEUTRAL.items():
@@ -183,12 +236,74 @@ def refuse_unsupported(network: Any) -> None:
         raise _unsupported("a head with a bias (lm_head.bias)")
     network.eval()
     tokens_BT = torch.arange(min(4, config.vocab_size))[None]
-    given = {"input_ids": tokens_BT, "position_ids": tokens_BT, "use_cache": False}
-    with torch.no_grad():
-        hidden = network.get_decoder()(**given).last_hidden_state
-        own = network(**given).logits
-    if not torch.allclose(own, hidden @ head.weight.T, rtol=1e-3, atol=1e-4):
+    draw = torch.Generator().manual_seed(0)
+    hidden_BTE = torch.randn(*tokens_BT.shape, head.weight.shape[1], generator=draw)
+    words_VE = torch.randn(_WORDS, head.weight.shape[1], generator=draw)
+    own = _logits(network, tokens_BT, hidden_BTE, words_VE)
+    wanted = hidden_BTE @ words_VE.T
+    if own.shape != wanted.shape or not torch.allclose(own, wanted, rtol=1e-3, atol=1e-4):
         raise _unsupported(f"a head of its own ({type(network).__name__})")
+
+
+@torch.no_grad()
+def _logits(network: Any, tokens_BT: Tensor, hidden_BTE: Tensor, words_VE: Tensor) -> Tensor:
+    """What the network makes of these last hidden states with a head of these words; its decoder runs all the same."""
+    head = network.get_output_embeddings()
+    name = next(name for name, module in network.named_modules() if module is head)
+    stand_ins = _stand_ins(network, head) | {f"{name}.weight": words_VE}
+
+    def replace(module: nn.Module, given: Any, output: Any) -> Any:
+        output.last_hidden_state = hidden_BTE
+        return output
+
+    hook = network.get_decoder().register_forward_hook(replace)
+    try:
+        given = {"input_ids": tokens_BT, "position_ids": tokens_BT, "use_cache": False}
+        answer = torch.func.functional_call(network, stand_ins, kwargs=given, tie_weights=False)
+        logits: Tensor = answer.logits
+        return logits
+    finally:
+        hook.remove()
+
+
+def _stand_ins(network: nn.Module, head: nn.Module) -> Tensors:
+    """A number in place of those of each parameter but the head's: they share memory for the largest of them, and an
+    embedding, of which rows are only looked up, is one number."""
+    multiplied: dict[str, torch.Size] = {}
+    looked_up: dict[str, torch.Size] = {}
+    for prefix, module in network.named_modules():
+        if module is not head:
+            shapes = looked_up if isinstance(module, nn.Embedding) else multiplied
+            shapes |= {f"{prefix}.{leaf}": p.shape for leaf, p in module.named_parameters(recurse=False)}
+    numbers = torch.full((max(shape.numel() for shape in multiplied.values()),), 0.01)
+    stand_ins = {name: numbers[: shape.numel()].view(shape) for name, shape in multiplied.items()}
+    return stand_ins | {name: numbers[0].expand(shape) for name, shape in looked_up.items()}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are made meanwhile have parameters without numbers, but their buffers: `torch.device("meta")` would
+    lose these, and what a rotary table holds is in no file."""
+    register = nn.Module.register_parameter
+
+    def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_shape  # type: ignore[method-assign, assignment]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _lora() -> Any:
+    """Imported where it is needed only: peft takes a second, and runs without adapters do without it."""
+    from pipeline.training.workers import lora
+
+    return lora
 
 
 def _unsupported(found: str) -> ConfigError:

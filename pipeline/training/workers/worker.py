@@ -6,7 +6,7 @@ weights that the controller put into the batch are the only normalisation. Every
 ranks call it with the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +20,23 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from pipeline import heartbeat
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate
-from pipeline.training.workers.export import public_name, write_model
-from pipeline.training.workers.model import Model, Policy, build, compile_layers, recompute_activations
+from pipeline.training.workers.export import adapter_name, refuse_unwritable, write_model
+from pipeline.training.workers.loading import Weights
+from pipeline.training.workers.model import Model, Policy, compile_layers, fill, outline, recompute_activations, stored
 from pipeline.training.workers.offload import Memory, Movable, Part, allocated, empty_cache, local
 from pipeline.training.workers.optimizer import Optimizer, Step
+from pipeline.training.workers.shards import gathered
+from pipeline.weights.wire import Layout
 
 LAYER_UNIT = 1 << 20
-_PREFIX = "network."
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,25 @@ class Worker:
     """
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
-        """Build, shard over the one dimension of `mesh`, and place the model."""
+        """Make the model's shapes, shard them over the one dimension of `mesh`, and fill the shards on the device.
+
+        Raises what `outline`, `Weights` and `fill` raise.
+        """
         self.device = torch.device(mesh.device_type)
         self._config = spec.model
         self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
-        self.model = build(spec.model, spec.seed, spec.kind)
+        self.model = outline(spec.model, spec.kind)
+        if spec.optim is not None and spec.kind == "policy":
+            refuse_unwritable(self.model.network, spec.model)
         if spec.activation_checkpointing:
             recompute_activations(self.model)
         if spec.compile:
             compile_layers(self.model)
         self._reshard, self._broken = spec.reshard, False
         _shard(self.model, mesh, self.compute, spec.reshard)
-        self.model.to(self.device)
+        weights = Weights(spec.model)
+        fill(self.model, weights, spec.model, spec.seed, self.device)
+        self._form = weights.form
         self._group = mesh.get_group()
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
         self._parts: dict[Part, Movable] = {
@@ -149,17 +158,19 @@ class Worker:
                 local(target).copy_(local(sources[name]))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in compute type, under its Hugging Face name; a tied head appears once, as the
-        embedding. Of a policy with adapters, theirs alone, under the names of a peft checkpoint.
+        """All that was or could be trained, whole, in compute type, as the tensors of a Hugging Face checkpoint: in the
+        form that the model's directory has, and of a tied head the embedding alone. Buffers that such a checkpoint
+        holds keep their type. Of a policy with adapters, theirs alone, as the tensors of a peft checkpoint.
+        A critic's have the names that they have in memory.
 
-        Each item is a collective operation: every rank must take all items.
+        Each item may be a collective operation: every rank must take all items.
         """
         return self._gathered(self.compute)
 
-    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                yield public_name(name.removeprefix(_PREFIX), self._config.lora), _whole(parameter.detach(), dtype)
+    @property
+    def layout(self) -> Layout:
+        """What `full_parameters` yields, told without gathering anything."""
+        return self._layout(self.compute)
 
     def state(self) -> dict[str, Any]:
         """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
@@ -195,9 +206,13 @@ class Worker:
         if not isinstance(self.model, Policy):
             raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
         dtype = torch.float32 if self._config.lora.rank else self.compute
-        whole = {name: tensor.cpu() for name, tensor in self._gathered(dtype)}
-        if dist.get_rank() == 0:
-            write_model(path, self.model.network, whole, self._config)
+        tensors = self._gathered(dtype)
+        try:
+            if dist.get_rank() == 0:
+                write_model(path, self.model.network, self._layout(dtype), tensors, self._config)
+        finally:
+            for _ in tensors:  # of which every rank gathers its part, even of those that were not written
+                pass
         dist.barrier()
 
     def offload(self, part: Part) -> None:
@@ -221,6 +236,37 @@ class Worker:
     def empty_cache(self) -> None:
         """Give memory that is free, but held by the allocator, back to the device."""
         empty_cache(self.device)
+
+    def _layout(self, dtype: torch.dtype) -> Layout:
+        def shape(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+        return Layout.of(self._public(dtype, shape))
+
+    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for each in self._public(dtype, gathered):
+            heartbeat.beat()
+            yield each
+
+    def _public(
+        self, dtype: torch.dtype, whole: Callable[[Tensor, torch.dtype], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that leaves the trainer, by its public name; `whole` makes it of what this rank has."""
+        adapted = self._config.lora.rank > 0
+        if adapted or not isinstance(self.model, Policy):
+            for name, parameter in self.model.named_parameters():
+                own_name = name.removeprefix("network.")
+                if parameter.requires_grad:
+                    yield adapter_name(own_name) if adapted else own_name, whole(parameter, dtype)
+            return
+        own = stored(self.model, self._form)
+        for names in self._form.groups:
+            made = {
+                name: whole(own[name], dtype if isinstance(own[name], nn.Parameter) else own[name].dtype)
+                for name in names
+            }
+            yield from self._form.public(made).items()
+            del made  # before the next are gathered
 
     @property
     def _options(self) -> states.StateDictOptions:
@@ -264,10 +310,12 @@ class Worker:
             raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 
     def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        heartbeat.beat()
         answer = self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, temperature, entropy)
         return cast(tuple[Tensor, Tensor | None], answer)
 
     def _values(self, micro: MicroBatch) -> Tensor:
+        heartbeat.beat()
         return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N))
 
     def _refuse_if_broken(self) -> None:
@@ -324,14 +372,6 @@ def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) 
         sharded.set_reshard_after_backward(reshard)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _whole(parameter: Tensor, compute: torch.dtype) -> Tensor:
-    """A tensor of its own: who takes it may do with it as he likes."""
-    converted = parameter.to(compute)
-    whole = converted.full_tensor() if isinstance(converted, DTensor) else converted
-    shared = whole.untyped_storage().data_ptr() == local(parameter).untyped_storage().data_ptr()
-    return whole.clone() if shared else whole
 
 
 def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:

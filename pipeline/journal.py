@@ -1,0 +1,89 @@
+"""Files of lines that grow with a run, and go back with it: `metrics.jsonl`, `ledger.jsonl`.
+
+Owns how lines get into such a file, and out of it when the steps that they tell of are trained again. Promises that the
+lines of one writer are whole and in order; that a file that cannot be written (a full disk) costs a warning and no
+step, and gets what it lacks as soon as it can; and that a writer which was replaced adds nothing, however long its last
+write hangs: each writer begins with a new file, and looks whether it may write after it opened the old one. Must not
+know what a line means.
+
+    keep_lines(path, wanted, fence.check)       # once, by whoever has the right to write now
+    journal = Journal(path, fence.check)
+    journal.add(line)
+    size = journal.flush()                      # on disk; `size` is what a commit covers
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.errors import CheckpointError, OvertakenError
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Adds lines to the file at `path`; `check` raises `OvertakenError` when this writer was replaced."""
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._path, self._check = path, check
+        self._size = path.stat().st_size if path.exists() else 0
+        self._unwritten = bytearray()
+        self._told = False
+
+    def add(self, *lines: bytes) -> None:
+        """Add lines, given without their ends, now or with later ones; `OvertakenError` from `check`."""
+        self._unwritten += b"".join(line + b"\n" for line in lines)
+        self._write(flush=False)
+
+    def flush(self) -> int:
+        """Have all lines on disk, if that is possible; the size in bytes of the file when it has them all."""
+        self._write(flush=True)
+        return self._size + len(self._unwritten)
+
+    def _write(self, *, flush: bool) -> None:
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                self._check()
+                while self._unwritten:
+                    written = file.write(self._unwritten)
+                    del self._unwritten[:written]
+                    self._size += written
+                if flush:
+                    os.fsync(file.fileno())
+        except OvertakenError:
+            raise
+        except (OSError, CheckpointError) as error:
+            if not self._told:
+                log.warning("%s gets its next lines later: %s", self._path, error)
+            self._told = True
+        else:
+            self._told = False
+
+
+def keep_lines(path: Path, wanted: Callable[[bytes, int], bool], check: Callable[[], None] = lambda: None) -> None:
+    """Put a new file in place of the one at `path`, with those lines of which `wanted(line, end)` is true.
+
+    `end` is the offset in bytes behind the line. A last line that was not written to its end goes too. Nothing happens
+    when there is no file; when there is no room for a new one, the old one stays, with a warning. `check` is called
+    right before the new one takes the name; what it raises leaves everything as it is.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with path.open("rb") as old, part.open("wb") as new:
+            end = 0
+            for line in old:
+                end += len(line)
+                if line.endswith(b"\n") and wanted(line, end):
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        check()
+        part.replace(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s keeps lines of steps that are trained again: %s", path, error)
+    finally:
+        part.unlink(missing_ok=True)

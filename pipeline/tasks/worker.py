@@ -1,0 +1,119 @@
+"""A process that makes the calls of a task, one after the other.
+
+Owns what happens in it: how it loads the task, the frames it reads and writes, and what keeps it in bounds. Promises
+one reply for each item of a call, in order; that a copy of it which a task forked never replies; that its memory is
+bounded; and that the kernel, short of memory, ends it before anybody else. The pool ends it (`pipeline.tasks.pool`).
+Imports neither torch nor transformers, unless the task does.
+
+Frames, both ways: 4 bytes of length, little-endian, then a pickle. First a `Setup` comes and None goes back, or the
+reason why there is no task; then each `Call` is answered by one reply for each of its items.
+"""
+
+import os
+import pickle
+import resource
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import TaskConfig
+from pipeline.errors import RollcallError
+from pipeline.process import adopt_orphans
+from pipeline.tasks import load_task
+from pipeline.tasks.calls import LocalCalls, guarded, reason
+from pipeline.tasks.template import Template
+
+LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is made from: the task, the run's seed, and the directory of the model whose template it uses."""
+
+    task: TaskConfig
+    seed: int
+    model: Path
+
+
+@dataclass(frozen=True)
+class Call:
+    """`method` of `LocalCalls`, called with `shared` and each of `items`."""
+
+    method: str
+    shared: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+
+def frame(message: object) -> bytes:
+    """A message as it travels."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class Channel:
+    """The worker's end of the connection, in the place of its standard input, of which there is none."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(fileno=os.dup(0))
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        self._reader = self._socket.makefile("rb")
+
+    def receive(self) -> Any:
+        """The next message; `EOFError` when the pool is gone."""
+        length = self._reader.read(LENGTH_BYTES)
+        if len(length) < LENGTH_BYTES:
+            raise EOFError
+        return pickle.loads(self._reader.read(int.from_bytes(length, "little")))
+
+    def reply(self, value: object) -> None:
+        """Send a value; one that cannot travel is told as such."""
+        try:
+            data = frame(value)
+        except Exception as error:  # noqa: BLE001 what a task puts into its prompts is its own
+            data = frame(reason("prompt cannot be pickled", error))
+        self._socket.sendall(data)
+
+
+def serve(channel: Channel, calls: LocalCalls) -> None:
+    """Answer calls until the pool is gone."""
+    me = os.getpid()
+    while True:
+        call: Call = channel.receive()
+        for item in call.items:
+            value = guarded("task raised", lambda: getattr(calls, call.method)(*call.shared, item))  # noqa: B023
+            if os.getpid() != me:
+                os._exit(0)  # the task forked, and its copy came back here
+            channel.reply(value)
+
+
+def _bound_memory(limit: int) -> None:
+    if limit:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    with suppress(OSError):  # where /proc is read-only the kernel chooses by size alone
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main() -> None:
+    """The worker's process."""
+    adopt_orphans()
+    channel = Channel()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        setup: Setup = channel.receive()
+        _bound_memory(setup.task.memory_bytes)
+        try:
+            calls = LocalCalls(load_task(setup.task, setup.seed), Template(setup.model))
+        except RollcallError as error:
+            channel.reply(str(error))
+            sys.exit(error.exit_code)
+        channel.reply(None)
+        serve(channel, calls)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Whether a model's rows come out packed, and padded, as they would alone.
+
+Owns the check that a list of model types could not be: a small copy of the model, with the same kinds of layers and
+random weights, answers about the same rows packed, padded, and one by one with the attention that transformers has for
+it. `attention` alone keeps rows apart, so a layer that carries a state or a convolution along the line would take it
+from one row into the next. It is the copy and not the model, as one of many shards cannot be asked by itself, compiled
+layers would be compiled for a few tokens, and what is seen is the architecture's: no weights make it right or wrong.
+Promises that what was not shown to be right is not packed. Must not know ranks or losses.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from pipeline.config import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.training.rows import Batch, Row
+from pipeline.training.workers.collate import collate
+from pipeline.training.workers.model import Policy, build
+from pipeline.training.workers.small import SIZES, VOCABULARY, smaller
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-3
+"""Nats. Rounding to float32 makes some millionths; a row that sees the one before it, tenths and more."""
+_LENGTHS = (9, 5, 12)
+"""Of the rows, longer than the windows of `small`."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How far log-probabilities are from those of each row alone: the largest difference in nats."""
+
+    packed: float
+    padded: float
+
+
+def packs(model: ModelConfig, wanted: bool) -> bool:
+    """Whether rows of this model are packed: as `wanted`, but where that is not known to be right a warning says why
+    they are padded.
+
+    `ConfigError` for a model that cannot be trained, as its rows come out wrong padded, too.
+    """
+    config = Path(model.path) / "config.json"
+    found = likeness(config.read_text()) if config.is_file() else "it has no config.json"
+    if isinstance(found, str):
+        why = f"it could not be shown that {model.path} may be packed: {found}"
+    elif found.packed <= TOLERANCE:
+        return wanted
+    elif found.padded <= TOLERANCE:
+        why = f"packed rows of {model.path} see the row before them, which changes them by {found.packed:.2g} nats"
+    else:
+        seen = f"{model.path}, whose log-probabilities come out wrong by {found.padded:.2g} nats"
+        raise ConfigError("model.path", seen, "a decoder with plain causal attention", "choose another model")
+    if wanted:
+        log.warning("rows are padded, not packed: %s; with training.packing=false nobody is warned", why)
+    return False
+
+
+@cache
+def likeness(config: str) -> Likeness | str:
+    """The likeness of the architecture of a config.json, given its text, or why it cannot be seen.
+
+    Raises `ConfigError` for an architecture that is refused however it is laid out.
+    """
+    why = ""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(config)
+        for size in SIZES:
+            try:
+                return measure(smaller(AutoConfig.from_pretrained(folder), size))
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 (any family may refuse any size, in its own way)
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return why
+
+
+def measure(config: Any) -> Likeness:
+    """The likeness of a config's architecture; its model is built whole, so the config is a small one."""
+    with TemporaryDirectory() as folder:
+        config.to_json_file(Path(folder) / "config.json")
+        policy = build(ModelConfig(path=folder, init="random"), seed=0)
+    assert isinstance(policy, Policy)
+    _redraw(policy)
+    rows = _rows()
+    with torch.no_grad():
+        packed, padded = (_ours(policy, rows, each) for each in (True, False))
+        alone = torch.cat([_alone(policy.network, row) for row in rows])
+    return Likeness(*((each - alone).abs().max().item() for each in (packed, padded)))
+
+
+def _redraw(policy: Policy) -> None:
+    """Matrices that pass on about as much as they get, so that every layer has a say: models often start with less."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
+
+
+def _rows() -> list[Row]:
+    draw = np.random.default_rng(0)
+    masks = [(np.arange(length) > 0).astype(np.uint8) for length in _LENGTHS]
+    return [Row(draw.integers(0, VOCABULARY, len(mask)).astype(np.int32), mask) for mask in masks]
+
+
+def _ours(policy: Policy, rows: list[Row], packed: bool) -> Tensor:
+    micro = collate(Batch.of(rows), packed, torch.device("cpu"))
+    logprobs_N: Tensor = policy(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, 1.0, False)[0]
+    return logprobs_N
+
+
+def _alone(network: Any, row: Row) -> Tensor:
+    """As transformers answers about one row when nothing is asked of it but tokens."""
+    network.eval().set_attn_implementation("eager")
+    tokens_T = torch.from_numpy(row.tokens).long()
+    logprobs_TV = network(input_ids=tokens_T[None], use_cache=False).logits[0].log_softmax(-1)
+    answer_N: Tensor = logprobs_TV[:-1].gather(1, tokens_T[1:, None])[:, 0]
+    return answer_N

@@ -1,0 +1,109 @@
+"""A small copy of a model's architecture, from its config alone.
+
+Owns which numbers of a config may shrink. Promises that the copy has every kind of layer that the model has, in the
+order and the classes of its first layers, that windows are shorter than a few tokens, and that nothing of the whole
+model is allocated on the way. Must not know weights, or what the copy is for.
+
+Numbers of a config constrain each other, differently in each family. So there are three attempts, `SIZES`, from a copy
+of a few hundred thousand parameters to one that is only cut after its kinds of layers; whoever takes the copy tries
+them in turn.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from pipeline.errors import ConfigError
+
+SIZES = ("narrow", "wide", "cut")
+"""Narrow: few heads too; wide: all heads, but small feed-forward layers and few experts; cut: layers as they are."""
+
+VOCABULARY = 64
+_HEADS = 4
+_FEW = 4
+_PARTS = {
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "expert_intermediate_size"), 64),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"), 64),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size", "window_size"), 4),
+}
+
+
+def smaller(config: Any, size: str) -> Any:
+    """A copy of a transformers config, whose model is small; `size` is one of `SIZES`. `ConfigError` if its decoder has
+    no list of layers."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    _cut(text, _layers_that_show_all(config))
+    text.vocab_size = VOCABULARY
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        _shrink(text, key, 0)
+    if size != "cut":
+        for key, number in _PARTS.items():
+            _shrink(text, key, number)
+    if size == "narrow":
+        _narrow(text)
+    for name in small.sub_configs:
+        if getattr(small, name, None) not in (None, text):
+            _shrink(getattr(small, name), "num_hidden_layers", 1)
+    return small
+
+
+def _layers_that_show_all(config: Any) -> int:
+    """How many of the first layers have among them every kind that there is."""
+    with torch.device("meta"):
+        decoder = AutoModelForCausalLM.from_config(copy.deepcopy(config)).get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise ConfigError(
+            "model.path", type(decoder).__name__, "a decoder with a list of layers", "choose another model"
+        )
+    types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(decoder.layers)
+    kinds = [(_kind(layer), type_) for layer, type_ in zip(decoder.layers, types, strict=False)]
+    return max(kinds.index(kind) for kind in kinds) + 1
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """What a layer is made of: the classes of its modules and their switches; sizes and numbers may differ."""
+    return tuple((name, type(module).__name__, _switches(module)) for name, module in layer.named_modules())
+
+
+def _switches(module: nn.Module) -> tuple[object, ...]:
+    plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | str | int | float | None)}
+    return tuple(sorted((key, str(v) if isinstance(v, bool | str) else type(v).__name__) for key, v in plain.items()))
+
+
+def _cut(text: Any, layers: int) -> None:
+    """Only the first layers; lists that have an entry for each layer are cut as well. A few layers stay as they are:
+    another list may be as long."""
+    before = text.num_hidden_layers
+    if before <= _FEW:
+        return
+    for key, value in text.to_dict().items():
+        per_layer = isinstance(value, list | tuple) or (isinstance(value, str) and "pattern" in key)
+        if per_layer and len(value) == before:
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+
+
+def _narrow(text: Any) -> None:
+    """Few heads of the same size; grouped ones stay grouped."""
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    grouped = getattr(text, "num_key_value_heads", None) not in (None, heads)
+    _shrink(text, "num_attention_heads", _HEADS)
+    _shrink(text, "num_key_value_heads", _HEADS // 2 if grouped else _HEADS)
+    text.hidden_size = _HEADS * size
+
+
+def _shrink(config: Any, key: str, number: int) -> None:
+    found = getattr(config, key, None)
+    if isinstance(found, int) and not isinstance(found, bool) and found > number:
+        setattr(config, key, number)

@@ -1,0 +1,137 @@
+"""A cheaper way for the log-probabilities of sampled tokens, from vLLM's engine process to its answer.
+
+vLLM slices three arrays for each request and step and encodes each by itself; for a small model that costs the engine
+process as much as all else. Where no request of a step asks for more than its sampled tokens, plain numbers make the
+way instead; on its other side, one dimension tells them from vLLM's own form, which has two. Promises the same answers.
+Where vLLM's code is not what this was written for, it says so once and changes nothing.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+log = logging.getLogger(__name__)
+SWITCH = "ROLLCALL_FAST_LOGPROBS"
+"""The variable of the server's environment that turns this off when it is 0."""
+_LISTS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
+_SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
+_ENTRIES = ("ChatCompletionLogProb", "ChatCompletionLogProbsContent", "GenerateLogProb", "GenerateLogProbsContent")
+
+
+def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
+    """Teach this vLLM process the cheaper way; a second call changes nothing."""
+    if variables.get(SWITCH) == "0":
+        return
+    try:
+        from vllm.logprobs import Logprob
+        from vllm.v1.engine.logprobs import LogprobsProcessor
+        from vllm.v1.outputs import LogprobsLists
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        if LogprobsLists.slice_request.__module__ == __name__:
+            return
+        known = (
+            _takes(LogprobsLists, *_LISTS)
+            and _takes(LogprobsLists.slice_request, "self", "req_idx", "num_positions")
+            and _takes(MsgpackDecoder._decode_ndarray, "self", "arr")
+            and _takes(LogprobsProcessor._update_sample_logprobs, "self", "logprobs_lists")
+            and _takes(Logprob, "logprob", "rank", "decoded_token")
+        )
+    except (ImportError, AttributeError):
+        known = False
+    if not known:
+        log.warning("this release of vLLM is not known to %s: log-probabilities travel vLLM's own way", __name__)
+        return
+    LogprobsLists.slice_request = _slicing(LogprobsLists.slice_request, LogprobsLists)
+    MsgpackDecoder._decode_ndarray = _decoding(MsgpackDecoder._decode_ndarray)
+    stock = LogprobsProcessor._update_sample_logprobs
+    LogprobsProcessor._update_sample_logprobs = _updating(stock, LogprobsLists, Logprob)
+
+
+def add_fast_answers(serving: Any) -> None:
+    """Have the module of the generate route make the entries of its answers without validating what it says itself."""
+    for name in _ENTRIES:
+        model = getattr(serving, name, None)
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            setattr(serving, name, _unvalidated(model))
+
+
+def _takes(function: Callable[..., Any], *arguments: str) -> bool:
+    return tuple(inspect.signature(function).parameters) == arguments
+
+
+def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
+    """In the engine process: the requests of a step share one conversion of its arrays."""
+    step: tuple[Any, list[int], list[float], list[int]] = (None, [], [], [])
+
+    def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
+        nonlocal step
+        whole, boundaries = self.logprobs, self.cu_num_generated_tokens
+        if np.shape(whole)[1:] != (1,):
+            return stock(self, req_idx, num_positions)
+        if step[0] is not whole:
+            ids, values = self.logprob_token_ids[:, 0].tolist(), whole[:, 0].tolist()
+            step = whole, ids, values, self.sampled_token_ranks.tolist()
+        first = req_idx if boundaries is None else boundaries[req_idx]
+        return lists(*[numbers[first : first + num_positions] for numbers in step[1:]], None)
+
+    return slice_request
+
+
+def _decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's own form begins with the name of a type."""
+
+    def decode(self: Any, arr: Any) -> Any:
+        return stock(self, arr) if arr and isinstance(arr[0], str) else np.array(arr)
+
+    return decode
+
+
+def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[..., Any]:
+    """In an API process, where the first answer finds the generate route loaded if there is one."""
+
+    @functools.cache
+    def prepare() -> None:
+        if _SERVING in sys.modules:
+            add_fast_answers(sys.modules[_SERVING])
+
+    def update(self: Any, logprobs_lists: Any) -> None:
+        prepare()
+        ids, values, ranks = map(np.asarray, logprobs_lists[:3])
+        if values.ndim != 1:
+            stock(self, logprobs_lists)
+        elif self.tokenizer is not None or type(self.logprobs) is not list:
+            stock(self, lists(ids[:, None], values[:, None], ranks, None))
+        else:
+            for token, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
+                self.cumulative_logprob += value
+                self.logprobs.append({token: logprob(value, rank, None)})
+
+    return update
+
+
+def _unvalidated(model: type[BaseModel]) -> Callable[..., BaseModel]:
+    """Objects as validation makes them of right values; `model_construct` takes twice the time of validation."""
+    fields = model.model_fields.items()
+    blank = {
+        name: None if field.is_required() else field.get_default(call_default_factory=True) for name, field in fields
+    }
+    extra: dict[str, Any] | None = {} if model.model_config.get("extra") == "allow" else None
+    assign = object.__setattr__
+
+    def make(**values: Any) -> BaseModel:
+        made = model.__new__(model)
+        assign(made, "__dict__", blank | values)
+        assign(made, "__pydantic_fields_set__", set(values))
+        assign(made, "__pydantic_extra__", extra)
+        assign(made, "__pydantic_private__", None)
+        return made
+
+    return make

@@ -1,0 +1,42 @@
+"""What an older release of vLLM lacks and a run needs, added in its processes before any model is built.
+
+Each function looks for itself whether it is needed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WANTED = "float32"
+
+
+def add_float32_head() -> None:
+    """Honour `head_dtype=float32`, which releases before `LogitsProcessor._apply_head` take for pooling models only.
+
+    The head's product then accumulates and ends in float32, as the trainer's does; otherwise log-probabilities of a
+    bfloat16 model would differ by what rounding its logits costs.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if hasattr(LogitsProcessor, "_apply_head"):
+        return
+    stock_init, stock_logits = LogitsProcessor.__init__, LogitsProcessor._get_logits
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        config = get_current_vllm_config().model_config
+        self.rollcall_float32 = config is not None and getattr(config.hf_config, "head_dtype", "") == WANTED
+
+    def get_logits(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None) -> Tensor | None:
+        plain = type(lm_head.quant_method) is UnquantizedEmbeddingMethod
+        if not (self.rollcall_float32 and plain and hidden_states.is_cuda and hidden_states.dtype != torch.float32):
+            logits: Tensor | None = stock_logits(self, hidden_states, lm_head, embedding_bias)
+            return logits
+        product = torch.mm(hidden_states, lm_head.weight.t(), out_dtype=torch.float32)
+        gathered: Tensor | None = self._gather_logits(product if embedding_bias is None else product + embedding_bias)
+        return gathered if gathered is None else gathered[..., : self.org_vocab_size]
+
+    LogitsProcessor.__init__, LogitsProcessor._get_logits = init, get_logits

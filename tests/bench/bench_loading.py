@@ -1,0 +1,181 @@
+"""What a rank holds in memory while its model is loaded, handed to the servers for the first time, and written.
+
+    python -m tests.bench.bench_loading [--ranks 1 2 4] [--dtype bfloat16]
+
+Makes a model of some 300 MB in a temporary folder, then a world of each size. Prints for each phase and rank the most
+private memory (MiB, `RssAnon` read every 2 ms) beyond what the process held after it had a tiny model, and what of it
+is more than the rank's float32 shards and, on rank 0 of the publication, the version that waits for the servers; as a
+part of the model's bytes in its compute type that must not be above 0.3. Exits with 1 if it is.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from pipeline.config import InferenceConfig, ModelConfig
+from pipeline.packing import Budget
+from pipeline.process import hold_port
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.ranks import Site
+from pipeline.training.spec import ModelSpec
+from pipeline.weights.link import Meeting
+from pipeline.weights.sender import WeightSender
+from tests.bench.tables import judge, markdown
+
+MARGIN = 0.3
+MIB = 1 << 20
+COLUMNS = ("ranks", "phase", "rank", "peak", "shards", "waits for servers", "beyond", "part of the model")
+Row = tuple[str, int, float, float, float, float, float]
+_watch: list["Peak"] = []
+
+
+class Peak:
+    """The most private memory of this process, in bytes, since this was made; a thread looks every 2 ms."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.most, self._over = private(), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._over.set()
+        self._thread.join()
+        return self.most
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, private())
+
+
+def private() -> int:
+    """Bytes of memory that no other process has, and no file."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+def begin(site: Site) -> None:
+    _watch.append(Peak())
+
+
+def end(site: Site) -> int:
+    return _watch.pop().stop()
+
+
+@contextmanager
+def watched(dispatch: Dispatch, most: list[int]) -> Iterator[None]:
+    """Fill `most` with the most private memory of each rank meanwhile."""
+    dispatch.on_sites(begin)
+    yield
+    most += dispatch.on_sites(end)
+
+
+def make_model(folder: Path, size: int = 1024, layers: int = 9) -> None:
+    """Some 150M parameters in bfloat16, in several files."""
+    config = Qwen3Config(
+        hidden_size=size,
+        intermediate_size=3 * size,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=8000,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def init(dispatch: Dispatch, model: Path, how: str, dtype: str) -> None:
+    config = ModelConfig.model_validate({"path": str(model), "init": how, "dtype": dtype})
+    dispatch.init_model("policy", ModelSpec("policy", config))
+
+
+def measure(dispatch: Dispatch, model: Path, dtype: str) -> list[Row]:
+    """A row for each phase and rank."""
+    init(dispatch, model.parent / "tiny", "random", dtype)
+    dispatch.remove_model("policy")
+    none: list[int] = []
+    with watched(dispatch, none):
+        pass
+    rows: list[Row] = []
+
+    def phase(name: str, work: Callable[[], object], waits: int = 0) -> None:
+        most: list[int] = []
+        with watched(dispatch, most):
+            work()
+        size = dispatch.layout("policy").bytes
+        for rank, memory in enumerate(dispatch.memory()):
+            peak, waiting = most[rank] - none[rank], 0 if rank else waits
+            beyond = peak - memory["policy"].model - waiting
+            parts = (peak / MIB, memory["policy"].model / MIB, waiting / MIB, beyond / MIB, beyond / size)
+            rows.append((name, rank, *parts))
+
+    phase("load", lambda: init(dispatch, model, "pretrained", dtype))
+    dispatch.remove_model("policy")
+    phase("draw", lambda: init(dispatch, model, "random", dtype))
+    layout = dispatch.layout("policy")
+    with tempfile.TemporaryDirectory() as out:
+        phase("export", lambda: dispatch.save_hf_model("policy", Path(out)))
+    with hold_port() as holder:
+        meeting = Meeting("127.0.0.1", holder.getsockname()[1], "s3cret")
+        with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender:
+            given = dispatch.full_parameters("policy")
+            phase("first publication", lambda: sender.start(1, given, layout), layout.bytes)
+    return rows
+
+
+def rank_main(model: Path, dtype: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+
+    def lead(dispatch: Dispatch) -> None:
+        out.write_text(json.dumps(measure(dispatch, model, dtype)))
+
+    lead_or_serve(lead, Budget(4096))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.model:
+        rank_main(given.model, given.dtype, given.out)
+        return 0
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "model")
+        make_model(Path(folder) / "tiny", size=64, layers=1)
+        for ranks in given.ranks:
+            for row in world(ranks, Path(folder), given.dtype):
+                table.append((ranks, *row))
+    print(markdown(COLUMNS, table))
+    return judge(f"at most {MARGIN} of the model's bytes beyond its shards", all(row[-1] <= MARGIN for row in table))
+
+
+def world(ranks: int, folder: Path, dtype: str) -> list[Row]:
+    """What torchrun's ranks measure."""
+    out = folder / f"{ranks}.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    own = ["-m", "tests.bench.bench_loading", "--model", str(folder / "model"), "--dtype", dtype, "--out", str(out)]
+    subprocess.run([sys.executable, *launcher, *own], check=True, timeout=300)
+    rows: list[Row] = json.loads(out.read_text())
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

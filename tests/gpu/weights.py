@@ -1,0 +1,223 @@
+"""Weights that change while a server generates: what an update takes, what it costs, and that none is torn.
+
+    python -m tests.gpu.weights OUT.json [--shape 0.6b] [--servers 1] [--tensor 1] [--requests 256] [--seconds 8]
+
+Needs two GPUs: this process sends from the first one, the servers generate on the others. Every token's log-probability
+has one of a few values under weights A and one of a few others under weights B, and depends on all weights: a step that
+saw a mixture of both would show.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline import process
+from pipeline.config import InferenceConfig, RunConfig
+from pipeline.plan import Placement
+from pipeline.roles import inference
+from pipeline.waiting import wait_for
+from pipeline.weights.link import Meeting
+from pipeline.weights.sender import WeightSender
+from tests.fakes.configs import make_config
+from tests.gpu.traffic import PROCESSES, Answers, Traffic
+from tests.gpu.workload import WORKLOADS
+
+SECRET = "the-secret-of-the-measurement"
+START_SECONDS = 300
+CLOSE = 0.05
+PAUSES = (1.0, 0.3, 0.05)
+NamedTensors = list[tuple[str, Tensor]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--api", type=int, default=4)
+    chosen = parser.parse_args(arguments)
+    torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
+        model = Path(folder) / "model"
+        WORKLOADS[chosen.shape].write_model(model)
+        endpoints = started.enter_context(servers(model, chosen.servers, chosen.tensor, chosen.api))
+        config = InferenceConfig(update_seconds=60)
+        holder = started.enter_context(process.hold_port())
+        meeting = Meeting("127.0.0.1", holder.getsockname()[1], SECRET)
+        device = torch.device("cuda", 0)
+        sender = started.enter_context(WeightSender(endpoints, meeting, config, 120, note, device=device))
+        result = measure(sender, endpoints, model, chosen)
+    result["gpu"], result["vllm"] = torch.cuda.get_device_name(), __import__("vllm").__version__
+    chosen.out.write_text(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1))
+    return 1 if result["torn"] else 0
+
+
+def note(server: str, version: int | None) -> None:
+    if version is None:
+        print(f"{server} was evicted", flush=True)
+
+
+def measure(sender: WeightSender, endpoints: Sequence[str], model: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    first, second = weights(model, 1), weights(model, 2)
+    bytes_sent = sum(tensor.numel() * tensor.element_size() for _, tensor in first)
+    version = 0
+
+    def update(values: NamedTensors) -> float:
+        nonlocal version
+        version += 1
+        began = time.monotonic()
+        report = sender.publish(version, values)
+        if report.failures or len(report.servers) != len(endpoints):
+            raise RuntimeError(f"version {version}: {report.failures}")
+        return time.monotonic() - began
+
+    joined = update(first)
+    wait_for("all servers", lambda: set(sender.versions().values()) == {version}, 120)
+    traffic = Traffic(endpoints[0], SECRET, chosen.requests, chosen.seconds, greedy=True)
+    calm = {name: alone(update, values, traffic) for name, values in (("A", first), ("B", second))}
+    legal = {name: sorted(answers.logprobs) for name, answers in calm.items()}
+    idle = [update(values) for values in (first, second) * 5]
+    rows = [under_updates(update, (first, second), traffic, pause) for pause in PAUSES]
+    calm["A again"] = alone(update, first, traffic)
+    undisturbed = statistics.mean(answers.tokens_per_second for answers in calm.values())
+    torn = Counter[float]()
+    for row in rows:
+        torn += strange(row.pop("seen"), legal)
+        row["ratio"] = row["tokens_per_second"] / undisturbed
+        print(row, flush=True)
+    return {
+        "command": {name: value for name, value in vars(chosen).items() if name != "out"},
+        "bytes": bytes_sent,
+        "join_seconds": joined,
+        "idle_update_ms": [1e3 * seconds for seconds in idle],
+        "undisturbed_tokens_per_second": {name: answers.tokens_per_second for name, answers in calm.items()},
+        "under_updates": rows,
+        "torn": sum(torn.values()),
+        "strange": dict(torn.most_common(5)),
+        "legal": legal,
+    }
+
+
+def alone(update: Callable[[NamedTensors], float], values: NamedTensors, traffic: Traffic) -> Answers:
+    """What a server says under these weights alone, with few requests at a time and with many: kernels differ."""
+    update(values)
+    with replace(traffic, requests=PROCESSES, seconds=1.0, tokens=32).running() as few:
+        pass
+    with traffic.running() as many:
+        pass
+    return Answers(many.tokens_per_second, few.logprobs + many.logprobs)
+
+
+def under_updates(
+    update: Callable[[NamedTensors], float], weights: Sequence[NamedTensors], traffic: Traffic, pause: float
+) -> dict[str, Any]:
+    """What came back while the weights changed to and fro."""
+    taken: list[float] = []
+    with traffic.running() as busy:
+        time.sleep(2)  # the processes that ask have to start
+        until = time.monotonic() + traffic.seconds
+        while time.monotonic() < until:
+            taken.append(update(weights[len(taken) % 2]))
+            time.sleep(pause)
+    return {
+        "pause_seconds": pause,
+        "updates": len(taken),
+        "update_ms": 1e3 * statistics.median(taken),
+        "update_ms_max": 1e3 * max(taken),
+        "tokens_per_second": busy.tokens_per_second,
+        "tokens": sum(busy.logprobs.values()),
+        "seen": busy.logprobs,
+    }
+
+
+def strange(seen: Counter[float], legal: dict[str, list[float]]) -> Counter[float]:
+    """Log-probabilities that neither weights give."""
+    known = [value for values in legal.values() for value in values]
+    return Counter({value: n for value, n in seen.items() if min(abs(value - each) for each in known) > CLOSE})
+
+
+@contextmanager
+def servers(model: Path, count: int, tensor: int, api: int, first: int = 1, **keys: Any) -> Iterator[list[str]]:
+    """So many servers of `tensor` GPUs each, from GPU `first` on, with these keys of `inference.*`; all are ready."""
+    with ExitStack() as started:
+        config = gpu_config(model, tensor, api, **keys)
+        children = [started.enter_context(a_server(config, model, index, first)) for index in range(count)]
+        for endpoint, log, child in children:
+            address, _, port = endpoint.partition(":")
+
+            def healthy(address: str = address, port: str = port, log: Path = log, child: Any = child) -> bool:
+                if child.poll() is not None:
+                    raise RuntimeError("\n".join(process.tail(log, 60)))
+                return inference.is_healthy(address, int(port))
+
+            wait_for("a server", healthy, START_SECONDS)
+        yield [endpoint for endpoint, _, _ in children]
+
+
+@contextmanager
+def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator[tuple[str, Path, process.Child]]:
+    tensor = config.resources.inference.gpus
+    with process.hold_port() as holder:
+        gpus = tuple(range(first + index * tensor, first + (index + 1) * tensor))
+        place = Placement(
+            role="inference", index=index, rank=0, address="127.0.0.1", ports=(holder.getsockname()[1],), gpus=gpus
+        )
+        environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
+        log = model.parent / f"server-{index}.log"
+        child = process.Child(inference.server_command(config, place), log, environment)
+        try:
+            yield place.endpoint, log, child
+        finally:
+            child.stop(20)
+            print(f"--- {log.name}", *process.tail(log, 15), sep="\n", flush=True)
+
+
+def gpu_config(model: Path, tensor: int, api: int, **keys: Any) -> RunConfig:
+    return make_config(
+        model={"path": str(model), "init": "random", "max_length": 1024, "dtype": "bfloat16"},
+        resources={"device": "cuda", "inference": {"gpus": tensor}, "trainer": {"gpus": 1}},
+        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_processes": api, **keys},
+    )
+
+
+@torch.no_grad()
+def weights(path: Path, seed: int) -> NamedTensors:
+    """A model's parameters under their Hugging Face names, on the first GPU, such that every token has the same hidden
+    state whatever came before it (attention adds nothing, all embeddings are alike): so its log-probability says which
+    weights the step had, all of them. Two tokens are likelier than the others."""
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif "o_proj" in name:
+            parameter.zero_()
+        elif "embed" in name or "lm_head" in name:
+            row = 0.1 * torch.randn(parameter.shape[1], generator=generator)
+            parameter.copy_(row.expand_as(parameter))
+            parameter[0] *= 3
+            parameter[1] *= -3
+        else:
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return [(name, parameter.detach().cuda()) for name, parameter in model.named_parameters()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

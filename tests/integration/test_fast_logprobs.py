@@ -1,0 +1,192 @@
+"""The cheaper way for log-probabilities: the same answers as vLLM's own way, in its classes and in its servers."""
+
+import json
+import logging
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.rollouts.server import ROUTE
+from pipeline.weights import fast_logprobs
+from pipeline.weights.fast_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
+from tests.integration.servers import SECRET, Served, model_directory, starting
+
+# Importing vLLM has torch say what of it is deprecated.
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+EDGES = [0.0, -0.0, -1e-45, -9999.5, float("-inf"), float("nan"), np.float32(-0.1)]
+
+
+@pytest.fixture
+def seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test replaces in vLLM's classes is put back."""
+    from vllm.entrypoints.scale_out.token_in_token_out import serving
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    for owner, name in (
+        (LogprobsLists, "slice_request"),
+        (MsgpackDecoder, "_decode_ndarray"),
+        (LogprobsProcessor, "_update_sample_logprobs"),
+        *((serving, name) for name in fast_logprobs._ENTRIES),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def a_step(width: int, counts: list[int] | None, seed: int = 0) -> Any:
+    """The log-probabilities of a step of four requests; with `counts`, several tokens of each."""
+    from vllm.v1.outputs import LogprobsLists
+
+    rows, random = sum(counts or [1] * 4), np.random.default_rng(seed)
+    values = -random.exponential(size=(rows, width)).astype(np.float32)
+    values[: len(EDGES), 0] = EDGES[:rows]
+    ids = np.stack([random.permutation(1000)[:width] for _ in range(rows)]).astype(np.int32)
+    ends = None if counts is None else [0, *np.cumsum(counts).tolist()]
+    return LogprobsLists(ids, values, random.integers(0, 99, rows, dtype=np.int64), ends)
+
+
+def processed(steps: list[Any], counts: list[int], tokenizer: Any, flat: bool, hop: bool) -> list[str]:
+    """What the requests of these steps end with, as text, since not a number equals nothing."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    requests = [LogprobsProcessor(tokenizer, FlatLogprobs() if flat else [], None, 0.0, 0, None) for _ in counts]
+    for step in steps:
+        parts = [step.slice_request(index, count) for index, count in enumerate(counts)]
+        if hop:
+            outputs = [EngineCoreOutput(request_id="r", new_token_ids=[1], new_logprobs=part) for part in parts]
+            encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+            decoded = MsgpackDecoder(EngineCoreOutputs).decode(encoded)
+            parts = [output.new_logprobs for output in decoded.outputs]
+        for request, part in zip(requests, parts, strict=True):
+            request._update_sample_logprobs(part)
+    return [repr((request.logprobs, request.cumulative_logprob)) for request in requests]
+
+
+class Words:
+    """A tokenizer, as far as log-probabilities need one."""
+
+    is_fast = False
+
+    def convert_ids_to_tokens(self, ids: list[int], **_: Any) -> list[str]:
+        return [f"<{number}>" for number in ids]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(f"<{number}>" for number in np.atleast_1d(ids))
+
+
+@pytest.mark.parametrize("hop", [True, False], ids=["encoded", "in-process"])
+@pytest.mark.parametrize("flat", [False, True], ids=["lists", "flat"])
+@pytest.mark.parametrize("tokenizer", [None, Words()], ids=["tokens", "words"])
+@pytest.mark.parametrize("counts", [None, [2, 0, 3, 1]], ids=["one", "several"])
+def test_requests_end_with_what_vllms_own_way_gives(
+    seams: None, counts: list[int] | None, tokenizer: Any, flat: bool, hop: bool
+) -> None:
+    """Also where a request that asks for more joins for a step: its neighbours' steps then are of both forms."""
+    steps = [a_step(width, counts, seed) for seed, width in enumerate((1, 1, 4, 1))]
+    asked = (steps, counts or [1] * 4, tokenizer, flat, hop)
+    stock = processed(*asked)
+    add_fast_logprobs({})
+    add_fast_logprobs({})
+    assert type(steps[0].slice_request(0, 1).logprobs) is list
+    assert type(steps[2].slice_request(0, 1).logprobs) is np.ndarray
+    assert processed(*asked) == stock
+
+
+def test_a_slice_that_arrived_can_be_cut_again(seams: None) -> None:
+    from vllm.v1.outputs import LogprobsLists
+
+    add_fast_logprobs({})
+    arrived = LogprobsLists(*(np.array(part) for part in a_step(1, [4]).slice_request(0, 4)[:3]))
+    assert arrived.slice_request(0, 2).logprobs.tolist() == arrived.logprobs[:2].tolist()
+
+
+def test_the_entries_of_an_answer_are_those_that_validation_makes(seams: None) -> None:
+    from vllm.entrypoints.scale_out.token_in_token_out import serving
+
+    names = {"GenerateLogProb": {"token_id": 7, "rank": 2}, "ChatCompletionLogProb": {"token": "token_id:7"}}
+
+    def entries() -> list[Any]:
+        return [
+            getattr(serving, f"{name}sContent")(
+                logprob=-0.5, **values, top_logprobs=[getattr(serving, name)(logprob=-0.5, **values)]
+            )
+            for name, values in names.items()
+        ]
+
+    stock = entries()
+    add_fast_answers(serving)
+    quick = entries()
+    assert not isinstance(serving.GenerateLogProb, type)
+    assert quick == stock
+    assert [each.model_dump_json() for each in quick] == [each.model_dump_json() for each in stock]
+    assert [each.model_fields_set for each in quick] == [each.model_fields_set for each in stock]
+
+
+def test_the_switch_turns_it_off(seams: None) -> None:
+    add_fast_logprobs({SWITCH: "0"})
+    assert type(a_step(1, None).slice_request(0, 1).logprobs) is np.ndarray
+
+
+def test_code_that_is_not_known_stays_as_it_is(
+    seams: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    def of_another_release(self: Any, arr: Any, dtype: Any) -> None: ...
+
+    monkeypatch.setattr(MsgpackDecoder, "_decode_ndarray", of_another_release)
+    with caplog.at_level(logging.WARNING):
+        add_fast_logprobs({})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert type(a_step(1, None).slice_request(0, 1).logprobs) is np.ndarray
+    assert MsgpackDecoder._decode_ndarray is of_another_release
+
+
+ASKED: list[dict[str, Any]] = [
+    {"logprobs": 0},
+    {"logprobs": 0, "n": 3},
+    {"logprobs": 0, "temperature": 0},
+    {"logprobs": 0, "max_tokens": 1},
+    {"logprobs": 3},
+    {"logprobs": 0, "prompt_logprobs": 1},
+    {"logprobs": 0, "stop_token_ids": [3, 4, 5, 6, 7]},
+    {"logprobs": 0, "flat_logprobs": True},
+    {},
+]
+
+
+def answers_of(served: Served) -> list[Any]:
+    """What a server says to `ASKED`, without its names and times."""
+    address, _, port = served.endpoint.rpartition(":")
+    link, answers = HTTPConnection(address, int(port), timeout=60), []
+    for asked in ASKED:
+        sampling = {"seed": 11, "max_tokens": 40, "temperature": 1.0, "detokenize": False, **asked}
+        body = json.dumps({"model": "policy", "token_ids": [1, 5, 6, 7], "sampling_params": sampling})
+        link.request("POST", ROUTE, body, {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"})
+        answer = json.loads(link.getresponse().read())
+        answers.append({key: answer[key] for key in ("choices", "prompt_logprobs")})
+    link.close()
+    return answers
+
+
+def test_servers_that_differ_in_this_alone_answer_alike(tmp_path: Path) -> None:
+    """The quick one has its engine in another process, as on GPUs, so that its log-probabilities are encoded."""
+    model = model_directory(tmp_path / "model", tied=False)
+    quick, stock = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {SWITCH: "0"}
+    with ExitStack() as started:
+        waits = [started.enter_context(starting(model, "127.0.0.6", variables=each)) for each in (quick, stock)]
+        found, wanted = [answers_of(wait()) for wait in waits]
+    assert [len(answer["choices"]) for answer in wanted] == [1, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert len(wanted[0]["choices"][0]["logprobs"]["content"]) == 40
+    assert found == wanted

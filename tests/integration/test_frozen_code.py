@@ -1,0 +1,66 @@
+"""A run goes on with the code that it was submitted with, whatever becomes of the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeline
+from slurm.runs import PACKAGES
+
+pytestmark = pytest.mark.integration
+
+LAUNCHER = """
+import subprocess, sys
+from slurm import runs
+from slurm.compose import compose_config
+from slurm.environment import child_environment
+from slurm.executors import VirtualNodes
+from pipeline.waiting import wait_for
+
+SEEN = "from pipeline import errors; import slurm; print(errors.EDITION, errors.__file__, slurm.__file__)"
+
+def seen():  # by an agent, and by a role that it starts
+    from pipeline import errors
+    import slurm
+    role = subprocess.run([sys.executable, "-P", "-c", SEEN], env=child_environment({}), capture_output=True, text=True)
+    return f"{errors.EDITION} {errors.__file__} {slurm.__file__}", role.stdout.strip() or role.stderr
+
+with runs.claimed(compose_config(["experiment=demo", f"output={sys.argv[1]}"])) as paths:
+    job = VirtualNodes(paths, 1).submit(seen)
+    wait_for("the attempt to end", job.done, 60)
+    from pipeline import errors
+    print(errors.EDITION, *job.task(0).result(), sep="\\n")
+"""
+
+
+def test_an_edit_of_the_checkout_between_two_attempts_does_not_reach_the_run(tmp_path: Path) -> None:
+    checkout, runs = tmp_path / "checkout", tmp_path / "runs"
+    for package in PACKAGES:
+        source = Path(pipeline.__file__).parent.parent / package
+        shutil.copytree(source, checkout / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    frozen = runs / "demo" / "code"
+    in_the_run = f"first {frozen / 'pipeline' / 'errors.py'} {frozen / 'slurm' / '__init__.py'}"
+    module = checkout / "pipeline" / "errors.py"
+    text = module.read_text()
+    for edition in ("first", "second"):
+        module.write_text(f'{text}\nEDITION = "{edition}"\n')
+        assert attempt_from(checkout, tmp_path / "launcher.py", runs) == [edition, in_the_run, in_the_run]
+
+
+def attempt_from(checkout: Path, launcher: Path, runs: Path) -> list[str]:
+    """What the launcher, an agent and a role of one attempt run."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(launcher), str(runs)],
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()

@@ -1,0 +1,29 @@
+"""A process that does not hold the world's secret, among those that do."""
+
+import pytest
+
+from pipeline.errors import ForgedError
+from pipeline.packing import Budget
+from pipeline.training.dispatch.dispatch import lead_or_serve
+from pipeline.training.dispatch.ranks import Patience
+from tests.integration.forked_ranks import run_ranks
+
+pytestmark = pytest.mark.integration
+PATIENCE = Patience(operation=20, control=20, commit=20, grace=1)
+
+
+def test_a_rank_of_another_secret_meets_nobody() -> None:
+    run_ranks(2, a_rank_that_is_refused)
+
+
+def a_rank_that_is_refused(rank: int) -> None:
+    with pytest.raises(ForgedError, match="carries no signature with this world's secret"):
+        lead_or_serve(lambda dispatch: None, Budget(64), patience=PATIENCE, secret=f"the secret of rank {rank}")
+
+
+def test_ranks_of_one_secret_run_what_the_controller_orders() -> None:
+    run_ranks(2, a_rank_that_serves)
+
+
+def a_rank_that_serves(rank: int) -> None:
+    lead_or_serve(lambda dispatch: dispatch.idle(), Budget(64), patience=PATIENCE, secret="of all")

@@ -1,0 +1,85 @@
+"""The whole suite: `python -m tests.suite [arguments of pytest]`, or `make test`.
+
+A test of other processes can fail because the machine was busy. Such a test is run once more, alone, in the same run.
+If it passes then, it is printed under "flaky" with both outputs, and the suite passes. Nothing else is tried twice: not
+a test of one process, and not many failures at once, which are no accident. A flaky test is still a fault:
+`docs/flakes.md` lists each with its cause.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+WORKERS = 4
+"""Files of tests that run at a time. Most of them wait, for Slurm or for a server."""
+
+MOST_TRIED_AGAIN = 5
+AGAIN_SECONDS = 660
+SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+FAILED = 1
+"""pytest's exit code when tests failed. Every other one but 0 means that not all were run."""
+
+
+class Flake(NamedTuple):
+    """A test that failed and then passed."""
+
+    test: str
+    first: str
+    second: str
+
+
+def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
+    """Exit code of the suite; see the module."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "failed.json"
+        code = _pytest([*suite, "--failures", str(file), *arguments]).returncode
+        if code != FAILED:
+            return code
+        failed = json.loads(file.read_text())
+    if firm := [entry["test"] for entry in failed if not entry["waits"]]:
+        return _end("not tried again, since they wait for no other process", firm)
+    if not failed:
+        return FAILED
+    if len(failed) > MOST_TRIED_AGAIN:
+        return _end(f"not tried again, since more than {MOST_TRIED_AGAIN} failed", [entry["test"] for entry in failed])
+    flakes = []
+    for entry in failed:
+        print(f"\nonce more, alone: {entry['test']}", flush=True)
+        again = _pytest([entry["test"], "-rA", "-n", "0"], captured=True, seconds=AGAIN_SECONDS)
+        if again.returncode:
+            print(again.stdout)
+            return _end("failed twice", [entry["test"]])
+        flakes.append(Flake(entry["test"], entry["output"], again.stdout))
+    _tell(flakes)
+    return 0
+
+
+def _pytest(
+    arguments: Sequence[str], *, captured: bool = False, seconds: float | None = None
+) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pytest", "-p", "tests.failures", *arguments]
+    output = subprocess.PIPE if captured else None
+    try:
+        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, FAILED, f"{late}\n{late.stdout!r}")
+
+
+def _end(reason: str, tests: Sequence[str]) -> int:
+    print(f"\n{reason}:", *tests, sep="\n  ", flush=True)
+    return FAILED
+
+
+def _tell(flakes: Sequence[Flake]) -> None:
+    for flake in flakes:
+        print(f"\n===== flaky: {flake.test}\n----- it failed:\n{flake.first}\n----- alone it passed:\n{flake.second}")
+    names = "\n  ".join(flake.test for flake in flakes)
+    print(f"\n{len(flakes)} flaky, each a fault to be found and listed in docs/flakes.md:\n  {names}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""What a trainer goes on from: real commits of a policy that is one tensor, and the files that belong to them."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints.background import saver
+from pipeline.errors import OvertakenError
+from pipeline.metrics import MetricSinks, read_rows
+from pipeline.training.commits import Commits
+from pipeline.training.dispatch import saving
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.jobs import jobs_of
+from slurm.facts import gather
+from tests.fakes.configs import make_config
+from tests.fakes.full_disk import room_for
+from tests.fakes.run_directory import FakeRun
+
+
+class OneRank:
+    """A dispatch whose only rank is this process, with models of one number."""
+
+    patience, broken = Patience(), False
+
+    def __init__(self) -> None:
+        self.models: dict[str, torch.Tensor] = {}
+
+    def init_model(self, name: str, spec: object) -> None:
+        self.models[name] = torch.zeros(1)
+
+    def remove_model(self, name: str) -> None:
+        del self.models[name]
+
+    def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
+        return [function(SimpleNamespace(worker=self._worker, background=None, patience=self.patience), *args)]
+
+    def idle(self) -> None:
+        pass
+
+    def _worker(self, name: str) -> Any:
+        return SimpleNamespace(state=lambda: {"model": {"w": self.models[name]}}, load_state=lambda state: None)
+
+
+class Trainer:
+    """The trainer of one attempt; after `done` steps its policy is that number."""
+
+    def __init__(self, run: FakeRun, attempt: str) -> None:
+        self.run, self.ranks, self.paths = run, OneRank(), run.attempt(attempt).paths
+        self.commits = Commits(self.paths, run.config, cast(Dispatch, self.ranks))
+        self.done = self.commits.restore().done
+
+    @property
+    def policy(self) -> float:
+        return float(self.ranks.models["policy"])
+
+    def commit(self, done: int) -> None:
+        for step in range(self.done, done):
+            self.commits.ledger.settle(step, "trained", step + 1)
+        self.done = done
+        self.ranks.models["policy"].fill_(done)
+        self.commits.commit(jobs_of(self.run.config)[-1], done, (), wait=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    yield FakeRun(tmp_path / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
+    saver.forget()
+
+
+def rot(run: FakeRun, *steps: int, file: str = "__0_0.distcp") -> None:
+    for step in steps:
+        (path,) = run.paths.checkpoints.glob(f"rl-{step}/*/{file}")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+def newest(run: FakeRun) -> str:
+    found = newest_committed(str(run.paths.checkpoints))
+    return found.place if found else ""
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.msgpack", ".metadata"])
+def test_a_damaged_commit_is_given_up_for_the_one_before(run: FakeRun, file: str) -> None:
+    first = Trainer(run, "12-0")
+    for step in (50, 100):
+        first.commit(step)
+    rot(run, 100, file=file)
+    second = Trainer(run, "12-1")
+    assert (second.done, second.policy) == (50, 50.0)
+    assert len(run.paths.ledger.read_text().splitlines()) == 50
+
+
+def test_what_an_attempt_commits_after_a_damaged_one_stays_and_is_gone_on_from(run: FakeRun) -> None:
+    first = Trainer(run, "12-0")
+    for step in (50, 100, 150):
+        first.commit(step)
+    rot(run, 150)
+    second = Trainer(run, "12-1")
+    assert second.done == 100
+    for step in (110, 120):
+        second.commit(step)
+        assert newest(run) == f"rl-{step}/12-1"
+    assert Trainer(run, "12-2").done == 120
+
+
+def test_a_first_commit_after_all_were_damaged_stays(run: FakeRun) -> None:
+    first = Trainer(run, "12-0")
+    for step in (100, 150):
+        first.commit(step)
+    rot(run, 100, 150)
+    second = Trainer(run, "12-1")
+    assert (second.done, second.policy) == (0, 0.0)
+    second.commit(50)
+    assert newest(run) == "rl-50/12-1"
+    assert Trainer(run, "12-2").policy == 50.0
+
+
+def test_a_requeue_sees_the_progress_that_came_after_a_damaged_commit(run: FakeRun) -> None:
+    Trainer(run, "12-0").commit(150)
+    rot(run, 150)
+    second = Trainer(run, "12-1")
+    second.commit(110)
+    facts = gather(run.paths, second.paths, 1, 4, 1)
+    assert facts.advanced
+    assert facts.trained
+
+
+def log(run: FakeRun, attempt: str, steps: range) -> None:
+    with MetricSinks(run.paths.metrics, attempt) as sinks:
+        for step in steps:
+            sinks.log("train", "rl", step, {"loss": 1.0})
+
+
+def settled(run: FakeRun) -> list[int]:
+    whole = run.paths.ledger.read_text().rpartition("\n")[0]
+    return [json.loads(line)["position"] for line in whole.splitlines()]
+
+
+def test_after_a_hard_kill_no_row_tells_of_a_step_that_the_model_did_not_go_through(run: FakeRun) -> None:
+    first = Trainer(run, "12-0")
+    log(run, "12-0", range(1, 26))
+    first.commit(25)
+    log(run, "12-0", range(26, 33))
+    with run.paths.metrics.open("ab") as file:
+        file.write(b'{"kind": "tra')
+    second = Trainer(run, "12-1")
+    assert second.done == 25
+    assert [row["step"] for row in read_rows(run.paths.metrics)] == list(range(1, 26))
+    log(run, "12-1", range(26, 28))
+    assert [row["step"] for row in read_rows(run.paths.metrics)] == list(range(1, 28))
+
+
+def test_a_run_that_starts_over_has_no_rows_and_no_settled_positions(run: FakeRun) -> None:
+    Trainer(run, "12-0")
+    log(run, "12-0", range(1, 9))
+    run.paths.ledger.write_bytes(b'{"position":0}\n')
+    Trainer(run, "12-1")
+    assert read_rows(run.paths.metrics) == []
+    assert settled(run) == []
+
+
+def test_a_full_disk_under_the_ledger_costs_no_commit_and_its_lines_come_later(run: FakeRun) -> None:
+    trainer = Trainer(run, "12-0")
+    trainer.commit(1000)
+    full = run.paths.ledger.stat().st_size
+    with room_for(full + 10):
+        trainer.commit(1100)
+    assert settled(run) == list(range(1000))
+    trainer.commit(1200)
+    assert settled(run) == list(range(1200))
+    assert Trainer(run, "12-1").done == 1200
+    assert settled(run) == list(range(1200))
+
+
+def test_what_a_trainer_settles_late_after_it_was_replaced_is_not_in_the_ledger(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write when it looks, and hangs until the next attempt has begun."""
+    zombie = Trainer(run, "12-0")
+    zombie.commit(10)
+    owners, check = list[Trainer](), zombie.commits.fence.check
+
+    def hang() -> None:
+        check()
+        if not owners:
+            owners.append(Trainer(run, "12-1"))
+            owners[0].commit(12)
+
+    monkeypatch.setattr(zombie.commits._settled, "_check", hang)
+    with pytest.raises(OvertakenError):
+        zombie.commit(20)
+    assert settled(run) == list(range(12))
+    assert newest(run) == "rl-12/12-1"
+
+
+def test_an_attempt_that_is_replaced_while_it_restores_drops_nothing_of_the_owner(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trainer(run, "12-0").commit(10)
+    load, owners = saving.load, list[Trainer]()
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        if not owners:
+            monkeypatch.setattr(saving, "load", load)
+            owners.append(Trainer(run, "12-2"))
+            log(run, "12-2", range(11, 13))
+            owners[0].commit(12)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(saving, "load", hang)
+    with pytest.raises(OvertakenError):
+        Trainer(run, "12-1")
+    assert settled(run) == list(range(12))
+    assert [row["step"] for row in read_rows(run.paths.metrics)] == [11, 12]
+    assert newest(run) == "rl-12/12-2"
+    assert not [path for path in run.root.iterdir() if path.name.startswith(".")]
