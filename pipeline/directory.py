@@ -2,7 +2,7 @@
 
 Owns the small interface between them and their filesystem, so that the same code runs on NFS and, in tests, in memory
 with every fault a filesystem can show. Promises of a `Directory`: a document appears whole or not at all under its
-name, one of several creators wins, and a reader that is told "not there" may be told otherwise up to `LATE_SECONDS`
+name, one of several creators wins, and a reader that is told "not there" may be told otherwise up to `lateness` seconds
 later. Knows no documents.
 """
 
@@ -18,13 +18,10 @@ from pipeline.waiting import CLOCK, Clock
 
 T = TypeVar("T")
 
-LATE_SECONDS = 90.0
-"""How late a name may be that another machine made. NFS clients keep what they know of a folder for up to 60 s."""
-
 
 def lateness(cluster: ClusterConfig) -> float:
     """Seconds by which what one rank writes may be late for another: none where all are on one machine."""
-    return 0.0 if cluster.kind == "local" else LATE_SECONDS
+    return 0.0 if cluster.kind == "local" else float(cluster.late_seconds)
 
 
 class Directory(Protocol):

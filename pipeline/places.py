@@ -41,6 +41,11 @@ class ClusterConfig(Section):
     grace_seconds: Seconds = Field(
         25, description="Time the trainer has to commit when the job is told to stop, or something else failed."
     )
+    late_seconds: NotNegative = Field(
+        90,
+        description="How late a file that another node made may appear on the shared filesystem: NFS clients remember "
+        "a folder for up to 60 s. 0 where all nodes see it at once. Waits that decide a job's end allow for it.",
+    )
     partition: str = Field("", description="Slurm partition; empty: the site's default.")
     account: str = Field("", description="Account that is charged; empty: your default.")
     qos: str = Field("", description="Quality of service.")

@@ -19,7 +19,7 @@ from types import FrameType
 from pipeline import files, network, process
 from pipeline.checkpoints import Fence, root_of
 from pipeline.config import RunConfig
-from pipeline.directory import LATE_SECONDS, Directory, FileDirectory, lateness
+from pipeline.directory import Directory, FileDirectory, lateness
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError
 from pipeline.events import Events, Listener, look_seconds
 from pipeline.failure import FirstFailure
@@ -40,7 +40,7 @@ from slurm.supervisor import End, Notice, Supervisor, longest_descent
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers and users send to an agent to say that the job should end soon."""
 
-OWNER_SECONDS = 2 * LATE_SECONDS
+OWNER_SECONDS = 180.0
 """How long an agent waits to see its own job recorded as the run's, after another or by a launcher that is slow."""
 _SLACK_SECONDS = 5.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeline import files
 from pipeline.checkpoints import kept_root, newest_committed
-from pipeline.directory import LATE_SECONDS, FileDirectory
+from pipeline.directory import FileDirectory
 from pipeline.errors import DeadlineError
 from pipeline.events import Event, EventName, Events
 from pipeline.failure import FirstFailure
@@ -71,16 +71,19 @@ class Facts:
         return "" if self.told else f"the agents left without a reason (srun: exit code {self.code})"
 
 
-def gather(run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: int, clock: Clock = CLOCK) -> Facts:
+def gather(
+    run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: int, late: float, clock: Clock = CLOCK
+) -> Facts:
     """The facts of an attempt of `ranks` agents whose srun ended with `code`, from the run directory.
 
-    Code 0 means that every agent returned by itself, so none is lost, and the reason is on disk: it is waited for.
+    Code 0 means that every agent returned by itself, so none is lost, and the reason is on disk: it is waited for, for
+    the `late` seconds by which it may appear late.
     """
     attempt = FileDirectory(paths.root)
     events = Events(paths, attempt)
     _look_again(run)
     if code == 0:
-        _await_reason(run, events, clock)
+        _await_reason(run, events, late, clock)
     attempt.names()
     heard, first = events.told(), attempt.read(FIRST_FAILURE, FirstFailure)
     draining, failed = heard.get("draining"), heard.get("failed")
@@ -128,7 +131,7 @@ def _came_first(told: Mapping[EventName, Event], failed: bool) -> bool:
     return "failed" not in before and ("failed" in told or not failed)
 
 
-def _await_reason(run: RunPaths, events: Events, clock: Clock) -> None:
+def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> None:
     """Wait until it shows why every agent returned by itself: the run is finished, or the attempt was told to end."""
 
     def shows() -> bool:
@@ -136,7 +139,7 @@ def _await_reason(run: RunPaths, events: Events, clock: Clock) -> None:
         return run.finished.exists() or events.seen("draining") is not None
 
     try:
-        wait_for("the agents' reason to leave", shows, LATE_SECONDS, longest_pause=LONGEST_PAUSE, clock=clock)
+        wait_for("the agents' reason to leave", shows, late, longest_pause=LONGEST_PAUSE, clock=clock)
     except DeadlineError:
         return  # that there is none is for the decision to say
 

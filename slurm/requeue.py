@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline import files
-from pipeline.directory import LATE_SECONDS
+from pipeline.directory import lateness
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError
 from pipeline.frozen import kept_config
 from pipeline.paths import AttemptPaths, RunPaths
@@ -127,7 +127,7 @@ def conclude(run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: 
     try:
         (seen,) = _insist("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
         if facts.in_doubt and seen is not None and seen.state in OURS:
-            facts = _clear_up(look, clock)
+            facts = _clear_up(look, lateness(cluster), clock)
         outcome = kept(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
             now = queue_again(scheduler, job, restart, clock)
@@ -138,7 +138,7 @@ def conclude(run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: 
     return outcome
 
 
-def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], clock: Clock) -> Facts:
+def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], late: float, clock: Clock) -> Facts:
     """The facts once they leave no doubt, or are as late as they can be."""
     facts: Facts | None = None
 
@@ -148,7 +148,7 @@ def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], clo
         return not facts.in_doubt
 
     with suppress(DeadlineError):
-        _insist("the agents' last words", lambda: clear() or None, clock, LATE_SECONDS)
+        _insist("the agents' last words", lambda: clear() or None, clock, late)
     return facts or look()[2]
 
 
@@ -158,7 +158,8 @@ def _look(run: RunPaths, job: str, restart: int, code: int, clock: Clock) -> tup
     if config is None:
         raise RollcallError(f"{run.config} cannot be read")
     paths = run.attempt(runs.identity(run).run_id, f"{job}-{restart}")
-    return config.cluster, paths, gather(run, paths, restart, make_plan(config).ranks, code, clock)
+    facts = gather(run, paths, restart, make_plan(config).ranks, code, lateness(config.cluster), clock)
+    return config.cluster, paths, facts
 
 
 def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:

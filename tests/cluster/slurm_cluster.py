@@ -177,6 +177,11 @@ class SlurmCluster:
         except AssertionError as error:
             raise DeadlineError("all nodes to be idle", seconds, str(error)) from error
 
+    def clear(self) -> None:
+        """Cancel all jobs, and wait until every node is free."""
+        self._cancel_all()
+        self.wait_until_idle(2 * STEP_SECONDS)
+
     def wait_until_empty(self, node: int, seconds: float = 2 * STEP_SECONDS) -> None:
         """Until nothing but slurmd runs on a node; the error names what is left."""
         wait_for(

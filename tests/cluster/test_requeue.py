@@ -13,7 +13,6 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 
 from pipeline import files
-from pipeline.directory import LATE_SECONDS
 from pipeline.paths import AttemptPaths
 from pipeline.plan import make_plan
 from pipeline.records import Outcome, SubmittedJob
@@ -28,8 +27,7 @@ pytestmark = [pytest.mark.cluster]
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-MANY = LATE_SECONDS + 90.0
-"""Agents that were killed leave no last words; the batch script waits for them as long as names may be late."""
+MANY = 90.0
 
 
 @dataclass
@@ -78,7 +76,7 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
     sections = {"services": {"nodes": 0}}
     config = make_config(
         name=name,
-        cluster={"kind": "slurm", "cpus": 1, "notice_seconds": 0, "stop_seconds": 1} | cluster,
+        cluster={"kind": "slurm", "cpus": 1, "notice_seconds": 0, "stop_seconds": 1, "late_seconds": 1} | cluster,
         model={"path": "tiny_qwen3", "init": "random"},
         resources=sections,
     )

@@ -221,9 +221,9 @@ def test_a_foreign_error_ends_the_process_with_its_traceback_while_rewards_hang_
 
 
 def test_an_actor_whose_trainer_posts_no_ledger_ends_with_what_it_missed(stack: ExitStack, tmp_path: Path) -> None:
-    trainer = a_trainer(stack, tmp_path, startup_seconds=0.5)
+    trainer = a_trainer(stack, tmp_path, startup_seconds=5)
     child = trainer.attempt.start("actor")
-    assert failure_of(trainer, child).startswith("waited 1.0 s for the trainer's ledger")
+    assert failure_of(trainer, child).startswith("waited 10.0 s for the trainer's ledger")
 
 
 def test_what_was_in_flight_when_an_actor_died_is_issued_again(trainer: Trainer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.directory import LATE_SECONDS
+from pipeline.directory import lateness
 from pipeline.events import EventName
 from pipeline.failure import FirstFailure
 from pipeline.paths import FIRST_FAILURE
@@ -86,7 +86,7 @@ def test_a_role_that_ends_well_though_nothing_ended_fails_once_no_reason_can_com
     failure = first_failure(cluster)
     assert failure is not None
     assert (failure.role, failure.cause) == ("actor.0", "exited with code 0")
-    assert cluster.time >= 30.0 + LATE_SECONDS
+    assert cluster.time >= 30.0 + lateness(make_config(cluster={"kind": "slurm"}).cluster)
 
 
 def test_while_it_trains_a_node_looks_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pipeline import files
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.directory import LATE_SECONDS, FileDirectory
+from pipeline.directory import FileDirectory
 from pipeline.errors import CheckpointError, DeadlineError, SchedulerError
 from pipeline.events import Events
 from pipeline.failure import FirstFailure
@@ -28,6 +28,8 @@ from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
 
 T = TypeVar("T")
+
+LATE_SECONDS = 70
 
 
 class Cluster:
@@ -71,7 +73,7 @@ def fail(paths: AttemptPaths, cause: str = "exited with code 1", time: float = 2
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path, max_restarts=5, max_barren=2)
+    return Cluster(tmp_path, max_restarts=5, max_barren=2, late_seconds=LATE_SECONDS)
 
 
 def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> None:
