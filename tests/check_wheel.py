@@ -13,7 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"conf", "pipeline", "slurm"}
-MUST_HAVE = {"conf/config.yaml", "conf/models/tiny_qwen3/tokenizer.json", "pipeline/config.py", "slurm/agent.py"}
+MUST_HAVE = {
+    "conf/config.yaml",
+    "conf/models/tiny_qwen3/tokenizer.json",
+    "pipeline/config/schema.py",
+    "slurm/node/agent.py",
+}
 
 
 def main() -> int:

@@ -18,7 +18,8 @@ WORKERS = 4
 """Files of tests that run at a time. Most of them wait, for Slurm or for a server."""
 
 MOST_TRIED_AGAIN = 5
-AGAIN_SECONDS = 660
+SUITE_SECONDS, AGAIN_SECONDS = 3600, 660
+"""Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 FAILED = 1
 """pytest's exit code when tests failed. Every other one but 0 means that not all were run."""
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
     """Exit code of the suite; see the module."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "failed.json"
-        code = _pytest([*suite, "--failures", str(file), *arguments]).returncode
+        code = _pytest([*suite, "--failures", str(file), *arguments], seconds=SUITE_SECONDS).returncode
         if code != FAILED:
             return code
         failed = json.loads(file.read_text())

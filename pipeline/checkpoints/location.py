@@ -5,13 +5,13 @@ named by its run_id, which begins with the run's name; without one they are in t
 looks at a run's checkpoints, on whatever node, looks at the same place.
 """
 
-from pipeline import files
 from pipeline.checkpoints.store import newest_committed
 from pipeline.config import RunConfig
+from pipeline.config.kept import kept_config
 from pipeline.errors import CheckpointError
-from pipeline.frozen import kept_config
-from pipeline.paths import RunPaths
-from pipeline.records import RunIdentity
+from pipeline.rundir.documents import RunIdentity
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
 
 
 def root_of(config: RunConfig, run: RunPaths, run_id: str) -> str:

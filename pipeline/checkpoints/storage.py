@@ -13,9 +13,9 @@ from typing import IO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline import files
 from pipeline.errors import CheckpointError
-from pipeline.outages import LAST_SECONDS, insist
+from pipeline.system import files
+from pipeline.system.outages import LAST_SECONDS, insist
 
 
 class Storage:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline import files
 from pipeline.checkpoints.blocks import FileRecord, VerifiedFile
 from pipeline.checkpoints.fence import Fence, Lineage, lineage
 from pipeline.checkpoints.state import JOBS, Job, TrainerState, decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, DamagedError
+from pipeline.system import files
 
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
 MANIFEST_VERSION = 2

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from pipeline.metrics import Row
 from pipeline.report.history import Attempt, History
 from pipeline.report.words import clock
+from pipeline.rundir.metrics import Row
 
 HEADS = ("attempt", "began", "ran", "steps", "ended", "why")
 Line = tuple[str, ...]

@@ -11,9 +11,9 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.metrics import Row, series
 from pipeline.report.drawing import BAD, INK, LINE, SERIES, draw
 from pipeline.report.history import History
+from pipeline.rundir.metrics import Row, series
 
 _WIDTH, _HEIGHT = 5.2, 2.3
 Points = list[tuple[int, float]]

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import files
 from pipeline.config import RunConfig
-from pipeline.directory import FileDirectory
+from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError
-from pipeline.events import Event, Events
-from pipeline.failure import FirstFailure
-from pipeline.frozen import kept_config
-from pipeline.metrics import Row, read_rows
-from pipeline.paths import RUN, AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
-from pipeline.plan import World
-from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.roles.context import Status
+from pipeline.rundir.documents import Finished, Outcome, RunIdentity, SubmittedJob
+from pipeline.rundir.events import Event, Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import Row, read_rows
+from pipeline.rundir.paths import RUN, AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
+from pipeline.system import files
+from pipeline.system.directory import FileDirectory
+from pipeline.world.plan import World
 
 RUNS = Path("runs")
 """Where a name is looked up: the default of the config's `output`."""

@@ -9,11 +9,8 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from pipeline import files
 from pipeline.checkpoints import root_of
-from pipeline.failure import FirstFailure
-from pipeline.identity import flatten
-from pipeline.metrics import series
+from pipeline.config.identity import flatten
 from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
 from pipeline.report.history import Attempt, History
@@ -21,6 +18,9 @@ from pipeline.report.state import State, current, reason_of, state_of
 from pipeline.report.style import STYLE
 from pipeline.report.timeline import timeline
 from pipeline.report.words import clock, count, number
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import series
+from pipeline.system import files
 
 Tile = tuple[str, str]
 

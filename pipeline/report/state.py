@@ -8,9 +8,9 @@ same of the same files.
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from pipeline.metrics import Row
-from pipeline.records import SubmittedJob
 from pipeline.report.history import Attempt
+from pipeline.rundir.documents import SubmittedJob
+from pipeline.rundir.metrics import Row
 
 Before = Literal["waiting", "queued", "left"]
 Running = Literal["meeting", "starting", "training", "finishing", "stopping"]

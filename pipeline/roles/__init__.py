@@ -16,8 +16,8 @@ class Launch:
 
     Attributes:
         argv: the command.
-        beats: how many of its processes on this node tell heartbeats (`pipeline.heartbeat`). 0 for a program that is
-            not ours: it is asked whether it is `ready` as long as it lives.
+        beats: how many of its processes on this node tell heartbeats (`pipeline.system.heartbeat`). 0 for a program
+            that is not ours: it is asked whether it is `ready` as long as it lives.
         env: variables added to the agent's own environment.
         ready: True once the role can do its work. Asked again and again in a thread of its own; may take seconds, and
             what it raises counts as "not yet".

@@ -13,10 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from pipeline import heartbeat
-from pipeline.board import Board
 from pipeline.errors import RollcallError
-from pipeline.records import EvalRequest
+from pipeline.groups.records import EvalRequest
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.rollouts.client import InferenceClient
@@ -24,6 +22,8 @@ from pipeline.rollouts.evaluation import Evaluation
 from pipeline.rollouts.generation import Generation
 from pipeline.rollouts.groups import GroupBuilder
 from pipeline.streams import AsyncStreams, connect
+from pipeline.streams.board import Board
+from pipeline.system import heartbeat
 from pipeline.tasks import Task, load_task
 from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
@@ -139,7 +139,7 @@ async def _run_until_signal(context: RoleContext) -> None:
 
 def main(arguments: list[str]) -> None:
     """The role's process."""
-    from pipeline import logs
+    from pipeline.system import logs
 
     heartbeat.start()
     context = RoleContext.from_arguments(arguments)

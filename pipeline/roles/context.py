@@ -15,15 +15,15 @@ from typing import Literal
 
 import msgspec
 
-from pipeline import files
 from pipeline.config import RunConfig
+from pipeline.config.kept import kept_config
+from pipeline.config.models import model_directory
 from pipeline.errors import RendezvousError
-from pipeline.events import Events
-from pipeline.frozen import kept_config
-from pipeline.models import model_directory
-from pipeline.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Placement, RoleName, World
+from pipeline.rundir.events import Events
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
+from pipeline.world.plan import Placement, RoleName, World
 
 log = logging.getLogger(__name__)
 

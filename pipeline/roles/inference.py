@@ -13,12 +13,12 @@ from pathlib import Path
 
 from pipeline.config import LoraConfig, RunConfig
 from pipeline.errors import ConfigError
-from pipeline.network import bound_to
-from pipeline.plan import Placement
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
+from pipeline.system.network import bound_to
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import ENGINES, MODEL
+from pipeline.world.plan import Placement
 
 _PROBE_SECONDS = 5.0
 _PLUGINS = "vllm.general_plugins"

@@ -14,15 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from pipeline import heartbeat
-from pipeline.advantages import advantages, all_alike
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
-from pipeline.records import MALFORMED, Group, PreparedGroup
+from pipeline.groups.advantages import advantages, all_alike
+from pipeline.groups.records import MALFORMED, Group, PreparedGroup
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.rollouts.meters import Share
 from pipeline.streams import Entry, Reader, Streams, connect
+from pipeline.system import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Preprocessor:
 
 def main(arguments: list[str]) -> None:
     """The role's process."""
-    from pipeline import logs
+    from pipeline.system import logs
 
     heartbeat.start()
     context = RoleContext.from_arguments(arguments)

@@ -17,14 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline import files, logs
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StreamError
-from pipeline.plan import Placement
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.streams.redis_data import data_bytes, inherit, needs_redis_7
 from pipeline.streams.redis_repair import make_loadable
+from pipeline.system import files, logs
+from pipeline.world.plan import Placement
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
 
-from pipeline import heartbeat
-from pipeline.board import Board
-from pipeline.events import Listener
-from pipeline.metrics import Console, MetricSinks, read_rows
-from pipeline.outages import OUTAGE_SECONDS, insist
 from pipeline.roles.context import RoleContext
+from pipeline.rundir.events import Listener
+from pipeline.rundir.metrics import Console, MetricSinks, read_rows
 from pipeline.streams import connect
-from pipeline.tracking import tracking_sinks
+from pipeline.streams.board import Board
+from pipeline.system import heartbeat
+from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.tracking.sinks import tracking_sinks
 from pipeline.training.batches import GroupBatches, Interrupted
 from pipeline.training.commits import Commits, Position
 from pipeline.training.demonstrations import TaskDemonstrations

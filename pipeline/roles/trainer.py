@@ -6,9 +6,9 @@ Owns its command line and its processes. What the controller does is `pipeline.r
 import os
 import sys
 
-from pipeline.network import bound_to
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
+from pipeline.system.network import bound_to
 
 
 def launch(context: RoleContext) -> Launch:
@@ -37,7 +37,7 @@ def is_ready(context: RoleContext) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    from pipeline import heartbeat, logs, process
+    from pipeline.system import heartbeat, logs, process
     from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
     from pipeline.training.dispatch.ranks import end_with_lost_ranks
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from pipeline.config import RunConfig
-from pipeline.records import EvalRequest, EvalResult, Sample
+from pipeline.groups.records import EvalRequest, EvalResult, Sample
 from pipeline.rollouts.rollout import Sampling, Servers, attempt, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls

@@ -14,17 +14,17 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-from pipeline.board import Board, Progress
 from pipeline.config import RunConfig
-from pipeline.ledger import Ledger
-from pipeline.records import Group, PreparedGroup, Reissue
+from pipeline.groups.ledger import Ledger
+from pipeline.groups.records import Group, PreparedGroup, Reissue
+from pipeline.groups.staleness import Gate
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.groups import GroupBuilder
 from pipeline.rollouts.issue import Issue
 from pipeline.rollouts.meters import Share
-from pipeline.staleness import Gate
 from pipeline.streams import AsyncStreams
-from pipeline.waiting import Deadline
+from pipeline.streams.board import Board, Progress
+from pipeline.system.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Generation:
     async def _left(self) -> tuple[list[int], int]:
         """What is left to issue (see `Ledger.holes`), once the trainer posted its ledger.
 
-        The order of reading is `pipeline.board`'s.
+        The order of reading is `pipeline.streams.board`'s.
         """
         deadline = Deadline("the trainer's ledger", self._patience)
         while await asyncio.to_thread(self._board.ledger) is None:

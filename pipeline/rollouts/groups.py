@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
 from pipeline.errors import TaskError
-from pipeline.ledger import prompt_of
-from pipeline.records import Group, Sample
+from pipeline.groups.ledger import prompt_of
+from pipeline.groups.records import Group, Sample
 from pipeline.rollouts.rollout import Attempted, Sampling, Servers, attempt, kind_of, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls

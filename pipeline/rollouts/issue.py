@@ -4,7 +4,7 @@ Owns the order of issue: first what is missing among the positions of the past (
 trainer), then new ones. Pure: it knows neither prompts nor time.
 
 Invariant: a position is pending, or issued, or not yet reached by `next`. `outstanding` counts those issued and not yet
-settled by the trainer, which is what `pipeline.staleness` bounds.
+settled by the trainer, which is what `pipeline.groups.staleness` bounds.
 """
 
 import heapq

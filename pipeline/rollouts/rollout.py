@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.errors import DeadlineError, RolloutError
-from pipeline.records import Sample
+from pipeline.groups.records import Sample
 from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Episode, Prompt, Task, Turn
 from pipeline.tasks.calls import Asked, reason

@@ -27,11 +27,11 @@ from typing import Protocol
 
 from pipeline.config import RunConfig, StreamsConfig
 from pipeline.errors import StreamError
-from pipeline.events import Events, Listener
-from pipeline.paths import AttemptPaths
-from pipeline.plan import World
+from pipeline.rundir.events import Events, Listener
+from pipeline.rundir.paths import AttemptPaths
 from pipeline.streams.asynchronous import AsyncStreams
 from pipeline.streams.interface import Depth, Entry, Reader, Rejected, Streams
+from pipeline.world.plan import World
 
 __all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
-from pipeline.records import R, Record
+from pipeline.groups.records import R, Record
 from pipeline.streams.interface import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
@@ -26,7 +26,7 @@ from pipeline.streams.interface import (
     Sending,
     Streams,
 )
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 
 T = TypeVar("T")
 

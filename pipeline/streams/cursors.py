@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import files
 from pipeline.errors import StreamError
 from pipeline.streams.segments import Position
+from pipeline.system import files
 
 _ORIGIN = Position(0, 0)
 

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Generic
 from urllib.parse import quote, unquote
 
-from pipeline import files
 from pipeline.errors import DeadlineError, RecordError, StreamError
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.records import R, decode
+from pipeline.groups.records import R, decode
+from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.streams import cursors, segments
 from pipeline.streams.cursors import Cursor, CursorFile
 from pipeline.streams.interface import (
@@ -38,7 +37,8 @@ from pipeline.streams.interface import (
     Streams,
 )
 from pipeline.streams.segments import Frame, Position, SegmentWriter, frame_bytes
-from pipeline.waiting import wait_for
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
 
 _SEGMENTS_PER_BUDGET = 8
 _SMALLEST_SEGMENT = 1 << 16

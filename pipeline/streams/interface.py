@@ -15,8 +15,8 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from pipeline.errors import StreamError
-from pipeline.records import R, Record, encode
-from pipeline.waiting import wait_for
+from pipeline.groups.records import R, Record, encode
+from pipeline.system.waiting import wait_for
 
 V = TypeVar("V")
 

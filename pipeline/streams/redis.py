@@ -23,10 +23,10 @@ from redis.exceptions import TimeoutError as TimedOut
 from redis.retry import Retry
 
 from pipeline.errors import RecordError, StreamError
-from pipeline.records import R, decode
+from pipeline.groups.records import R, decode
 from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import Acknowledging, Depth, Entry, Reader, Rejected, Streams
-from pipeline.waiting import CLOCK, Deadline
+from pipeline.system.waiting import CLOCK, Deadline
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import files
 from pipeline.errors import StreamError
+from pipeline.system import files
 
 SEVERAL_FILES = "appendonlydir"
 ONE_FILE = "appendonly.aof"

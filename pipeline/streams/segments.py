@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline import folders
 from pipeline.errors import StreamError
+from pipeline.system import folders
 
 HEADER = struct.Struct("<II")
 

@@ -28,11 +28,11 @@ from typing import Any, Self
 import psutil
 
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.process import Leader, describe_exit
+from pipeline.system.process import Leader, describe_exit
+from pipeline.system.waiting import wait_for, within
 from pipeline.tasks.calls import Asked, guarded
 from pipeline.tasks.protocol import Prompt
 from pipeline.tasks.worker import LENGTH_BYTES, Call, Setup, frame
-from pipeline.waiting import wait_for, within
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline.config import TaskConfig
 from pipeline.errors import RollcallError
-from pipeline.process import adopt_orphans
+from pipeline.system.process import adopt_orphans
 from pipeline.tasks import load_task
 from pipeline.tasks.calls import LocalCalls, guarded, reason
 from pipeline.tasks.template import Template

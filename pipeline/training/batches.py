@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.board import Board
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RecordError, RollcallError
-from pipeline.ledger import TRAINED, Ledger
-from pipeline.records import MALFORMED, PreparedGroup, Reissue
-from pipeline.staleness import lag
+from pipeline.groups.ledger import TRAINED, Ledger
+from pipeline.groups.records import MALFORMED, PreparedGroup, Reissue
+from pipeline.groups.staleness import lag
 from pipeline.streams import Entry, Streams
+from pipeline.streams.board import Board
 
 log = logging.getLogger(__name__)
 

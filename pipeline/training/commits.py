@@ -23,21 +23,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline import files, folders
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, root_of
 from pipeline.checkpoints.background import saver
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, DamagedError, DeadlineError
-from pipeline.journal import Journal, keep_lines
-from pipeline.ledger import Ledger
-from pipeline.metrics import roll_back
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.records import SubmittedJob
+from pipeline.groups.ledger import Ledger
+from pipeline.rundir.documents import SubmittedJob
+from pipeline.rundir.metrics import roll_back
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files, folders
+from pipeline.system.journal import Journal, keep_lines
+from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, forget_models, load_models, stage_models, start_save
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.spec import models_of
-from pipeline.waiting import wait_for
 
 LAST_SECONDS = 10.0
 """The longest that a commit may be under way once a rank is lost; until then it is `Patience.commit`."""

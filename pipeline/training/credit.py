@@ -1,7 +1,7 @@
 """Which token of a sample deserves how much: the advantage of each token.
 
 Owns what is done with the number that a sample comes with: the advantage that its group gave it, or its bare reward
-(`pipeline.advantages.BARE`). Promises that only counted tokens are actions: those of prompts and tools neither
+(`pipeline.groups.advantages.BARE`). Promises that only counted tokens are actions: those of prompts and tools neither
 earn nor discount anything; and that all statistics are of the whole batch. Pure; must not know models or ranks.
 
 Notation: T tokens of a row, n of them counted, numbered k = 1 … n; γ is `loss.discount`, λ is `loss.trace`. With a the
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.advantages import EPSILON
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
+from pipeline.groups.advantages import EPSILON
 from pipeline.losses.penalties import ESTIMATORS
 from pipeline.training.rows import Row
 

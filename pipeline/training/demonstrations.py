@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.config import RunConfig
-from pipeline.models import model_directory
+from pipeline.config.models import model_directory
 from pipeline.tasks import load_task
 from pipeline.tasks.chat import Chat
 from pipeline.training.rows import Row

@@ -8,10 +8,10 @@ it: its prompts run among the rollouts, and the versions that answered are logge
 from collections.abc import Callable, Iterable, Mapping
 
 from pipeline.errors import DeadlineError
-from pipeline.records import EvalRequest, EvalResult
+from pipeline.groups.records import EvalRequest, EvalResult
 from pipeline.streams import Streams
+from pipeline.system.waiting import Deadline
 from pipeline.training.batches import Pulse
-from pipeline.waiting import Deadline
 
 READ_SECONDS = 0.5
 

@@ -28,12 +28,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline import files
-from pipeline.checks import check_address, check_mini_batches
 from pipeline.config import OptimConfig, RunConfig, nearest
+from pipeline.config.rules import check_address, check_mini_batches
+from pipeline.config.values import Positive, Section
 from pipeline.errors import ConfigError
-from pipeline.fields import Positive, Section
-from pipeline.paths import CHECKPOINTS, METRICS, MODEL
+from pipeline.rundir.paths import CHECKPOINTS, METRICS, MODEL
+from pipeline.system import files
 
 JOB_VERSION: Literal[1] = 1
 

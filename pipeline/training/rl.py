@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipeline.config import RunConfig
-from pipeline.ledger import TRAINED
-from pipeline.records import PreparedGroup
+from pipeline.groups.ledger import TRAINED
+from pipeline.groups.records import PreparedGroup
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations

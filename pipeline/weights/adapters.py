@@ -19,8 +19,8 @@ from torch import Tensor
 from vllm import envs
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from pipeline import files
 from pipeline.errors import WeightSyncError
+from pipeline.system import files
 from pipeline.weights.plugin import MODEL
 
 

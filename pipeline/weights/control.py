@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pipeline.errors import WeightSyncError
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 
 _LEAST_SECONDS = 0.001
 

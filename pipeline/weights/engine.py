@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from pipeline.errors import WeightSyncError
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 from pipeline.weights.adapters import AdapterFolder
 from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
 

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
-from pipeline.waiting import Deadline, wait_for
+from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import Control, Refused
 from pipeline.weights.nccl import NcclGroup
 from pipeline.weights.wire import TRAINER, Group, Layout, is_announced, visit_store

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from pipeline.errors import ForgedError, WeightSyncError
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 from pipeline.weights.wire import SERVER, TRAINER
 
 T = TypeVar("T")

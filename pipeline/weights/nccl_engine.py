@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from pipeline.errors import WeightSyncError
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 from pipeline.weights.copies import CopyPlan, NoPlan
 from pipeline.weights.engine import reload_model
 from pipeline.weights.nccl import NcclGroup

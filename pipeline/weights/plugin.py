@@ -7,7 +7,7 @@ process of vLLM hears the scheduler's signals.
 
 import multiprocessing
 
-from pipeline.process import die_with_parent, start_resource_tracker
+from pipeline.system.process import die_with_parent, start_resource_tracker
 
 ENGINES = {"gloo": "rollcall_gloo", "nccl": "rollcall_nccl"}
 """What vLLM calls our weight-transfer engines; it has an `nccl` of its own, which needs a pause."""

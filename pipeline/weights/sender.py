@@ -25,7 +25,7 @@ import torch
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import WeightSyncError
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 from pipeline.weights.link import RESUME_SECONDS, Link, Meeting, Payload, adapter_settings
 from pipeline.weights.wire import Layout, NamedTensors, host_store
 

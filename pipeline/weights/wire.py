@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from pipeline.errors import ForgedError, WeightSyncError
-from pipeline.signed import SignedStore
-from pipeline.waiting import Deadline
+from pipeline.system.signed import SignedStore
+from pipeline.system.waiting import Deadline
 
 TRAINER, SERVER = 0, 1
 CHUNK_BYTES = 1 << 26

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Answers, Dispatch, lead_or_serve
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from tests.bench.tables import markdown

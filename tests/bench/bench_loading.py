@@ -24,10 +24,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import InferenceConfig, ModelConfig
-from pipeline.packing import Budget
-from pipeline.process import hold_port
+from pipeline.system.process import hold_port
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import Site
+from pipeline.training.packing import Budget
 from pipeline.training.spec import ModelSpec
 from pipeline.weights.link import Meeting
 from pipeline.weights.sender import WeightSender

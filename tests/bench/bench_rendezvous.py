@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.directory import FileDirectory
-from pipeline.plan import Card, Plan, Seat, Slot
-from slurm.rendezvous import Meeting, pauses
+from pipeline.system.directory import FileDirectory
+from pipeline.world.plan import Card, Plan, Seat, Slot
+from slurm.rendezvous.meeting import Meeting, pauses
 from tests.bench.tables import judge, markdown
 from tests.fakes.ranks import make_cards
 

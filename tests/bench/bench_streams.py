@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from pipeline.records import Group, Sample, encode
+from pipeline.groups.records import Group, Sample, encode
 from pipeline.streams import Streams, connect
 from tests.bench.tables import judge, markdown
 from tests.integration.redis_attempts import a_config, a_redis, raw_client, redis_context

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline import packing
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import total
-from pipeline.packing import Budget
+from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience, Site, joined
 from pipeline.training.dispatch.staging import CutBatch
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import collate

@@ -7,8 +7,8 @@ interrupts the job of a run once.
 import random
 from collections.abc import Callable
 
-from pipeline.events import Events
-from pipeline.waiting import wait_for
+from pipeline.rundir.events import Events
+from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
 

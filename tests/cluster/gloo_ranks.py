@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.network import interface_of
-from pipeline.waiting import Deadline
+from pipeline.system.network import interface_of
+from pipeline.system.waiting import Deadline
 from pipeline.weights.wire import TRAINER, Group, host_store, visit_store
 
 SECONDS = 30.0

@@ -5,11 +5,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.system.waiting import wait_for
 from pipeline.training.jobs import read_job
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
-from pipeline.waiting import wait_for
-from slurm.train import QueuedTrainer
+from slurm.launch.train import QueuedTrainer
 
 IMPORTS_SECONDS = 1.0
 """How long a trainer's rank is there before it touches its log: longer than the pause of who follows it."""

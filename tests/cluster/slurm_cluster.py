@@ -25,12 +25,12 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import DeadlineError
-from pipeline.process import hold_port, tail
-from pipeline.waiting import wait_for
+from pipeline.system.process import hold_port, tail
+from pipeline.system.waiting import wait_for
 from tests.cluster.machine import Machine
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 STEP_SECONDS = 63.0
 """How long the step daemon of the first node waits for those of the others, which may be gone, before it ends."""
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import files
 from pipeline.config import RunConfig, load_config
-from pipeline.failure import FirstFailure
-from pipeline.metrics import read_rows
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Card, World
-from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
-from pipeline.waiting import wait_for
+from pipeline.rundir.documents import Finished, Outcome, RunIdentity, SubmittedJob
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import read_rows
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Card, World
 from tests.cluster.slurm_cluster import ENDED, SlurmCluster
 from tests.integration.launched import ROOT, SMALL
 

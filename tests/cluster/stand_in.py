@@ -18,17 +18,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import files
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
 from pipeline.errors import RollcallError
-from pipeline.events import Events
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.records import Finished
-from slurm import agent
-from slurm.environment import Environment, batch_attempt
-from slurm.supervisor import End, Notice
+from pipeline.rundir.documents import Finished
+from pipeline.rundir.events import Events
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from slurm.node import agent
+from slurm.node.supervisor import End, Notice
+from slurm.scheduler.environment import Environment, batch_attempt
 
 SCRIPT = "script.json"
 LONGEST = 240.0

@@ -6,20 +6,21 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, SchedulerError
-from pipeline.paths import RunPaths
-from pipeline.plan import make_plan
-from pipeline.waiting import wait_for
-from slurm import runs
-from slurm.allocation import batch_file
-from slurm.commands import SlurmCommands
-from slurm.compose import compose_config
-from slurm.scheduler import Nodes, Partition, QueuedJob
-from slurm.sites import check_site, warnings
+from pipeline.rundir.paths import RunPaths
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import make_plan
+from slurm.batch.allocation import batch_file
+from slurm.batch.sites import check_site, warnings
+from slurm.launch.compose import compose_config
+from slurm.registry import runs
+from slurm.scheduler.commands import SlurmCommands
+from slurm.scheduler.protocol import Nodes, Partition, QueuedJob
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.cluster
 
-HET = "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=2 --gpus-per-node=2\nexec sleep 60"
+HET = "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=2 --gpus-per-node=2\nexec sleep 600"
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +104,10 @@ def test_a_job_that_failed_is_over(cluster: SlurmCluster, slurm: SlurmCommands) 
 def test_a_requeued_job_pends_and_counts_and_cannot_be_requeued_twice(
     cluster: SlurmCluster, slurm: SlurmCommands
 ) -> None:
-    job = cluster.submit("exec sleep 60", "--requeue")
+    job = cluster.submit("exec sleep 600", "--requeue")
     wait_until(slurm, job, "RUNNING")
     slurm.requeue(job)
-    wait_for("the job to pend", lambda: asked(slurm, job).state == "PENDING", 20)
+    wait_for("the job to pend", lambda: asked(slurm, job).state == "PENDING", WAIT_SECONDS)
     with pytest.raises(SchedulerError, match=f"^scontrol requeue {job}: Job is pending execution for job {job}$"):
         slurm.requeue(job)
     assert wait_until(slurm, job, "RUNNING").restarts == 1
@@ -120,7 +121,7 @@ def test_a_job_that_ends_slowly_is_completing_and_live_until_it_is_gone(
 ) -> None:
     job = cluster.submit("trap : TERM; echo ready; for i in 1 2 3 4 5 6; do sleep 0.5; done", "--requeue")
     output = cluster.root / f"{job}.out"
-    wait_for("the job to trap TERM", lambda: output.exists() and "ready" in output.read_text(), 30)
+    wait_for("the job to trap TERM", lambda: output.exists() and "ready" in output.read_text(), WAIT_SECONDS)
     slurm.cancel(job)
     assert (asked(slurm, job).state, asked(slurm, job).live) == ("COMPLETING", True)
 
@@ -218,7 +219,7 @@ def test_a_run_is_kept_by_its_job_until_that_is_over(
     config = compose_config(["experiment=demo", "cluster=slurm", f"output={tmp_path}"])
     with runs.claimed(config) as run:
         comment = f"rollcall {runs.identity(run).run_id}"
-        job = cluster.submit("exec sleep 60", "--job-name=demo", f"--comment={comment}")
+        job = cluster.submit("exec sleep 600", "--job-name=demo", f"--comment={comment}")
         runs.record_job(run, "slurm", job)
     running = wait_until(slurm, job, "RUNNING")
     assert runs.live_job(run, slurm) == running

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import SchedulerError
-from pipeline.paths import RunPaths
-from pipeline.plan import make_plan
-from pipeline.records import Finished, RunIdentity
-from pipeline.waiting import wait_for
-from slurm.commands import SlurmCommands
-from slurm.environment import Environment
-from slurm.executors import RunJob, SlurmNodes
+from pipeline.rundir.documents import Finished, RunIdentity
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import make_plan
+from slurm.batch.executors import RunJob, SlurmNodes
+from slurm.scheduler.commands import SlurmCommands
+from slurm.scheduler.environment import Environment
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 RANKS = 4
 HET = {"layout": "het", "inference": {"nodes": 2, "gpus": 2}, "trainer": {"gpus": 1}}

@@ -7,14 +7,17 @@ from contextlib import ExitStack
 
 import pytest
 
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.cluster
 PORT = "7070"
 
 
 def test_every_rank_publishes_the_address_of_its_own_node(networked):
-    code = "import socket; from pipeline.network import candidate_addresses as a; print(socket.gethostname(), *a())"
+    code = (
+        "import socket; from pipeline.system.network import candidate_addresses as a; print(socket.gethostname(), *a())"
+    )
     shown = networked.run("srun", "-N4", sys.executable, "-c", code)
     assert sorted(shown.splitlines()) == [f"node{node} {networked.address(node)}" for node in range(4)]
 
@@ -35,35 +38,37 @@ def test_a_node_that_is_cut_off_goes_on_while_its_job_starts_elsewhere_and_comes
     beats = networked.root / "beats"
     beat = f"while sleep 0.2; do echo ${{SLURM_RESTART_COUNT:-0}} $SLURMD_NODENAME >> {beats}; done"
     job = networked.submit(f"srun --kill-on-bad-exit=1 sh -c '{beat}'", "--nodes=2", "--requeue")
-    fields = networked.wait_for_state(job, "RUNNING", 20)
+    fields = networked.wait_for_state(job, "RUNNING", WAIT_SECONDS)
     zombie = networked.nodes_of(fields)[-1]
-    wait_for("both ranks to beat", lambda: beats.exists() and len(set(beats.read_text().splitlines())) == 2, 20)
+    wait_for(
+        "both ranks to beat", lambda: beats.exists() and len(set(beats.read_text().splitlines())) == 2, WAIT_SECONDS
+    )
     networked.cut(zombie)
-    networked.wait_for_restart(job, 1, 60)
+    networked.wait_for_restart(job, 1, WAIT_SECONDS)
     assert networked.node_states()[f"node{zombie}"] == "down*"
-    fields = networked.wait_for_state(job, "RUNNING", 60)
+    fields = networked.wait_for_state(job, "RUNNING", WAIT_SECONDS)
     assert zombie not in networked.nodes_of(fields)
 
     def newest():
         return beats.read_text().splitlines()[-20:]
 
-    wait_for("both lives to beat at once", lambda: {line.split()[0] for line in newest()} == {"0", "1"}, 20)
+    wait_for("both lives to beat at once", lambda: {line.split()[0] for line in newest()} == {"0", "1"}, WAIT_SECONDS)
     assert f"0 node{zombie}" in newest()
     networked.heal(zombie)
-    wait_for("the node to be taken back", lambda: networked.node_states()[f"node{zombie}"] == "idle", 60)
-    wait_for("the zombie to end", lambda: _is_silent(beats, f"0 node{zombie}"), 20)
+    wait_for("the node to be taken back", lambda: networked.node_states()[f"node{zombie}"] == "idle", WAIT_SECONDS)
+    wait_for("the zombie to end", lambda: _is_silent(beats, f"0 node{zombie}"), WAIT_SECONDS)
     networked.run("scancel", job)
     networked.wait_until_idle()
 
 
 def test_a_node_that_loses_power_falls_silent_and_its_job_starts_elsewhere(networked):
     job = networked.submit("srun sh -c 'echo $SLURMD_NODENAME; exec sleep 120'", "--nodes=2", "--requeue")
-    lost = networked.nodes_of(networked.wait_for_state(job, "RUNNING", 20))[-1]
+    lost = networked.nodes_of(networked.wait_for_state(job, "RUNNING", WAIT_SECONDS))[-1]
     output = networked.root / f"{job}.out"
-    wait_for("both ranks to speak", lambda: output.exists() and output.read_text().count("node") == 2, 20)
+    wait_for("both ranks to speak", lambda: output.exists() and output.read_text().count("node") == 2, WAIT_SECONDS)
     networked.lose_node(lost)
     networked.wait_for_restart(job, 1, 90)
-    assert lost not in networked.nodes_of(networked.wait_for_state(job, "RUNNING", 60))
+    assert lost not in networked.nodes_of(networked.wait_for_state(job, "RUNNING", WAIT_SECONDS))
     networked.run("scancel", job)
     networked.start_node(lost)
     networked.wait_until_idle(90)

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from pipeline import files
-from pipeline.paths import AttemptPaths
-from pipeline.plan import make_plan
-from pipeline.records import Outcome, SubmittedJob
-from pipeline.waiting import wait_for
-from slurm.allocation import batch_file
+from pipeline.rundir.documents import Outcome, SubmittedJob
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import make_plan
+from slurm.batch.allocation import batch_file
 from tests.cluster import stand_in
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
+from tests.patience import WAIT_SECONDS
 
 pytestmark = [pytest.mark.cluster]
 
@@ -200,10 +201,11 @@ def test_the_notice_before_the_time_limit_leads_to_a_requeue(lives: dict[str, Li
     assert life.outcome(0).barren == 1  # it committed nothing
 
 
-def test_an_attempt_that_slurm_had_to_kill_leaves_no_outcome_and_no_harm(lives: dict[str, Life]) -> None:
+def test_an_attempt_that_slurm_had_to_kill_is_left_to_slurm_and_does_no_harm(lives: dict[str, Life]) -> None:
     life = lives["stubborn"]
     assert life.end("COMPLETED")["Restarts"] == "1"
-    assert life.decisions == ["", "finished"]
+    # The kill reaches the ranks first: the batch script may still say that Slurm has the job, or be cut off.
+    assert life.decisions in (["", "finished"], ["left", "finished"])
 
 
 @pytest.mark.parametrize("signal", ["TERM", "USR2"])
@@ -245,7 +247,7 @@ def test_a_preemption_without_grace_is_left_to_slurm(cluster: SlurmCluster, tmp_
     other = preempt(cluster)
     assert life.end("COMPLETED")["Restarts"] == "1"
     assert life.decisions == ["left", "finished"]
-    cluster.wait_for_state(other, "COMPLETED", 30)
+    cluster.wait_for_state(other, "COMPLETED", WAIT_SECONDS)
 
 
 def test_a_site_that_cancels_what_it_preempts_does_not_end_the_run(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_site_that_cancels_what_it_preempts_does_not_end_the_run(cluster: Slur
         other = preempt(cluster)
         assert life.end("COMPLETED")["Restarts"] == "1"
         assert life.decisions == ["requeued", "finished"]
-        cluster.wait_for_state(other, "COMPLETED", 30)
+        cluster.wait_for_state(other, "COMPLETED", WAIT_SECONDS)
     finally:
         cluster.run("scontrol", "update", "partitionname=low", "preemptmode=requeue")
 
@@ -270,4 +272,4 @@ def test_a_job_with_grace_requeues_itself_within_it(cluster: SlurmCluster, tmp_p
     assert time.monotonic() - began < 25  # of 30 seconds of grace
     assert life.end("COMPLETED")["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
-    cluster.wait_for_state(other, "COMPLETED", 30)
+    cluster.wait_for_state(other, "COMPLETED", WAIT_SECONDS)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.paths import RunPaths
-from pipeline.waiting import wait_for
+from pipeline.rundir.paths import RunPaths
+from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.integration.launched import ROOT, SMALL
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 LATER = "cluster.sbatch.begin=now+1hour"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import files
-from pipeline.paths import RunPaths
-from pipeline.records import SubmittedJob
+from pipeline.rundir.documents import SubmittedJob
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.cluster.sweep_task import BROKEN_SEED
@@ -49,7 +49,6 @@ def table(cluster: SlurmCluster, sweep: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_sweep_survives_a_preemption_and_a_failure_and_is_taken_up_again(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:

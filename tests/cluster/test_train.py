@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.waiting import wait_for
-from slurm.train import submit
+from pipeline.system.waiting import wait_for
+from slurm.launch.train import submit
 from tests.cluster.one_rank import OneRank
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
 from tests.integration.job_cases import STEPS, events, write_job, write_model
 from tests.integration.launched import ROOT
+from tests.patience import WAIT_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster]
 
 
 def train(slurm: SlurmCluster, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +87,7 @@ def test_a_job_that_is_told_to_end_is_queued_again_and_followed_to_its_end(
     config = make_config(name=f"told-{by}", cluster={"kind": "slurm", "partition": by if preempted else ""})
 
     def tell() -> None:
-        wait_for("the job to be at work", file.with_suffix(".begun").exists, 60)
+        wait_for("the job to be at work", file.with_suffix(".begun").exists, WAIT_SECONDS)
         if preempted:
             cluster.submit("sleep 1", "--partition=high", f"--nodes={cluster.nodes}", "--exclusive")
         else:

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.paths import RunPaths
-from pipeline.plan import Placement
 from pipeline.report.history import read_history
-from slurm.commands import SlurmCommands
-from slurm.executors import RunJob
+from pipeline.rundir.paths import RunPaths
+from pipeline.world.plan import Placement
+from slurm.batch.executors import RunJob
+from slurm.scheduler.commands import SlurmCommands
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.integration.launched import STEPS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 GPUS = ("resources.trainer.gpus=1", "resources.inference.gpus=2")
 

@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from pipeline.checkpoints import newest_committed
-from pipeline.plan import RoleName
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import RoleName
 from tests.cluster.networks import NetworkedCluster
 from tests.cluster.slurm_run import SlurmRun
+from tests.patience import WAIT_SECONDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STEPS, PROMPTS, EVERY, CUT_AT = 32, 8, 8, 6
 CONFIG = (
@@ -48,7 +49,7 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_cut_off_and_the_zombie_ends_by_i
     run.wait_for_step(CUT_AT)
     rank, node = place_of(run, role)
     networked.cut(node)
-    run.wait_for("Slurm to notice", lambda: networked.node_states()[f"node{node}"].startswith("down"), 60)
+    run.wait_for("Slurm to notice", lambda: networked.node_states()[f"node{node}"].startswith("down"), WAIT_SECONDS)
     assert running(networked, node, f"pipeline.roles.{role}" if role == "trainer" else "redis-server")
     left = run.attempts[0].down(f"agent.{rank}")
     wait_for("the zombie, which still sees the files, to come down", left.exists, 60, missing=run.output)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.metrics import read_rows
-from pipeline.waiting import wait_for
+from pipeline.rundir.metrics import read_rows
+from pipeline.system.waiting import wait_for
 from tests.cluster.disturbances import PARTITIONS, PHASES, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun

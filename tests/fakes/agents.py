@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from pipeline import process
 from pipeline.errors import RollcallError
-from pipeline.events import Events, Listener
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Placement, RoleName, World
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.waiting import Clock
-from slurm import agent, supervisor
-from slurm.alive import leave
-from slurm.supervisor import End, Notice, Supervisor
+from pipeline.rundir.events import Events, Listener
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import process
+from pipeline.system.waiting import Clock
+from pipeline.world.plan import Placement, RoleName, World
+from slurm.node import agent, supervisor
+from slurm.node.alive import leave
+from slurm.node.supervisor import End, Notice, Supervisor
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, View
 from tests.fakes.lockstep import Lockstep
@@ -151,7 +151,7 @@ class Cluster:
         return self.children[name]
 
     def _agent(self, rank: int, clock: Clock) -> End:
-        """What `slurm.agent` does of an attempt once there is a world."""
+        """What `slurm.node.agent` does of an attempt once there is a world."""
         view, run, config = self.views[rank], RunPaths(self.run.root), self.run.config
         contexts = [RoleContext(self.paths, config, self.world, place) for place in self.world.of_rank(rank)]
         notice = _Signal(self, self.signals.get(rank, float("inf")))

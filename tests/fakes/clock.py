@@ -1,6 +1,6 @@
 """A clock that moves only when told."""
 
-from pipeline.waiting import Clock
+from pipeline.system.waiting import Clock
 
 
 class FakeClock(Clock):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.models import BUILT_IN
+from pipeline.config.models import BUILT_IN
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Asked, LocalCalls
 from pipeline.tasks.template import Template

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.waiting import Clock
+from pipeline.system.waiting import Clock
 
 
 class StepClock(Clock):

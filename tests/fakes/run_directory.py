@@ -10,17 +10,17 @@ from typing import Literal
 
 import msgspec
 
-from pipeline import files
-from pipeline.assignment import assign
 from pipeline.config import RunConfig
-from pipeline.events import Event, EventName
-from pipeline.failure import FirstFailure
-from pipeline.metrics import MetricSinks, roll_back
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Card, World, make_plan
-from pipeline.records import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.roles.context import RoleState, Status
-from slurm import locks
+from pipeline.rundir.documents import Finished, Outcome, RunIdentity, SubmittedJob
+from pipeline.rundir.events import Event, EventName
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import MetricSinks, roll_back
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from pipeline.world.assignment import assign
+from pipeline.world.plan import Card, World, make_plan
+from slurm.registry import locks
 from tests.fakes.configs import make_config
 
 BEGAN = 1_767_225_600.0

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from pipeline.errors import WeightSyncError
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
 
 

@@ -21,12 +21,12 @@ import torch
 from transformers import Qwen3Config
 
 from pipeline.config import LossConfig
-from pipeline.packing import Budget
-from pipeline.paths import RunPaths
+from pipeline.rundir.paths import RunPaths
+from pipeline.system.waiting import wait_for
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
-from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration import checkpoint_worlds as worlds
 from tests.integration.forked_ranks import end_ranks, start_in

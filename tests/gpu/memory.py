@@ -17,10 +17,10 @@ import psutil
 import torch
 
 from pipeline.config import ModelConfig
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience, Site, joined
 from pipeline.training.dispatch.release import release
+from pipeline.training.packing import Budget
 from pipeline.training.spec import ModelSpec
 from tests.gpu.speed import LOSS, OPTIM
 from tests.gpu.workload import WORKLOADS, Workload

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from pipeline import packing
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.packing import Budget
+from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience, Site, joined
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from tests.gpu.plain import plain_step

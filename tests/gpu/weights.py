@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline import process
 from pipeline.config import InferenceConfig, RunConfig
-from pipeline.plan import Placement
 from pipeline.roles import inference
-from pipeline.waiting import wait_for
+from pipeline.system import process
+from pipeline.system.waiting import wait_for
 from pipeline.weights.link import Meeting
 from pipeline.weights.sender import WeightSender
+from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
 from tests.gpu.traffic import PROCESSES, Answers, Traffic
 from tests.gpu.workload import WORKLOADS

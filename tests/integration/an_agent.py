@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.process import Child
+from pipeline.system.process import Child
 
 if __name__ == "__main__":
     Child(sys.argv[2:], Path(sys.argv[1]), dict(os.environ))

@@ -7,18 +7,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline import files
 from pipeline.config import RunConfig
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Placement, RoleName, World
-from pipeline.process import Child, hold_port, tail
 from pipeline.roles.context import RoleContext
+from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.streams import Streams, connect
-from pipeline.waiting import wait_for
-from slurm.supervisor import launch_of
+from pipeline.system import files
+from pipeline.system.process import Child, hold_port, tail
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Placement, RoleName, World
+from slurm.node.supervisor import launch_of
 from tests.integration.redis_attempts import ADDRESS, running_redis
 
-READY_SECONDS = 30
+READY_SECONDS = 120
 STOP_SECONDS = 5
 
 

@@ -24,19 +24,20 @@ from pipeline.checkpoints.sharded import commit as real_commit
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.losses import SFT, ValueObjective
-from pipeline.packing import Budget
-from pipeline.paths import RunPaths
+from pipeline.rundir.paths import RunPaths
+from pipeline.system.waiting import wait_for
 from pipeline.training.commits import LAST_SECONDS, Commits
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import Patience, Site
 from pipeline.training.dispatch.saving import await_save, start_save
 from pipeline.training.jobs import Job, jobs_of
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.worker import Worker
-from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration.checkpoint_processes import Stop, Unsaveable
+from tests.patience import WAIT_SECONDS
 
 SAVED, STEPS, VOCABULARY = 3, 6, 17
 TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
@@ -171,7 +172,7 @@ def fail(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     leave(dispatch, [], out)
     dispatch.pass_through("policy", unsaveable_on_rank_1)
     commits.commit(job, STEPS + 1, ())
-    wait_for("the commit to fail", lambda: saver.idle, 30)
+    wait_for("the commit to fail", lambda: saver.idle, WAIT_SECONDS)
     with pytest.raises(CheckpointError, match=r"cannot save .* rank 1: OSError.*No space left"):
         commits.collect()
     commits.collect()
@@ -204,7 +205,7 @@ def stage_numbers(site: Site) -> None:
 
 
 def saved(site: Site) -> str:
-    wait_for("this rank's part of the save", lambda: saver.idle, 10)
+    wait_for("this rank's part of the save", lambda: saver.idle, WAIT_SECONDS)
     return saver.result().name
 
 

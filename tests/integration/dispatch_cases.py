@@ -8,9 +8,9 @@ import torch
 
 from pipeline.config import LossConfig, OptimConfig
 from pipeline.errors import TrainingError
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch
 from tests.integration.training_cases import make_batch, policy_spec
 

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import OptimConfig
 from pipeline.losses import SFT
+from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.model import build
 from pipeline.training.workers.worker import Worker
-from pipeline.waiting import wait_for
 from tests.integration.dispatch_cases import BUDGET, GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.integration.dispatch_residency import RESIDENCY
 from tests.integration.dispatch_staging import STAGING

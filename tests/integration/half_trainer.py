@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from pipeline.config import InferenceConfig
-from pipeline.process import hold_port
-from pipeline.waiting import Deadline
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import Deadline
 from pipeline.weights.control import Control
 from pipeline.weights.link import Link, Meeting, Payload
 from pipeline.weights.wire import Layout, host_store

@@ -6,10 +6,10 @@ torchrun --nproc-per-node 2 -m tests.integration.idle_ranks
 import os
 import time
 
-from pipeline import heartbeat, process
-from pipeline.packing import Budget
+from pipeline.system import heartbeat, process
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import end_with_lost_ranks
+from pipeline.training.packing import Budget
 
 READY = "all ranks have met"
 

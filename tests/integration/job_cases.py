@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience, joined
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Row
 from pipeline.training.standalone.packed import write_packed
 from tests.fakes.configs import make_config

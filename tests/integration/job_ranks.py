@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.packing import Budget
 from pipeline.training.standalone.execute import Execution, execute
 from tests.integration.job_cases import STEPS, config_of
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 
-from pipeline import files
-from pipeline.failure import FirstFailure
-from pipeline.metrics import read_rows
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Card, RoleName
-from pipeline.records import RunIdentity
-from pipeline.waiting import wait_for
+from pipeline.rundir.documents import RunIdentity
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import read_rows
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Card, RoleName
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS = 12, 8

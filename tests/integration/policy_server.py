@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.models import BUILT_IN
+from pipeline.config.models import BUILT_IN
 from pipeline.rollouts.server import ROUTE
 from pipeline.tasks.arithmetic import evaluate
 from pipeline.tasks.chat import Chat

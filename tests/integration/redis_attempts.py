@@ -10,15 +10,16 @@ from typing import Any
 
 import redis
 
-from pipeline import files
 from pipeline.config import RunConfig, load_config
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.plan import Placement, World
-from pipeline.process import Child, hold_port, tail
 from pipeline.roles.context import RoleContext
 from pipeline.roles.redis import launch
-from pipeline.waiting import wait_for
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from pipeline.system.process import Child, hold_port, tail
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Placement, World
 from tests.integration.redis_servers import taken_first
+from tests.patience import WAIT_SECONDS
 
 ADDRESS = "127.0.0.1"
 
@@ -66,7 +67,7 @@ def running_redis(context: RoleContext) -> Iterator[Child]:
     """The role's process, ready; stopped afterwards if the test has not ended it."""
     asked, child = launch(context), a_child_of(context)
     try:
-        wait_for("redis to be ready or to fail", lambda: asked.ready() or child.poll() is not None, 20)
+        wait_for("redis to be ready or to fail", lambda: asked.ready() or child.poll() is not None, WAIT_SECONDS)
         assert child.poll() is None, "\n".join(tail(child.log))
         yield child
     finally:
@@ -112,4 +113,4 @@ def go_back(context: RoleContext, kept: Path) -> None:
 def wait_until_written(context: RoleContext) -> None:
     """Return once Redis has given all it was told to the kernel: while it flushes the disk it may hold that back."""
     with raw_client(context) as client:
-        wait_for("Redis to write", lambda: client.info("persistence")["aof_buffer_length"] == 0, 10)
+        wait_for("Redis to write", lambda: client.info("persistence")["aof_buffer_length"] == 0, WAIT_SECONDS)

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import process
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
-from pipeline.plan import Placement
 from pipeline.roles import inference
 from pipeline.rollouts.server import Completion
+from pipeline.system import process
+from pipeline.system.waiting import wait_for
 from pipeline.training.workers.lora import checkpoint_name, is_trained
-from pipeline.waiting import wait_for
 from pipeline.weights.link import Meeting
 from pipeline.weights.sender import WeightSender
+from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
+from tests.patience import WAIT_SECONDS
 
 SECRET = "the-secret-of-the-tests"
 TRAINER = "127.0.0.2"
@@ -126,7 +127,7 @@ def a_sender(
 def publish_to_all(sender: WeightSender, version: int, model: Model) -> None:
     """Publish, and wait for the servers that join in the background too."""
     sender.publish(version, parameters(model))
-    wait_for("all servers", lambda: set(sender.versions().values()) == {version}, 60)
+    wait_for("all servers", lambda: set(sender.versions().values()) == {version}, WAIT_SECONDS)
 
 
 def port_of(holder: socket) -> int:

@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from pipeline.records import Reissue
+from pipeline.groups.records import Reissue
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Streams, connect
 

@@ -11,16 +11,17 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.board import Board
-from pipeline.ledger import Ledger
-from pipeline.process import Child, tail
-from pipeline.records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
+from pipeline.groups.ledger import Ledger
+from pipeline.groups.records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
 from pipeline.streams import Streams
-from pipeline.waiting import wait_for
+from pipeline.streams.board import Board
+from pipeline.system.process import Child, tail
+from pipeline.system.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration.attempts import Attempt, an_attempt
 from tests.integration.policy_server import ADDRESS, PolicyServer, a_policy_server, broken, disconnected, refused
 from tests.integration.redis_attempts import copy_of, go_back, running_redis
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -196,7 +197,7 @@ def test_a_task_that_always_fails_stops_the_run_with_its_reason(stack: ExitStack
 
 def failure_of(trainer: Trainer, child: Child) -> str:
     """What the actor reported when it ended with code 1."""
-    assert wait_for("its end", lambda: None if child.poll() is None else [child.poll()], 20) == [1]
+    assert wait_for("its end", lambda: None if child.poll() is None else [child.poll()], WAIT_SECONDS) == [1]
     status = trainer.attempt.context("actor").status()
     assert status is not None
     assert status.state == "failed"
@@ -209,7 +210,7 @@ def test_a_foreign_error_ends_the_process_with_its_traceback_while_rewards_hang_
     trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:HangsThenBreaks")
     child = trainer.attempt.start("actor")
     trainer.begin()
-    wait_for("rewards", lambda: sum(server.requests for server in trainer.servers) == LIMIT, 20)
+    wait_for("rewards", lambda: sum(server.requests for server in trainer.servers) == LIMIT, WAIT_SECONDS)
     workers = psutil.Process(child.pid).children(recursive=True)
     assert workers
     for position in range(LIMIT):
@@ -231,7 +232,7 @@ def test_what_was_in_flight_when_an_actor_died_is_issued_again(trainer: Trainer)
         server.hold.clear()
     child = trainer.attempt.start("actor")
     trainer.begin()
-    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) == LIMIT, 20)
+    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) == LIMIT, WAIT_SECONDS)
     child.kill()
     for server in trainer.servers:
         server.hold.set()
@@ -260,14 +261,14 @@ def test_a_refused_position_is_issued_again_and_its_request_outlives_the_actor(t
         server.hold.clear()
     trainer.streams.publish("reissue", Reissue(position=2, reason="older than max_lag"))
     trainer.update(1)
-    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) >= PROMPTS, 20)
+    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) >= PROMPTS, WAIT_SECONDS)
     child.kill()
     trainer.board.post_ledger(trainer.ledger.snapshot())
     for server in trainer.servers:
         server.hold.set()
     trainer.attempt.start("actor")
     assert 2 in positions(trainer.take(LIMIT))
-    wait_for("the request to be settled", lambda: trainer.streams.depth("reissue").entries == 0, 20)
+    wait_for("the request to be settled", lambda: trainer.streams.depth("reissue").entries == 0, WAIT_SECONDS)
 
 
 def test_a_refused_position_is_not_overtaken_again(stack: ExitStack, tmp_path: Path) -> None:
@@ -279,7 +280,7 @@ def test_a_refused_position_is_not_overtaken_again(stack: ExitStack, tmp_path: P
     trainer.take(LIMIT, refused=2)
     server.faults.append(server.late(release))
     trainer.streams.publish("reissue", Reissue(position=2, reason="older than max_lag"))
-    wait_for("its request", lambda: not server.faults, 20)
+    wait_for("its request", lambda: not server.faults, WAIT_SECONDS)
     trainer.update(1)
     trainer.wait_for_number("groups", LIMIT + PROMPTS - 1)
     trainer.wait_for_number("gate_blocked", 1.0)
@@ -309,7 +310,7 @@ def test_an_evaluation_that_an_earlier_attempt_asked_for_is_given_up_unanswered(
     trainer.begin()
     (entry,) = results.read(1, 30)
     assert entry.record.id == "7-0:0"
-    wait_for("both requests to be settled", lambda: trainer.streams.depth("eval_requests").entries == 0, 20)
+    wait_for("both requests to be settled", lambda: trainer.streams.depth("eval_requests").entries == 0, WAIT_SECONDS)
     assert "evaluation 6-0:4 is of an earlier attempt" in child.log.read_text()
 
 
@@ -318,7 +319,7 @@ def test_it_stops_when_it_is_told_to_with_requests_in_flight(trainer: Trainer) -
         server.hold.clear()
     child = trainer.attempt.start("actor")
     trainer.begin()
-    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) > 0, 20)
+    wait_for("requests in flight", lambda: sum(server.in_flight for server in trainer.servers) > 0, WAIT_SECONDS)
     assert child.stop(20) == 0
 
 

@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.board import Board
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
-from pipeline.ledger import Ledger
-from pipeline.paths import AttemptPaths
-from pipeline.records import Group, PreparedGroup, Reissue, Sample
+from pipeline.groups.ledger import Ledger
+from pipeline.groups.records import Group, PreparedGroup, Reissue, Sample
+from pipeline.rundir.paths import AttemptPaths
 from pipeline.streams import Streams
+from pipeline.streams.board import Board
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches, Interrupted
 from pipeline.training.rl import rows_of
-from slurm.compose import compose_config
+from slurm.launch.compose import compose_config
 
 TOPIC = "prepared"
 

@@ -17,9 +17,10 @@ from pipeline.checkpoints.shards import RecordingWriter
 from pipeline.checkpoints.state import decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
 from tests.integration import checkpoint_processes as ranks
 from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 Tree = dict[str, Any]
@@ -117,7 +118,7 @@ def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplo
     root = str(tmp_path / "checkpoints")
     commit(root, 25)
     processes = start_ranks(2, ranks.save_and_stop, root, tmp_path, 50)
-    wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, 60)
+    wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, WAIT_SECONDS)
     end_ranks(processes)
     assert (tmp_path / "checkpoints/rl-50/2-0").is_dir()
     with caplog.at_level(logging.WARNING):

@@ -13,10 +13,11 @@ from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committ
 from pipeline.checkpoints.sharded import load, save
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
 from tests.integration import checkpoint_processes as ranks
 from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
 from tests.integration.s3_server import BUCKET, an_s3_server
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -55,8 +56,10 @@ def test_an_upload_that_is_killed_leaves_the_one_before(
 ) -> None:
     commit(root, 25)
     processes = start_ranks(2, ranks.save_and_stop, root, tmp_path, 50)
-    wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, 60)
-    wait_for("rank 1 to have uploaded its own", lambda: "__1_0.distcp" in Storage(root).sizes("rl-50/2-0"), 60)
+    wait_for("rank 0 to be in the middle of its shards", (tmp_path / "reached").exists, WAIT_SECONDS)
+    wait_for(
+        "rank 1 to have uploaded its own", lambda: "__1_0.distcp" in Storage(root).sizes("rl-50/2-0"), WAIT_SECONDS
+    )
     end_ranks(processes)
     with caplog.at_level(logging.WARNING):
         found = newest_committed(root, hashes=True)

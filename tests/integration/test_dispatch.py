@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.config import ModelConfig, OptimConfig
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import Patience, joined
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from tests.integration import dispatch_ranks, forked_ranks

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.paths import AttemptPaths
-from pipeline.records import EvalRequest, EvalResult
+from pipeline.groups.records import EvalRequest, EvalResult
+from pipeline.rundir.paths import AttemptPaths
 from pipeline.streams import Streams
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import Interrupted

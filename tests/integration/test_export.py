@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.plan import Placement
 from pipeline.roles import inference
+from pipeline.world.plan import Placement
 from tests.integration import checkpoint_worlds as worlds
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.offline_vllm import MOST

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from slurm.runs import PACKAGES
+from slurm.registry.runs import PACKAGES
 
 pytestmark = pytest.mark.integration
 
 LAUNCHER = """
 import subprocess, sys
-from slurm import runs
-from slurm.compose import compose_config
-from slurm.environment import child_environment
-from slurm.executors import VirtualNodes
-from pipeline.waiting import wait_for
+from slurm.registry import runs
+from slurm.launch.compose import compose_config
+from slurm.scheduler.environment import child_environment
+from slurm.batch.executors import VirtualNodes
+from tests.patience import WAIT_SECONDS
+from pipeline.system.waiting import wait_for
 
 SEEN = "from pipeline import errors; import slurm; print(errors.EDITION, errors.__file__, slurm.__file__)"
 
@@ -31,7 +32,7 @@ def seen():  # by an agent, and by a role that it starts
 
 with runs.claimed(compose_config(["experiment=demo", f"output={sys.argv[1]}"])) as paths:
     job = VirtualNodes(paths, 1).submit(seen)
-    wait_for("the attempt to end", job.done, 60)
+    wait_for("the attempt to end", job.done, WAIT_SECONDS)
     from pipeline import errors
     print(errors.EDITION, *job.task(0).result(), sep="\\n")
 """

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import folders
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
+from pipeline.system import folders
+from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute, serve
-from pipeline.waiting import wait_for
 from tests.integration.job_cases import STEPS, assert_same, config_of, events, write_job
 
 pytestmark = pytest.mark.integration

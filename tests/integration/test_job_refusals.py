@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, TrainingError
+from pipeline.system import files
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute
 from pipeline.training.workers.optimizer import Optimizer

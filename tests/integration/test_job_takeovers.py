@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import folders
 from pipeline.config import RunConfig
 from pipeline.errors import OvertakenError
+from pipeline.system import folders
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import folders
 from pipeline.checkpoints import TrainerState
 from pipeline.checkpoints.sharded import save
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, TrainingError
+from pipeline.system import folders
+from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
@@ -26,7 +27,6 @@ from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.state import JobState
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import Worker
-from pipeline.waiting import wait_for
 from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
 from tests.integration.job_cases import (
     STEPS,
@@ -37,6 +37,7 @@ from tests.integration.job_cases import (
     write_job,
 )
 from tests.integration.job_ranks import KILLED_AT, execute_on_rank
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -361,7 +362,7 @@ def test_two_ranks_are_killed_and_one_ends_the_job(model: Path, uninterrupted: P
     file = write_job(tmp_path, "rl")
     ranks = start_ranks(2, execute_on_rank, file, model, True)
     try:
-        wait_for("the ranks to be at the step", (tmp_path / KILLED_AT).exists, 60)
+        wait_for("the ranks to be at the step", (tmp_path / KILLED_AT).exists, WAIT_SECONDS)
         for rank in ranks:
             assert rank.pid is not None
             os.kill(rank.pid, signal.SIGKILL)

@@ -12,8 +12,8 @@ import torch
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
 from pipeline.rollouts.server import ROUTE, Completion, Request
+from pipeline.system.waiting import Deadline, wait_for
 from pipeline.training.workers.lora import add_adapters, is_trained, save_adapter
-from pipeline.waiting import Deadline, wait_for
 from pipeline.weights.control import Control
 from tests.integration.servers import (
     SECRET,

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.records import Group, PreparedGroup, Sample
+from pipeline.groups.records import Group, PreparedGroup, Sample
 from pipeline.roles.preprocessor import prepare
 from pipeline.streams import Streams
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.integration.attempts import Attempt, an_attempt
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -99,7 +100,7 @@ def prepared_positions(streams: Streams) -> list[int]:
 
 
 def wait_for_positions(streams: Streams, count: int) -> list[int]:
-    wait_for(f"{count} prepared groups", lambda: len(prepared_positions(streams)) >= count, 20)
+    wait_for(f"{count} prepared groups", lambda: len(prepared_positions(streams)) >= count, WAIT_SECONDS)
     return prepared_positions(streams)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, StreamError
-from pipeline.process import hold_port
-from pipeline.records import Reissue, encode
+from pipeline.groups.records import Reissue, encode
 from pipeline.roles import redis as role
 from pipeline.streams import Streams, connect
 from pipeline.streams.redis_data import ONE_FILE, inherit
-from pipeline.waiting import wait_for
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import wait_for
 from tests.integration.redis_attempts import (
     ADDRESS,
     a_config,
@@ -28,6 +28,7 @@ from tests.integration.redis_attempts import (
     running_redis,
     wait_until_written,
 )
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 with_each_redis = pytest.mark.usefixtures("each_redis")
@@ -122,7 +123,7 @@ def test_what_is_copied_while_a_zombie_writes_is_all_that_it_wrote_up_to_some_mo
     with a_redis(tmp_path, "9-0") as (zombie, _), connect(zombie) as stale, ThreadPoolExecutor(1) as pool:
         writing = pool.submit(write_on, stale)
         try:
-            wait_for("the zombie to write", lambda: written > 1000, 20)
+            wait_for("the zombie to write", lambda: written > 1000, WAIT_SECONDS)
             with raw_client(zombie) as client:
                 client.bgrewriteaof()
             before = written

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import newest_committed
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
 from tests.integration import checkpoint_worlds as worlds
 from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
 

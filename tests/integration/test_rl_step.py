@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pipeline.board import Board
 from pipeline.errors import StreamError
-from pipeline.ledger import Ledger
-from pipeline.paths import AttemptPaths
-from pipeline.records import Group, PreparedGroup, Sample
+from pipeline.groups.ledger import Ledger
+from pipeline.groups.records import Group, PreparedGroup, Sample
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.streams.board import Board
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -19,7 +19,7 @@ from pipeline.training.jobs import Job, RlJob, jobs_of
 from pipeline.training.rl import ReinforcementLearning, rows_of
 from pipeline.training.rows import Batch
 from pipeline.training.runner import Runner
-from slurm.compose import compose_config
+from slurm.launch.compose import compose_config
 
 PROMPTS, STEPS = 2, 5
 

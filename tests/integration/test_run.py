@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.events import Events
-from pipeline.plan import RoleName
-from pipeline.waiting import wait_for
+from pipeline.rundir.events import Events
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import RoleName
 from tests.integration.launched import PROMPTS, STEPS, Launched
+from tests.patience import WAIT_SECONDS
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ONE_SERVER = "resources.inference.nodes=1"
 """Enough where nothing is sampled: a server costs most of what a run's start does."""
@@ -47,7 +48,7 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     second = Launched.start(tmp_path, "r")
     launches.append(second)
     second.wait_for_step(STEPS)
-    wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), 60)
+    wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
     second.assert_nothing_left(seconds=15)
     assert second.end() == 0, second.output()
     assert_whole(second)

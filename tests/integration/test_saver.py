@@ -11,8 +11,9 @@ import torch
 from pipeline.checkpoints import TrainerState, newest_committed, sharded
 from pipeline.checkpoints.background import Saver
 from pipeline.errors import CheckpointError
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
 from tests.integration.checkpoint_processes import Unsaveable
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 Tree = dict[str, Any]
@@ -55,7 +56,7 @@ def save(saver: Saver, root: str, step: int, keep: int = 2, **models: Tree) -> N
 
 
 def await_idle(saver: Saver) -> None:
-    wait_for("the save to end", lambda: saver.idle, 30)
+    wait_for("the save to end", lambda: saver.idle, WAIT_SECONDS)
 
 
 def loaded(root: str, **models: Tree) -> Tree:

@@ -17,23 +17,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import spawn
-from pipeline.heartbeat import Board
-from pipeline.metrics import MetricSinks
-from pipeline.plan import Placement
-from pipeline.process import Child, hold_port, tail
 from pipeline.roles import Launch, inference, redis
-from pipeline.tracking import WandbSink
+from pipeline.rundir.metrics import MetricSinks
+from pipeline.system import spawn
+from pipeline.system.heartbeat import Board
+from pipeline.system.process import Child, hold_port, tail
+from pipeline.system.waiting import wait_for
+from pipeline.tracking.sinks import WandbSink
 from pipeline.training.dispatch.ranks import LAST_WORDS_SECONDS
-from pipeline.waiting import wait_for
-from slurm.supervisor import launch_of
-from slurm.vitals import Vitals
+from pipeline.world.plan import Placement
+from slurm.node.supervisor import launch_of
+from slurm.node.vitals import Vitals
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.integration import idle_ranks
 from tests.integration.attempts import an_attempt
 from tests.integration.redis_attempts import a_redis
 from tests.integration.servers import SECRET, START_SECONDS, model_directory, port_of, tiny_config
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -108,7 +109,10 @@ def started(argv: Sequence[str], log: Path, extra: Mapping[str, str] | None = No
     try:
         yield child
     finally:
+        left = family(child.pid) if child.poll() is None else set()  # ranks of torchrun have sessions of their own
         child.kill()
+        for process in living(left):
+            process.kill()
 
 
 def wait_for_text(log: Path, text: str, child: Child) -> None:
@@ -116,7 +120,7 @@ def wait_for_text(log: Path, text: str, child: Child) -> None:
         assert child.poll() is None, tail(log)
         return log.exists() and text in log.read_text()
 
-    wait_for(f"{text!r} in {log.name}", told, 60)
+    wait_for(f"{text!r} in {log.name}", told, WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -141,10 +145,10 @@ def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -
 def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child), closing(Vitals("redis.0", redis.launch(context), 2.0)) as vitals:
         vitals.probe.start()
-        wait_for("an answer", lambda: vitals.probe.answers, 20)
+        wait_for("an answer", lambda: vitals.probe.answers, WAIT_SECONDS)
         assert vitals.watch(child.pid) is None
         os.kill(child.pid, signal.SIGSTOP)
-        hang = wait_for("the hang", lambda: vitals.watch(child.pid), 60)
+        hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
         assert hang.cause.startswith("hung: it has not answered for")
         assert hang.cause.endswith("it is stopped (SIGSTOP)")
         os.kill(child.pid, signal.SIGCONT)
@@ -170,7 +174,7 @@ def test_actor_and_preprocessor_tell_that_their_work_goes_on(tmp_path: Path) -> 
             child = attempt.start(role, board.environment)
             before = board.read()[0]
             assert before.pid == child.pid
-            wait_for("further beats", partial(beats_beyond, board, before.beats + 2), 20)
+            wait_for("further beats", partial(beats_beyond, board, before.beats + 2), WAIT_SECONDS)
 
 
 def beats_beyond(board: Board, beats: int) -> bool:
@@ -208,7 +212,7 @@ def test_a_server_ends_well_when_asked(
 
 def test_ranks_that_start_outlive_a_storm_and_end_when_asked(tmp_path: Path) -> None:
     with started(TORCHRUN, tmp_path / "log") as child:
-        wait_for("both ranks", lambda: len(family(child.pid)) == 3, 60)
+        wait_for("both ranks", lambda: len(family(child.pid)) == 3, WAIT_SECONDS)
         storm(child.pid)
         assert ends_when_asked(child)
 
@@ -245,9 +249,9 @@ def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(t
     with closing(vitals), started(TORCHRUN, tmp_path / "log", vitals.board.environment) as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
         rank = vitals.board.read()[1]
-        wait_for("it to wait", lambda: "orders" in vitals.board.read()[1].doing, 20)
+        wait_for("it to wait", lambda: "orders" in vitals.board.read()[1].doing, WAIT_SECONDS)
         os.kill(rank.pid, signal.SIGSTOP)
-        hang = wait_for("the hang", lambda: vitals.watch(child.pid), 60)
+        hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
         assert hang.pid == rank.pid
         assert "process 1" in hang.cause
         assert hang.cause.endswith("it is stopped (SIGSTOP)")
@@ -261,7 +265,7 @@ def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pyte
     run = FakeRun(tmp_path / "run", make_config(tracking={"wandb": "offline"}))
     sink = WandbSink(run.attempt("7-0").paths, "offline", {**os.environ, "HOME": str(tmp_path)}, 20)
     with caplog.at_level(logging.WARNING), MetricSinks(run.paths.metrics, "7-0", [sink]) as metrics:
-        wait_for("wandb's own process", lambda: len(family(sink._child.pid)) > 1, 60)
+        wait_for("wandb's own process", lambda: len(family(sink._child.pid)) > 1, WAIT_SECONDS)
         for process in family(sink._child.pid):
             for number in spawn.SHIELDED:
                 process.send_signal(number)

@@ -3,9 +3,9 @@
 import pytest
 
 from pipeline.errors import ForgedError
-from pipeline.packing import Budget
 from pipeline.training.dispatch.dispatch import lead_or_serve
 from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.packing import Budget
 from tests.integration.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StreamError
-from pipeline.process import describe_exit, hold_port, tail
-from pipeline.records import Reissue, encode
+from pipeline.groups.records import Reissue, encode
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Depth, Entry, Streams, connect
 from pipeline.streams.cursors import newest as newest_cursor
 from pipeline.streams.files import FileReader
 from pipeline.streams.redis import RedisStreams
 from pipeline.streams.segments import Frame
-from pipeline.waiting import wait_for
+from pipeline.system.process import describe_exit, hold_port, tail
+from pipeline.system.waiting import wait_for
 from tests.integration.cutting_proxy import CuttingProxy, a_cutting_proxy
 from tests.integration.redis_attempts import (
     ADDRESS,
@@ -33,6 +33,7 @@ from tests.integration.redis_attempts import (
     wait_until_written,
 )
 from tests.integration.redis_servers import CARRIED, redis_servers
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 with_each_redis = pytest.mark.usefixtures("each_redis")
@@ -149,7 +150,7 @@ def test_an_older_redis_refuses_the_data_of_a_newer_one(tmp_path: Path, monkeypa
     with hold_port() as holder:
         context = redis_context(tmp_path, "7-1", holder.getsockname()[1])
         child = a_child_of(context)
-        code = wait_for("the role to give up", child.poll, 20)
+        code = wait_for("the role to give up", child.poll, WAIT_SECONDS)
         assert describe_exit(code) == "exited with code 1"
         assert "older than Redis 7" in tail(child.log)[-1]
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.errors import DeadlineError, StreamError
-from pipeline.records import EvalRequest, Reissue, encode
+from pipeline.groups.records import EvalRequest, Reissue, encode
 from pipeline.roles.context import RoleContext
 from pipeline.streams import AsyncStreams, Depth, Entry, Reader, Streams, connect, open_streams
 from pipeline.streams.interface import PIECE_BYTES
-from pipeline.waiting import wait_for
+from pipeline.system.waiting import wait_for
 from tests.integration.redis_attempts import an_attempt, raw_client
 from tests.integration.redis_servers import redis_servers
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -175,7 +176,7 @@ def test_a_full_topic_holds_its_writer_until_the_reader_reads(streams: Streams, 
     reader = reader_of(another())
     writer = threading.Thread(target=streams.publish_many, args=("reissue", big(*range(total))))
     writer.start()
-    wait_for("the topic to fill", lambda: streams.depth("reissue").entries == BUDGET // BIG, 10)
+    wait_for("the topic to fill", lambda: streams.depth("reissue").entries == BUDGET // BIG, WAIT_SECONDS)
     assert streams.depth("reissue").unread_bytes <= BUDGET
     got: list[int] = []
     while len(got) < total:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.records import Reissue
+from pipeline.groups.records import Reissue
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Entry, Reader, Streams, connect
 from tests.integration.redis_attempts import an_attempt

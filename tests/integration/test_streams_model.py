@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.records import Reissue, encode
+from pipeline.groups.records import Reissue, encode
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Depth, connect
 from tests.integration.redis_attempts import an_attempt

@@ -13,15 +13,16 @@ import psutil
 import pytest
 
 from pipeline.config import TaskConfig
+from pipeline.config.models import BUILT_IN
 from pipeline.errors import TaskError
-from pipeline.models import BUILT_IN
+from pipeline.system.waiting import wait_for
 from pipeline.tasks import Prompt, ask
 from pipeline.tasks.calls import Asked
 from pipeline.tasks.pool import TaskPool
 from pipeline.tasks.worker import Setup
-from pipeline.waiting import wait_for
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.integration.hostile_task import HANGING_PROMPT, LOCAL_PROMPT, REASONS
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -204,7 +205,7 @@ def test_workers_die_with_the_actor(tmp_path: Path) -> None:
     finally:
         actor.send_signal(signal.SIGKILL)
         actor.wait()
-    wait_for("the worker to be gone", lambda: gone(pid), 20)
+    wait_for("the worker to be gone", lambda: gone(pid), WAIT_SECONDS)
 
 
 @pytest.mark.trial

@@ -1,4 +1,4 @@
-"""`pipeline.tracking` with the real wandb, offline; and with one that fails."""
+"""`pipeline.tracking.sinks` with the real wandb, offline; and with one that fails."""
 
 import logging
 import sys
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics import MetricSinks, Sink
-from pipeline.paths import AttemptPaths
-from pipeline.tracking import tracking_sinks
-from pipeline.waiting import wait_for
+from pipeline.rundir.metrics import MetricSinks, Sink
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.system.waiting import wait_for
+from pipeline.tracking.sinks import tracking_sinks
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.wandb_server import WandbServer
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -61,7 +62,7 @@ def test_offline_keeps_one_wandb_run_with_the_runs_id_for_all_attempts(tmp_path:
     assert len(kept) == 2
     assert {file.name for file in kept} == {f"run-{run.identity.run_id}.wandb"}
     # wandb's own process writes the file, and its last block a moment after `finish` has returned.
-    wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), 20)
+    wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), WAIT_SECONDS)
     assert list(home.iterdir()) == [], "wandb writes below the tracking folder only"
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from pipeline.errors import WeightSyncError
-from pipeline.process import hold_port
 from pipeline.roles.inference import is_healthy
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.server import Completion
-from pipeline.waiting import Deadline, wait_for
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import Control
 from pipeline.weights.sender import WeightSender
 from tests.integration.servers import (
@@ -46,6 +46,7 @@ from tests.integration.traffic import (
     sample,
     straddling,
 )
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -89,7 +90,7 @@ async def lose_a_server(servers: Sequence[Served], victim: Served) -> tuple[list
         while len(client._servers[victim.endpoint].running) < 16:
             await asyncio.sleep(0)
         await asyncio.to_thread(victim.child.kill)
-        completions = await asyncio.wait_for(asyncio.gather(*requests), 60)
+        completions = await asyncio.wait_for(asyncio.gather(*requests), WAIT_SECONDS)
         return list(completions), client.retries["disconnected"]
 
 
@@ -147,7 +148,7 @@ def test_a_server_that_hangs_is_evicted_and_brought_up_to_date_before_it_serves(
             unhindered = sender.publish(2, parameters(models[2]))
         finally:
             os.killpg(hanging.child.pid, signal.SIGCONT)
-        wait_for("the server to be back", lambda: sender.versions()[hanging.endpoint] == 2, 30)
+        wait_for("the server to be back", lambda: sender.versions()[hanging.endpoint] == 2, WAIT_SECONDS)
         assert distance(models[2], PROBE, probe(hanging, 2)) < CLOSE
     assert took < 2 + 5
     assert list(report.servers) == [steady.endpoint]
@@ -251,7 +252,7 @@ def test_requests_that_are_cut_off_go_on_and_their_logprobs_are_the_models(serve
     model = a_model(servers[0].model, 1)
     with a_sender(servers) as sender:
         publish_to_all(sender, 0, model)
-        completions, aborted = asyncio.run(asyncio.wait_for(ask(), 60))
+        completions, aborted = asyncio.run(asyncio.wait_for(ask(), WAIT_SECONDS))
     assert aborted >= len(completions)
     assert {(len(completion.tokens), completion.finish) for completion in completions} == {(240, "length")}
     assert all(distance(model, PROBE, completion) < CLOSE for completion in completions)

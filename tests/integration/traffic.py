@@ -11,9 +11,10 @@ from typing import Any
 
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.server import Completion
-from pipeline.waiting import Deadline
+from pipeline.system.waiting import Deadline
 from pipeline.weights.sender import WeightSender
 from tests.integration.servers import SECRET, Model, Served, a_sender, distance, publish_to_all, straddles
+from tests.patience import WAIT_SECONDS
 
 PROBE = [1, 5, 6, 7, 11, 4]
 CLOSE = 1e-4
@@ -36,7 +37,7 @@ def probe(server: Served, version: int) -> Completion:
     async def ask() -> Completion:
         async with client_of([server]) as client:
             client.update(server.endpoint, version)
-            return await asyncio.wait_for(sample(client), 60)
+            return await asyncio.wait_for(sample(client), WAIT_SECONDS)
 
     return asyncio.run(ask())
 
@@ -65,7 +66,7 @@ class Traffic:
                 self._tell(client, sender)
             await self._more(32)
             self._running = False
-            await asyncio.wait_for(asyncio.gather(*requests), 60)
+            await asyncio.wait_for(asyncio.gather(*requests), WAIT_SECONDS)
             self.retries = client.retries.total()
 
     def _tell(self, client: InferenceClient, sender: WeightSender) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import pipeline.losses
-from pipeline import packing
-from pipeline.packing import Bins, Budget, Layout
+from pipeline.training import packing
+from pipeline.training.packing import Bins, Budget, Layout
 from pipeline.training.rows import Batch
 from pipeline.training.workers import collate, model, worker
 from pipeline.training.workers.attention import Segments

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.losses import Level
-from pipeline.packing import Budget
+from pipeline.training.packing import Budget
 from tests.integration.training_cases import RECIPES, Arrays
 
 WORLDS = (1, 2, 4)

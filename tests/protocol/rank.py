@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from pipeline.directory import FileDirectory
 from pipeline.errors import RollcallError
-from pipeline.plan import Card, Plan, Seat, Slot
-from slurm.beacon import Beacon
-from slurm.preflight import node_id
-from slurm.rendezvous import meet
+from pipeline.system.directory import FileDirectory
+from pipeline.world.plan import Card, Plan, Seat, Slot
+from slurm.node.preflight import node_id
+from slurm.rendezvous.beacon import Beacon
+from slurm.rendezvous.meeting import meet
 
 
 class HeldDirectory(FileDirectory):

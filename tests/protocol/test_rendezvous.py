@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.directory import FileDirectory
-from pipeline.plan import Card, World
-from slurm.beacon import Beacon, find_addresses
-from slurm.rendezvous import Claim, Lease
+from pipeline.system.directory import FileDirectory
+from pipeline.world.plan import Card, World
+from slurm.rendezvous.beacon import Beacon, find_addresses
+from slurm.rendezvous.meeting import Claim, Lease
 from tests.fakes.ranks import make_cards
 
 pytestmark = pytest.mark.integration

@@ -12,19 +12,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import files
-from pipeline.events import Events
-from pipeline.failure import FirstFailure
-from pipeline.paths import AttemptPaths
-from pipeline.places import ClusterConfig
-from pipeline.plan import Placement, RoleName, World
-from pipeline.process import Child
+from pipeline.config.places import ClusterConfig
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.waiting import Deadline, wait_for
-from slurm import supervisor
-from slurm.compose import compose_config
-from slurm.supervisor import End, Notice, Supervisor, longest_descent
+from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.system import files
+from pipeline.system.process import Child
+from pipeline.system.waiting import Deadline, wait_for
+from pipeline.world.plan import Placement, RoleName, World
+from slurm.launch.compose import compose_config
+from slurm.node import supervisor
+from slurm.node.supervisor import End, Notice, Supervisor, longest_descent
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +33,7 @@ FOREVER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{FOREVER}"
 BEATS = """
 import threading, time
-from pipeline import heartbeat
+from pipeline.system import heartbeat
 heartbeat.start()
 print('up', flush=True)
 def work():
@@ -146,7 +147,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
 
 def test_a_finished_run_comes_down_in_order_and_redis_last(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=UNTIL_TOLD)
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.events.publish("training_finished", "trainer.0")
     assert run.join() == {"finished"}
     stopped = [role for role, state in run.history() if state == "stopped"]
@@ -156,7 +157,7 @@ def test_a_finished_run_comes_down_in_order_and_redis_last(attempt: Callable[...
 
 def test_a_role_that_is_killed_fails_every_rank_and_is_named(attempt: Callable[..., Attempt]) -> None:
     run = attempt()
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
     failure = files.read_document(run.paths.first_failure, FirstFailure)
@@ -185,7 +186,7 @@ def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable
 def test_a_role_that_gives_no_answer_keeps_nobody_from_hearing_the_end(attempt: Callable[..., Attempt]) -> None:
     run = attempt(actor=f"{FOREVER}  # mute", startup_seconds=60)
     try:
-        wait_for("the other roles", lambda: run.ready() == {f"{role}.0" for role in RANKS} - {"actor.0"}, 20)
+        wait_for("the other roles", lambda: run.ready() == {f"{role}.0" for role in RANKS} - {"actor.0"}, WAIT_SECONDS)
         run.notices[0].reason = "SIGTERM"
         assert run.join() == {"preempted"}
     finally:
@@ -203,7 +204,7 @@ def test_a_question_that_raises_is_told_when_the_time_is_up(attempt: Callable[..
 
 def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt: Callable[..., Attempt]) -> None:
     run = attempt(silence_seconds=2, actor=f"{BEATS}\nwork()")
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("actor"), signal.SIGSTOP)
     assert run.join() == {"failed"}
     failure = files.read_document(run.paths.first_failure, FirstFailure)
@@ -230,7 +231,7 @@ def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: 
 def test_a_silence_while_the_attempt_ends_is_no_failure(attempt: Callable[..., Attempt]) -> None:
     until_told = UNTIL_TOLD.replace("time.sleep", "heartbeat.beat() or time.sleep")
     run = attempt(silence_seconds=2, trainer=f"{BEATS}\n{until_told}\ntime.sleep(2.6)")
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.notices[0].reason = "SIGTERM"
     assert run.join() == {"preempted"}
     assert not run.paths.first_failure.exists()
@@ -238,7 +239,7 @@ def test_a_silence_while_the_attempt_ends_is_no_failure(attempt: Callable[..., A
 
 def test_draining_waits_for_the_trainer_to_commit_and_end(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=f"{UNTIL_TOLD}\ntime.sleep(1.5)")
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.notices[2].reason = "SIGTERM"
     assert run.join() == {"preempted"}
     history = run.history()
@@ -248,7 +249,7 @@ def test_draining_waits_for_the_trainer_to_commit_and_end(attempt: Callable[...,
 
 def test_a_trainer_that_does_not_end_within_the_grace_is_ended(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=STUBBORN)
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.notices[0].reason = "SIGTERM"
     assert run.join() == {"preempted"}
     assert ("trainer.0", "stopping") in run.history()
@@ -257,7 +258,7 @@ def test_a_trainer_that_does_not_end_within_the_grace_is_ended(attempt: Callable
 
 def test_a_trainer_has_as_much_time_to_commit_when_something_else_failed(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=f"{UNTIL_TOLD}\ntime.sleep(1.5)")
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("actor"), 9)
     assert run.join() == {"failed"}
     history = run.history()
@@ -268,9 +269,9 @@ def test_a_trainer_has_as_much_time_to_commit_when_something_else_failed(attempt
 
 def test_a_failure_gives_a_trainer_that_commits_already_no_more_time(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=STUBBORN)
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.notices[0].reason = "SIGTERM"
-    wait_for("the others to come down", lambda: ("actor.0", "stopped") in run.history(), 20)
+    wait_for("the others to come down", lambda: ("actor.0", "stopped") in run.history(), WAIT_SECONDS)
     longest = Deadline("the descent", longest_descent(run.cluster))
     run.events.publish("failed", "agent.9", "for the test")
     assert run.join() == {"failed"}
@@ -281,7 +282,7 @@ def test_a_role_that_the_kernel_does_not_end_keeps_no_other_alive(
     attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, kill = attempt(redis=STUBBORN, actor=STUBBORN), Child.kill
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     stuck = run.pid_of("redis")
 
     def cannot(child: Child, seconds: float = 0.0) -> int:
@@ -300,7 +301,7 @@ def test_a_role_that_the_kernel_does_not_end_keeps_no_other_alive(
 
 def test_stubborn_roles_are_ended_with_their_groups(attempt: Callable[..., Attempt]) -> None:
     run = attempt(actor=STUBBORN, redis=STUBBORN)
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.events.publish("failed", "agent.9", "for the test")
     assert run.join() == {"failed"}
     assert not run.paths.first_failure.exists()
@@ -309,7 +310,7 @@ def test_stubborn_roles_are_ended_with_their_groups(attempt: Callable[..., Attem
 
 def test_stubborn_roles_do_not_keep_a_finished_run_beyond_its_bound(attempt: Callable[..., Attempt]) -> None:
     run = attempt(actor=STUBBORN, preprocessor=STUBBORN, inference=STUBBORN, redis=STUBBORN, trainer=UNTIL_TOLD)
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.events.publish("training_finished", "trainer.0")
     deadline = Deadline("the descent", 2 * run.cluster.stop_seconds + 1)
     assert run.join() == {"finished"}
@@ -319,7 +320,7 @@ def test_stubborn_roles_do_not_keep_a_finished_run_beyond_its_bound(attempt: Cal
 
 def test_nobody_waits_for_roles_whose_agent_has_left(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=STUBBORN)
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     files.write_document(run.paths.down("agent.1"), "left")
     run.notices[2].reason = "SIGTERM"
     wait_for("Redis to be down", lambda: ("redis.0", "stopped") in run.history(), run.cluster.grace_seconds - 0.5)
@@ -328,7 +329,7 @@ def test_nobody_waits_for_roles_whose_agent_has_left(attempt: Callable[..., Atte
 
 def test_a_trainer_that_fails_to_commit_while_draining_is_a_failure(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=f"{UNTIL_TOLD}\nraise SystemExit(5)")
-    wait_for("all roles", run.all_ready, 20)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.notices[0].reason = "SIGTERM"
     run.join()
     assert run.ends[RANKS["trainer"]] == "failed"

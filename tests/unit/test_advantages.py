@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.advantages import Baseline, advantages, all_alike
+from pipeline.groups.advantages import Baseline, advantages, all_alike
 
 BASELINES: tuple[Baseline, ...] = ("group", "group_std", "leave_one_out")
 rewards_of_a_group = st.lists(st.integers(-50, 50).map(lambda tenths: tenths / 10), min_size=2, max_size=12)

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import files, process
-from pipeline.directory import FileDirectory
 from pipeline.errors import RollcallError
-from pipeline.events import Events
-from pipeline.failure import FirstFailure
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.records import Finished, SubmittedJob
-from pipeline.waiting import wait_for
-from slurm import agent
-from slurm.agent import END_SIGNALS, Agent, note_signals, run_agent
-from slurm.alive import SignsOfLife, leave, lost_ranks
-from slurm.environment import Environment
-from slurm.supervisor import End, Notice
+from pipeline.rundir.documents import Finished, SubmittedJob
+from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files, process
+from pipeline.system.directory import FileDirectory
+from pipeline.system.waiting import wait_for
+from slurm.node import agent
+from slurm.node.agent import END_SIGNALS, Agent, note_signals, run_agent
+from slurm.node.alive import SignsOfLife, leave, lost_ranks
+from slurm.node.supervisor import End, Notice
+from slurm.scheduler.environment import Environment
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 
@@ -43,7 +43,7 @@ def others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     config = make_config(
-        cluster={"kind": "slurm", "max_restarts": 1, "stop_seconds": 0.5, "grace_seconds": 0.5},
+        cluster={"kind": "slurm", "late_seconds": 0, "max_restarts": 1, "stop_seconds": 0.5, "grace_seconds": 0.5},
         model={"path": "tiny_qwen3", "init": "random"},
     )
     return FakeRun(tmp_path / "run", config)
@@ -129,7 +129,6 @@ def test_an_agent_that_fails_does_not_wait_for_ever_for_a_lost_one(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "_SLACK_SECONDS", 0.0)
-    monkeypatch.setattr(agent, "lateness", lambda cluster: 0.0)
     began = time.monotonic()
     with pytest.raises(RollcallError):
         run_agent(run.paths, environment(ranks=2), Notice())

@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.paths import RunPaths
-from pipeline.plan import make_plan
-from slurm.allocation import batch_file, components, cpus_needed
+from pipeline.rundir.paths import RunPaths
+from pipeline.world.plan import make_plan
+from slurm.batch.allocation import batch_file, components, cpus_needed
 from tests.fakes.configs import make_config
 
 RUN = RunPaths(Path("/runs/demo"))
@@ -74,7 +74,7 @@ code=0
 srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task=9 --mpi=none "${agent[@]}" || code=$?
 
 trap '' TERM USR1 USR2
-/venv/bin/python -P -m slurm.requeue /runs/demo "$code"
+/venv/bin/python -P -m slurm.batch.requeue /runs/demo "$code"
 exit $?
 """
 
@@ -118,7 +118,7 @@ srun --het-group=0 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=4 "${agent[
 --het-group=1 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=2 "${agent[@]}" || code=$?
 
 trap '' TERM USR1 USR2
-/venv/bin/python -P -m slurm.requeue /runs/demo "$code"
+/venv/bin/python -P -m slurm.batch.requeue /runs/demo "$code"
 exit $?
 """
 
@@ -261,7 +261,7 @@ def test_the_script_passes_paths_whole_and_ends_with_the_epilogue_s_exit_code(se
     assert ended.returncode == 5
     blocked = sum(1 << number - 1 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
     assert (folder / "7_2_log.out").read_text() == f"agent {folder} in {run.code}\nSigBlk:\t{blocked:016x}\n"
-    assert (tmp_path / "epilogue").read_text().splitlines() == ["-P", "-m", "slurm.requeue", str(run.root), "9"]
+    assert (tmp_path / "epilogue").read_text().splitlines() == ["-P", "-m", "slurm.batch.requeue", str(run.root), "9"]
 
 
 def fake(path: Path, *lines: str) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import files
-from pipeline.paths import SweepPaths
-from slurm import manifest, runs
-from slurm.cancel import cancel, cancel_sweep, main
-from slurm.locks import holder
-from slurm.scheduler import RUNNING, Scheduler
+from pipeline.rundir.paths import SweepPaths
+from pipeline.system import files
+from slurm.launch.cancel import cancel, cancel_sweep, main
+from slurm.registry import manifest, runs
+from slurm.registry.locks import holder
+from slurm.scheduler.protocol import RUNNING, Scheduler
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -22,8 +22,8 @@ from tests.fakes.scheduler import FakeScheduler
 HOLDS = """
 import signal, sys
 from pathlib import Path
-from pipeline.paths import RunPaths
-from slurm import runs
+from pipeline.rundir.paths import RunPaths
+from slurm.registry import runs
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 with runs.held_by_job(RunPaths(Path(sys.argv[1]))):
     print("held", flush=True)
@@ -33,7 +33,7 @@ with runs.held_by_job(RunPaths(Path(sys.argv[1]))):
 SUBMITS = """
 import sys, time
 from pathlib import Path
-from slurm import locks
+from slurm.registry import locks
 path = Path(sys.argv[1])
 with path.open("a+") as lock:
     assert locks.take(lock.fileno(), path)
@@ -214,7 +214,7 @@ def test_a_sweep_is_cancelled_point_by_point(
     paths = SweepPaths(tmp_path / "seeds")
     jobs = [queued(FakeRun(paths.point(point.name).root), scheduler) for point in sweep.points[:2]]
     files.write_document(paths.manifest, sweep)
-    monkeypatch.setattr("slurm.cancel.find_slurm", lambda: scheduler)
+    monkeypatch.setattr("slurm.launch.cancel.find_slurm", lambda: scheduler)
     assert main([f"sweep={paths.root}"]) == 0
     assert scheduler.cancelled == jobs
     assert "1-seed_2: over" in capsys.readouterr().out

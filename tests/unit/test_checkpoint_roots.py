@@ -10,15 +10,15 @@ import pytest
 from pipeline.checkpoints import Fence, TrainerState, kept_root, newest_committed, root_of, tell_newest
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.checks import check_config
 from pipeline.config import RunConfig
+from pipeline.config.rules import check_config
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.plan import World
 from pipeline.report.history import read_history
 from pipeline.report.page import page
-from slurm.agent import _finish
-from slurm.cancel import _over
-from slurm.facts import gather
+from pipeline.world.plan import World
+from slurm.batch.facts import gather
+from slurm.launch.cancel import _over
+from slurm.node.agent import _finish
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 

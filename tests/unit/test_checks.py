@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checks import check_config, check_run
+from pipeline.config.rules import check_config, check_run
 from pipeline.errors import ConfigError
-from slurm.compose import compose_config, groups
+from slurm.launch.compose import compose_config, groups
 
 
 @pytest.mark.parametrize("loss", groups()["loss"])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, SchedulerError
-from slurm import commands
-from slurm.commands import SlurmCommands, find_slurm, my_name, parse_gpus, parse_job, parse_partitions
-from slurm.scheduler import Nodes, QueuedJob
+from slurm.scheduler import commands
+from slurm.scheduler.commands import SlurmCommands, find_slurm, my_name, parse_gpus, parse_job, parse_partitions
+from slurm.scheduler.protocol import Nodes, QueuedJob
 
 RECORD = (
     "JobId={id} {het}JobName={name} UserId=alice(1000) GroupId=users(100) MCS_label=N/A Priority=4294901759 Nice=0 "

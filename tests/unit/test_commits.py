@@ -12,13 +12,13 @@ import torch
 from pipeline.checkpoints import newest_committed
 from pipeline.checkpoints.background import saver
 from pipeline.errors import OvertakenError
-from pipeline.metrics import MetricSinks, read_rows
+from pipeline.rundir.metrics import MetricSinks, read_rows
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch import saving
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience
 from pipeline.training.jobs import jobs_of
-from slurm.facts import gather
+from slurm.batch.facts import gather
 from tests.fakes.configs import make_config
 from tests.fakes.full_disk import room_for
 from tests.fakes.run_directory import FakeRun

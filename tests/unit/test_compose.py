@@ -3,9 +3,9 @@
 import pytest
 
 from pipeline.config import RunConfig, known_keys
+from pipeline.config.identity import OPERATIONAL, differences, digest
 from pipeline.errors import ConfigError
-from pipeline.identity import OPERATIONAL, differences, digest
-from slurm import compose
+from slurm.launch import compose
 
 
 @pytest.mark.parametrize("experiment", compose.groups()["experiment"])

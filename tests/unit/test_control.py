@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.system.waiting import CLOCK
 from pipeline.training.dispatch import operations
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import Failure, Site
-from pipeline.waiting import CLOCK
 
 
 class World:

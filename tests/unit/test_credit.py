@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.advantages import EPSILON
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
+from pipeline.groups.advantages import EPSILON
 from pipeline.training.credit import Credit, assign, discounted_sums, gae, is_due
 from pipeline.training.rows import Row
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.places import ClusterConfig
-from pipeline.records import Outcome
-from slurm.facts import Facts
-from slurm.requeue import decide
-from slurm.scheduler import RUNNING, QueuedJob
+from pipeline.config.places import ClusterConfig
+from pipeline.rundir.documents import Outcome
+from slurm.batch.facts import Facts
+from slurm.batch.requeue import decide
+from slurm.scheduler.protocol import RUNNING, QueuedJob
 
 CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_barren=3)
 TOLD = Facts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TransitionError
-from slurm.election import ACTIONS, TRANSITIONS, Action, Event, Member, Phase, begin, step, transition
+from slurm.rendezvous.election import ACTIONS, TRANSITIONS, Action, Event, Member, Phase, begin, step, transition
 
 LEASE = 2.0
 

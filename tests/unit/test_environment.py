@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RendezvousError
-from slurm import environment
-from slurm.environment import Environment
+from slurm.scheduler import environment
+from slurm.scheduler.environment import Environment
 
 SLURM = {"SLURM_JOB_ID": "812", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
 LOCAL = {"ROLLCALL_LOCAL_JOB": "local1", "SUBMITIT_LOCAL_GLOBALID": "2", "SUBMITIT_LOCAL_NTASKS": "4"}

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipeline.events import Events
-from pipeline.paths import AttemptPaths
+from pipeline.rundir.events import Events
+from pipeline.rundir.paths import AttemptPaths
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Disk, Faults, View
 

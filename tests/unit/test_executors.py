@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import SchedulerError
-from pipeline.paths import RunPaths
-from pipeline.plan import make_plan
-from slurm import executors
-from slurm.executors import NoAnswer, RunJob, SlurmNodes
+from pipeline.rundir.paths import RunPaths
+from pipeline.world.plan import make_plan
+from slurm.batch import executors
+from slurm.batch.executors import NoAnswer, RunJob, SlurmNodes
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler

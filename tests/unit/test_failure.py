@@ -1,4 +1,4 @@
-"""`pipeline.failure` and `pipeline.logs`: what people read when something went wrong."""
+"""`pipeline.rundir.failure` and `pipeline.system.logs`: what people read when something went wrong."""
 
 import io
 import logging
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import files, logs
-from pipeline.failure import FirstFailure
+from pipeline.rundir.failure import FirstFailure
+from pipeline.system import files, logs
 
 
 def failure(cause: str, *last_lines: str, mend: str = "") -> FirstFailure:

@@ -6,18 +6,18 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import folders
 from pipeline.checkpoints import Fence, newest_committed
 from pipeline.checkpoints.fence import lineage
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, OvertakenError
-from pipeline.metrics import MetricSinks
-from pipeline.plan import World
+from pipeline.rundir.metrics import MetricSinks
+from pipeline.system import folders
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import jobs_of
-from slurm import runs
-from slurm.agent import _finish
+from pipeline.world.plan import World
+from slurm.node.agent import _finish
+from slurm.registry import runs
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import files
+from pipeline.system import files
 
 
 class Note(msgspec.Struct, frozen=True):

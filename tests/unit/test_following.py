@@ -7,15 +7,15 @@ from typing import Literal
 
 import pytest
 
-from pipeline import files
 from pipeline.errors import SchedulerError
-from pipeline.events import Events
-from pipeline.failure import FirstFailure
-from pipeline.paths import AttemptPaths, RunPaths
-from pipeline.records import Finished, Outcome, RunIdentity
-from slurm.executors import RunJob
-from slurm.following import called, conclude, conclude_job, follow_job, interrupts, last_attempt
-from slurm.scheduler import PENDING, RUNNING
+from pipeline.rundir.documents import Finished, Outcome, RunIdentity
+from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from slurm.batch.executors import RunJob
+from slurm.launch.following import called, conclude, conclude_job, follow_job, interrupts, last_attempt
+from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.scheduler import FakeScheduler
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import RolloutError, TaskError
-from pipeline.records import EvalRequest, Group
+from pipeline.groups.records import EvalRequest, Group
 from pipeline.rollouts.evaluation import Evaluation
 from pipeline.rollouts.groups import GroupBuilder, Patience
 from pipeline.rollouts.issue import Issue
@@ -231,7 +231,7 @@ def test_one_success_starts_the_count_of_failures_again() -> None:
 
 
 def test_the_order_of_prompts_is_the_ledgers() -> None:
-    from pipeline.ledger import prompt_of
+    from pipeline.groups.ledger import prompt_of
 
     assert build(a_task()).prompt == prompt_of(3, 8, seed=0)
 

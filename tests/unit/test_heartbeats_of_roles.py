@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from pipeline import heartbeat
-from pipeline.plan import Placement, World
 from pipeline.roles.context import RoleContext
+from pipeline.system import heartbeat
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import STOP, Patience, Site
 from pipeline.training.workers.worker import Worker
-from slurm.supervisor import launch_of
+from pipeline.world.plan import Placement, World
+from slurm.node.supervisor import launch_of
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun

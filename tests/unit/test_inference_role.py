@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.plan import Placement
 from pipeline.roles import inference
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import MODEL
+from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
 
 SECRET = "do-not-show"

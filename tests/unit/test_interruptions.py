@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.system.waiting import wait_for
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.stop import Stop
-from pipeline.waiting import wait_for
-from slurm import requeue, train
-from slurm.hearing import NOTICE, SIGNALS, heard
-from slurm.train import Interruption, QueuedTrainer, Trainer, executor_of, run_here
+from slurm.batch import requeue
+from slurm.launch import train
+from slurm.launch.hearing import NOTICE, SIGNALS, heard
+from slurm.launch.train import Interruption, QueuedTrainer, Trainer, executor_of, run_here
 from tests.fakes.configs import make_config
 from tests.unit.test_jobs import SFT
 
@@ -114,7 +115,7 @@ import os, sys
 from pathlib import Path
 from typing import Any
 os.open(sys.argv[1], os.O_RDWR)  # the terminal of this session from now on, which sends HUP when it is closed
-from slurm.train import run_here
+from slurm.launch.train import run_here
 from tests.fakes.configs import make_config
 from tests.unit.test_interruptions import OneRank
 sys.exit(run_here(OneRank(Path(sys.argv[2]), make_config(), says="tells")))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import folders
-from pipeline.checks import check_config
+from pipeline.config.rules import check_config
 from pipeline.errors import ConfigError
+from pipeline.system import folders
 from pipeline.training.jobs import (
     Demonstrations,
     Job,
@@ -24,9 +24,9 @@ from pipeline.training.jobs import (
 )
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.queue import JobQueue, waiting
-from slurm import train
-from slurm.compose import compose_config
-from slurm.train import Trainer, name_of
+from slurm.launch import train
+from slurm.launch.compose import compose_config
+from slurm.launch.train import Trainer, name_of
 from tests.fakes.configs import make_config
 
 RL: dict[str, Any] = {

@@ -9,16 +9,15 @@ import pytest
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.directory import lateness
-from pipeline.events import EventName
-from pipeline.failure import FirstFailure
-from pipeline.paths import FIRST_FAILURE
-from pipeline.plan import make_plan
-from slurm import facts
-from slurm.alive import lost_ranks
-from slurm.requeue import conclude
-from slurm.scheduler import RUNNING
-from slurm.supervisor import End, end_of
+from pipeline.rundir.events import EventName
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import FIRST_FAILURE
+from pipeline.world.plan import make_plan
+from slurm.batch import facts
+from slurm.batch.requeue import conclude
+from slurm.node.alive import lost_ranks
+from slurm.node.supervisor import End, end_of
+from slurm.scheduler.protocol import RUNNING
 from tests.fakes.agents import RANKS, Cluster, make_cluster
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Faults, View
@@ -86,7 +85,7 @@ def test_a_role_that_ends_well_though_nothing_ended_fails_once_no_reason_can_com
     failure = first_failure(cluster)
     assert failure is not None
     assert (failure.role, failure.cause) == ("actor.0", "exited with code 0")
-    assert cluster.time >= 30.0 + lateness(make_config(cluster={"kind": "slurm"}).cluster)
+    assert cluster.time >= 30.0 + make_config(cluster={"kind": "slurm"}).cluster.lateness
 
 
 def test_while_it_trains_a_node_looks_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.identity import OPERATIONAL
-from pipeline.models import BUILT_IN
+from pipeline.config.identity import OPERATIONAL
+from pipeline.config.models import BUILT_IN
 from pipeline.tasks.chat import Chat
 
 ROOT = Path(__file__).resolve().parents[2]

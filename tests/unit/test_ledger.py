@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pipeline.errors import RecordError
-from pipeline.ledger import Ledger, prompt_of
+from pipeline.groups.ledger import Ledger, prompt_of
 
 positions = st.lists(st.integers(0, 40), max_size=60)
 

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from pipeline.errors import TransitionError
-from pipeline.plan import Placement, RoleName, World
-from slurm import lifecycle
+from pipeline.world.plan import Placement, RoleName, World
+from slurm.node import lifecycle
 
 
 def test_a_role_lives_from_waiting_to_stopped() -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import InferenceConfig, ModelConfig
-from pipeline.process import hold_port
+from pipeline.system.process import hold_port
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import worker
 from pipeline.training.workers.offload import local

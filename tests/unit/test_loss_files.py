@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checks import check_config
 from pipeline.config import LossConfig
+from pipeline.config.rules import check_config
 from pipeline.losses import POLICY_LOSSES, LossTokens, total
-from slurm import compose
+from slurm.launch import compose
 from tests.unit.losses_by_hand import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import conf
 from pipeline.config import LossConfig
+from pipeline.config.relevance import READ_WITH
 from pipeline.errors import TrainingError
 from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.penalties import ESTIMATORS
-from pipeline.readers import READ_WITH
 from tests.fakes.configs import make_config
 from tests.integration.oracle_losses import divergence
 from tests.unit.losses_by_hand import (

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.advantages import advantages
 from pipeline.config import LossConfig
+from pipeline.groups.advantages import advantages
 from pipeline.losses import SFT, LossTokens, PolicyObjective, total
 from pipeline.training.rows import Batch, Row
-from slurm import compose
+from slurm.launch import compose
 from tests.unit.losses_by_hand import NAMES
 
 LENGTH, VOCABULARY, PROMPTS, SAMPLES, STEPS = 3, 6, 4, 8, 40

@@ -1,4 +1,4 @@
-"""`pipeline.metrics`: one row a step over all attempts, whatever crashed."""
+"""`pipeline.rundir.metrics`: one row a step over all attempts, whatever crashed."""
 
 import json
 import logging
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics import Console, MetricSinks, Row, RowReader, read_rows, roll_back, series
-from pipeline.tracking import chosen_mode
+from pipeline.rundir.metrics import Console, MetricSinks, Row, RowReader, read_rows, roll_back, series
+from pipeline.tracking.sinks import chosen_mode
 from tests.fakes.full_disk import room_for
 
 
@@ -181,7 +181,7 @@ def test_closing_closes_every_sink(path: Path) -> None:
 
 def test_the_console_says_each_row_with_the_numbers_that_it_has(caplog: pytest.LogCaptureFixture) -> None:
     console = Console()
-    with caplog.at_level(logging.INFO, "pipeline.metrics"):
+    with caplog.at_level(logging.INFO, "pipeline.rundir.metrics"):
         console.write({"kind": "train", "job": "rl", "step": 10, "reward/mean": 0.25})
         console.write({"kind": "eval", "job": "rl", "step": 9, "eval/accuracy": 0.5})
     assert caplog.messages == ["rl step 10 reward/mean=0.25", "rl step 9 eval/accuracy=0.5"]

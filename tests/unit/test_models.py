@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import LoraConfig, ModelConfig
+from pipeline.config.models import BUILT_IN, located, model_directory
 from pipeline.errors import ConfigError
-from pipeline.models import BUILT_IN, located, model_directory
 
 LORA = LoraConfig(rank=4)
 

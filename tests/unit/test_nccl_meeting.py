@@ -11,8 +11,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from pipeline.errors import WeightSyncError
-from pipeline.signed import SignedStore
-from pipeline.waiting import Deadline
+from pipeline.system.signed import SignedStore
+from pipeline.system.waiting import Deadline
 from pipeline.weights import nccl
 from pipeline.weights.nccl import NcclGroup
 from pipeline.weights.wire import SERVER, TRAINER

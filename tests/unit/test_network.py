@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline import network
-from pipeline.network import interface_of
+from pipeline.system import network
+from pipeline.system.network import interface_of
 
 
 def _entry(address, netmask="255.255.255.0", family=socket.AF_INET):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.events import Events, Listener
-from pipeline.outages import OUTAGE_SECONDS, Outbox, insist
-from pipeline.paths import AttemptPaths
 from pipeline.roles.context import RoleContext
+from pipeline.rundir.events import Events, Listener
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.system.outages import OUTAGE_SECONDS, Outbox, insist
 from tests.fakes.agents import RANKS, make_cluster
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Disk, Faults, View

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.records import Group
+from pipeline.groups.records import Group
 from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Episode, Policy, Prompt, Task
 from tests.fakes.jumping_loop import pass_time, run_jumping

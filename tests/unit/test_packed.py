@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import files
 from pipeline.errors import TrainingError
+from pipeline.system import files
 from pipeline.training.rows import COLUMNS, Row
 from pipeline.training.standalone.packed import MANIFEST, PackedRows, remove_packed, write_packed
 

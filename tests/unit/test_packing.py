@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline import packing
 from pipeline.errors import TrainingError
-from pipeline.packing import Budget, pack, pad, restore, shares_of, split
+from pipeline.training import packing
+from pipeline.training.packing import Budget, pack, pad, restore, shares_of, split
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=0, max_size=60)
 rank_counts = st.integers(1, 5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.paths import AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
+from pipeline.rundir.paths import AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
 
 ROOT = Path(__file__).parents[2]
 SPELLED = (".json", ".jsonl", ".html", ".lock")
@@ -15,7 +15,7 @@ SHARED = frozenset({"config.json"})
 
 
 def names() -> set[str]:
-    """The names of all files that `pipeline.paths` lists."""
+    """The names of all files that `pipeline.rundir.paths` lists."""
     found = set()
     for paths in (RunPaths(Path()), SweepPaths(Path()), AttemptPaths(Path(), "r", "7-0")):
         properties = (name for name, value in vars(type(paths)).items() if isinstance(value, property))
@@ -36,7 +36,7 @@ def test_no_module_but_one_spells_the_name_of_a_file_of_a_run() -> None:
     found = [
         f"{file.relative_to(ROOT)}: {name}"
         for file in modules
-        if file != ROOT / "pipeline" / "paths.py"
+        if file != ROOT / "pipeline" / "rundir" / "paths.py"
         for name in spelled(ast.parse(file.read_text()))
         if name in names()
     ]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipeline.assignment import assign, check_world, describe
 from pipeline.errors import PlanError, RendezvousError
-from pipeline.plan import Card, Plan, Seat, Slot, World, make_plan
+from pipeline.world.assignment import assign, check_world, describe
+from pipeline.world.plan import Card, Plan, Seat, Slot, World, make_plan
 from tests.fakes.configs import make_config
 from tests.fakes.ranks import ATTEMPT, RUN, make_cards
 

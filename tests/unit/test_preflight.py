@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.network import candidate_addresses
-from slurm.preflight import GIB, Gpu, Needs, find_gpus, free_memory, node_id, preflight
+from pipeline.system.network import candidate_addresses
+from slurm.node.preflight import GIB, Gpu, Needs, find_gpus, free_memory, node_id, preflight
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import process
-from pipeline.waiting import wait_for
+from pipeline.system import process
+from pipeline.system.waiting import wait_for
 
 ENV = dict(os.environ)
 
@@ -80,7 +80,7 @@ def test_what_a_dead_leader_left_in_its_group_is_ended(log: Path, started: list[
 
 def test_a_child_dies_with_its_agent(log: Path, started: list[process.Child]) -> None:
     agent = (
-        "import os, sys, time; from pathlib import Path; from pipeline import process;"
+        "import os, sys, time; from pathlib import Path; from pipeline.system import process;"
         f"child = process.Child(['sleep', '600'], Path({str(log)!r}), dict(os.environ));"
         "print(child.pid, flush=True); time.sleep(600)"
     )
@@ -134,7 +134,7 @@ def test_a_role_can_be_asked_to_end_although_its_agent_ignores_that(log: Path, s
 def test_descendants_in_other_sessions_are_found_and_ended(log: Path, started: list[process.Child]) -> None:
     inner = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
     agent = (
-        "import subprocess, sys; from pipeline import process; process.adopt_orphans();"
+        "import subprocess, sys; from pipeline.system import process; process.adopt_orphans();"
         f"pid = int(subprocess.run([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE).stdout);"
         "print(pid in process.end_descendants(), pid, flush=True)"
     )
@@ -170,7 +170,7 @@ def test_the_tail_of_a_log_is_its_last_lines(log: Path) -> None:
 ABANDONED_GROUP = """
 import datetime, threading, time
 import torch.distributed as dist
-from pipeline import process
+from pipeline.system import process
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 patience = datetime.timedelta(seconds=1.05)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RecordError
-from pipeline.records import (
+from pipeline.groups.records import (
     WIRE_VERSION,
     EvalRequest,
     EvalResult,

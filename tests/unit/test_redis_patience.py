@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StreamError
-from pipeline.events import Events
-from pipeline.process import hold_port
+from pipeline.rundir.events import Events
 from pipeline.streams import connect, redis
-from pipeline.waiting import Deadline
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import Deadline
 from tests.fakes.clock import FakeClock
 from tests.integration.redis_attempts import redis_context
 

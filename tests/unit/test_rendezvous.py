@@ -9,11 +9,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipeline.assignment import assign, check_world
 from pipeline.errors import DeadlineError, RendezvousError
-from pipeline.plan import Card, Plan, Seat, Slot, World, make_plan
-from slurm.rendezvous import Claim, Lease, meet
-from slurm.roster import Roster, name_ranks
+from pipeline.world.assignment import assign, check_world
+from pipeline.world.plan import Card, Plan, Seat, Slot, World, make_plan
+from slurm.rendezvous.meeting import Claim, Lease, meet
+from slurm.rendezvous.roster import Roster, name_ranks
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, Version, View

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from pipeline import files
 from pipeline.errors import ConfigError
 from pipeline.report import history as histories
 from pipeline.report.attempts import attempt_lines
@@ -19,7 +18,8 @@ from pipeline.report.charts import all_charts, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
 from pipeline.report.page import page, state, tiles, wall_seconds, write_report
 from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline
-from slurm.watcher import snapshot
+from pipeline.system import files
+from slurm.watch.watcher import snapshot
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeRun
 

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pipeline import files
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.directory import FileDirectory
 from pipeline.errors import CheckpointError, DeadlineError, SchedulerError
-from pipeline.events import Events
-from pipeline.failure import FirstFailure
-from pipeline.paths import AttemptPaths
-from pipeline.records import Finished, Outcome, SubmittedJob
-from slurm import requeue
-from slurm.alive import lost_ranks
-from slurm.requeue import conclude
-from slurm.scheduler import RUNNING
+from pipeline.rundir.documents import Finished, Outcome, SubmittedJob
+from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.system import files
+from pipeline.system.directory import FileDirectory
+from slurm.batch import requeue
+from slurm.batch.requeue import conclude
+from slurm.node.alive import lost_ranks
+from slurm.scheduler.protocol import RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.directory import FileDirectory
-from pipeline.plan import Card
-from slurm.roster import Roster, publish_card
+from pipeline.system.directory import FileDirectory
+from pipeline.world.plan import Card
+from slurm.rendezvous.roster import Roster, publish_card
 from tests.fakes.ranks import ATTEMPT, make_cards
 
 DOCKER = "172.17.0.1"

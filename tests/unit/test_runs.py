@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import files
 from pipeline.config import RunConfig
+from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError, RunStateError, SchedulerError
-from pipeline.models import BUILT_IN
-from pipeline.paths import RunPaths
-from pipeline.records import Finished
 from pipeline.roles.context import read_config
-from slurm import runs
-from slurm.compose import compose_config
-from slurm.scheduler import ENDED, PENDING, RUNNING, QueuedJob, Scheduler
+from pipeline.rundir.documents import Finished
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
+from slurm.launch.compose import compose_config
+from slurm.registry import runs
+from slurm.scheduler.protocol import ENDED, PENDING, RUNNING, QueuedJob, Scheduler
 from tests.fakes.scheduler import FakeScheduler
 
 
@@ -29,7 +29,7 @@ def test_the_first_submission_freezes_config_identity_and_code(tmp_path: Path) -
         assert runs.is_new(run)
         assert read_config(run).training == config.training
         assert runs.identity(run).run_id.startswith("demo-")
-        assert (run.code / "pipeline" / "config.py").exists()
+        assert (run.code / "pipeline" / "errors.py").exists()
         assert (run.code / "conf" / "config.yaml").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert "File too large" in str(caught.value)
     assert "\n" not in str(caught.value)
     with runs.claimed(demo(tmp_path)) as run:
-        assert (run.code / "pipeline" / "config.py").exists()
+        assert (run.code / "pipeline" / "errors.py").exists()
 
 
 def test_examining_makes_nothing_and_refuses_what_claiming_refuses(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import StreamError, TransitionError, WeightSyncError
-from pipeline.process import hold_port
-from pipeline.waiting import wait_for
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import wait_for
 from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, Meeting, after
 from pipeline.weights.sender import WeightSender
 from tests.fakes.weight_server import WeightServer

@@ -15,11 +15,11 @@ from pipeline.checkpoints.store import commit
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.roles.context import RoleContext
 from pipeline.roles.session import Session
+from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Patience
 from pipeline.training.jobs import jobs_of
-from pipeline.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 

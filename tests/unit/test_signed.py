@@ -10,7 +10,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from pipeline.errors import ForgedError
-from pipeline.signed import SignedStore, checked, sign, signed_objects
+from pipeline.system.signed import SignedStore, checked, sign, signed_objects
 
 
 class Trap:

@@ -8,10 +8,10 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, PlanError
-from pipeline.plan import make_plan
-from slurm.compose import compose_config
-from slurm.scheduler import Nodes, Partition
-from slurm.sites import check_site, seconds_of, warnings
+from pipeline.world.plan import make_plan
+from slurm.batch.sites import check_site, seconds_of, warnings
+from slurm.launch.compose import compose_config
+from slurm.scheduler.protocol import Nodes, Partition
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler, make_partition
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.groups.staleness import Gate
 from pipeline.rollouts.issue import Issue
-from pipeline.staleness import Gate
 
 
 class World:

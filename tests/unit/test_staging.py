@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.packing import Budget
 from pipeline.training.dispatch.staging import CutBatch, Handle, checked, refuse_foreign_tokens
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 
 RANKS = 4

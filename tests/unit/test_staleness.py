@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.records import Group, Sample
-from pipeline.staleness import Gate, lag
+from pipeline.groups.records import Group, Sample
+from pipeline.groups.staleness import Gate, lag
 
 
 def gate_at(version: int, slowest: int | None, *, prompts: int = 32, max_lag: int = 1) -> Gate:

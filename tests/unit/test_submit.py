@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import submit
+from slurm.launch import submit
 
 
 def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) -> str:

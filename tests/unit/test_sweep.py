@@ -10,20 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import files
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RunStateError, SchedulerError
-from pipeline.paths import RunPaths, SweepPaths
-from pipeline.plan import Plan, make_plan
-from pipeline.records import Finished, SubmittedJob
-from pipeline.waiting import CLOCK
-from slurm import manifest, runs, submit
-from slurm.compose import compose_config
-from slurm.manifest import LONGEST_NAME, Point, extended, run_name
-from slurm.overview import Overview
-from slurm.points import directory_of
-from slurm.scheduler import Scheduler
-from slurm.sweep import Launch, sweep
+from pipeline.rundir.documents import Finished, SubmittedJob
+from pipeline.rundir.paths import RunPaths, SweepPaths
+from pipeline.system import files
+from pipeline.system.waiting import CLOCK
+from pipeline.world.plan import Plan, make_plan
+from slurm.launch import submit
+from slurm.launch.compose import compose_config
+from slurm.launch.points import directory_of
+from slurm.launch.sweep import Launch, sweep
+from slurm.registry import manifest, runs
+from slurm.registry.manifest import LONGEST_NAME, Point, extended, run_name
+from slurm.scheduler.protocol import Scheduler
+from slurm.watch.overview import Overview
 from tests.fakes.scheduler import FakeScheduler
 
 NAME = re.compile(str(RunConfig.model_fields["name"].metadata[0].pattern))

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline import files
 from pipeline.errors import ConfigError, SchedulerError
-from pipeline.paths import SweepPaths
-from slurm import locks, manifest, runs, view
-from slurm.manifest import Manifest
-from slurm.overview import Line, Overview
-from slurm.scheduler import QueuedJob, Scheduler
-from slurm.table import COLUMNS, age, cells, columns, fitting, follow, main, render, show
+from pipeline.rundir.paths import SweepPaths
+from pipeline.system import files
+from slurm.registry import locks, manifest, runs
+from slurm.registry.manifest import Manifest
+from slurm.scheduler.protocol import QueuedJob, Scheduler
+from slurm.watch import view
+from slurm.watch.overview import Line, Overview
+from slurm.watch.table import COLUMNS, age, cells, columns, fitting, follow, main, render, show
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import TaskConfig
+from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
-from pipeline.models import BUILT_IN
 from pipeline.tasks import Episode, Prompt, Task, load_task
 from pipeline.tasks.arithmetic import Arithmetic, careless, evaluate
 from pipeline.tasks.chat import Chat

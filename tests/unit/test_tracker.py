@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics import MetricSinks, roll_back
-from pipeline.tracker import follow
+from pipeline.rundir.metrics import MetricSinks, roll_back
+from pipeline.tracking.process import follow
 
 
 class Wandb:

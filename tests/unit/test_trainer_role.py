@@ -2,9 +2,9 @@
 
 import msgspec
 
-from pipeline.network import interface_of
 from pipeline.roles import trainer
 from pipeline.roles.context import RoleContext
+from pipeline.system.network import interface_of
 from tests.fakes.run_directory import FakeRun
 
 

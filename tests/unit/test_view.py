@@ -1,4 +1,4 @@
-"""`slurm.view`: the same run in a terminal and in a pipe, at every moment of its life."""
+"""`slurm.watch.view`: the same run in a terminal and in a pipe, at every moment of its life."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from pipeline.report.state import Before, Ended, Running
-from slurm.display import COLOURS, MOST_ROLES, most_telling, render, sparkline
-from slurm.snapshot import RoleLine, Snapshot
-from slurm.ticker import LINE_SECONDS, Ticker
-from slurm.view import ANSWER_SECONDS, follow, main, watch
-from slurm.watcher import Watcher, snapshot
+from slurm.watch.display import COLOURS, MOST_ROLES, most_telling, render, sparkline
+from slurm.watch.snapshot import RoleLine, Snapshot
+from slurm.watch.ticker import LINE_SECONDS, Ticker
+from slurm.watch.view import ANSWER_SECONDS, follow, main, watch
+from slurm.watch.watcher import Watcher, snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeAttempt, FakeRun
@@ -266,7 +266,7 @@ def test_the_picture_waits_only_shortly_for_a_scheduler(left: FakeRun, monkeypat
         deadlines.append(seconds)
         return scheduler
 
-    monkeypatch.setattr("slurm.view.find_slurm", find)
+    monkeypatch.setattr("slurm.watch.view.find_slurm", find)
     left.submit("1")
     assert main([f"run={left.root}"]) == 130, "the scheduler knows no such job"
     assert deadlines == [ANSWER_SECONDS]

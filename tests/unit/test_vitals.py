@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline import heartbeat
-from pipeline.heartbeat import Board, Record
 from pipeline.roles import Launch
-from pipeline.waiting import wait_for
-from slurm.vitals import Vitals
+from pipeline.system import heartbeat
+from pipeline.system.heartbeat import Board, Record
+from pipeline.system.waiting import wait_for
+from slurm.node.vitals import Vitals
 from tests.fakes.clock import FakeClock
 
 pytestmark = pytest.mark.integration
@@ -133,7 +133,7 @@ def test_a_program_that_is_asked_lives_as_long_as_it_answers(watched: Callable[[
 
 TELLS = """
 import os, sys, time
-from pipeline import heartbeat
+from pipeline.system import heartbeat
 heartbeat.start(1)
 with heartbeat.during("outer", 7):
     with heartbeat.during("inner", 3):

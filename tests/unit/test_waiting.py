@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.waiting import Deadline, wait_for, within
+from pipeline.system.waiting import Deadline, wait_for, within
 from tests.fakes.clock import FakeClock
 
 

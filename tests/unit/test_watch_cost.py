@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.report.history import PER_LOOK
-from slurm.watcher import Watcher
+from slurm.watch.watcher import Watcher
 from tests.fakes.run_directory import FakeRun
 
 

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from pipeline.errors import ConfigError
 from pipeline.report.state import SILENT_SECONDS
-from slurm.display import MOST_PAST, render
-from slurm.scheduler import Scheduler
-from slurm.snapshot import Past, Snapshot
-from slurm.ticker import Ticker
-from slurm.view import watch
-from slurm.watcher import ASK_SECONDS, Watcher, snapshot
+from slurm.scheduler.protocol import Scheduler
+from slurm.watch.display import MOST_PAST, render
+from slurm.watch.snapshot import Past, Snapshot
+from slurm.watch.ticker import Ticker
+from slurm.watch.view import watch
+from slurm.watch.watcher import ASK_SECONDS, Watcher, snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeAttempt, FakeRun

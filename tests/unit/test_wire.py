@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from pipeline.errors import WeightSyncError
-from pipeline.process import hold_port
-from pipeline.waiting import Deadline, wait_for
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.wire import (
     ALIGNMENT,
     CHUNK_BYTES,

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ModelConfig
+from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
-from pipeline.models import BUILT_IN
 from pipeline.training.workers.export import refuse_unwritable, write_model
 from pipeline.training.workers.model import build
 from pipeline.weights.wire import Layout

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline import heartbeat
 from pipeline.errors import TrainingError
+from pipeline.system import heartbeat
+from pipeline.system.waiting import Clock
 from pipeline.training.dispatch import operations, residency
 from pipeline.training.dispatch.ranks import STOP, Failure, Operation, Site, write_orders
 from pipeline.training.dispatch.residency import Holding, Move, Needs, State
-from pipeline.waiting import Clock
 
 
 class Control:

@@ -39,18 +39,18 @@ from torch import Tensor
 from pipeline.config import LossConfig, OptimConfig, RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
-from pipeline.packing import Budget
+from pipeline.system.waiting import CLOCK, Clock
 from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import Device, Patience, Site, joined
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
+from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
 from pipeline.training.workers.worker import ModelInfo, Worker
-from pipeline.waiting import CLOCK, Clock
 from pipeline.weights.wire import Layout
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline import heartbeat
 from pipeline.losses import Level, Objective
+from pipeline.system import heartbeat
 from pipeline.training.dispatch.ranks import Operation, Site
 from pipeline.training.dispatch.residency import Move
 from pipeline.training.dispatch.staging import Data, micro_batches

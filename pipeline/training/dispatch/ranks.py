@@ -43,12 +43,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipeline import heartbeat
 from pipeline.errors import DeadlineError, TrainingError
-from pipeline.signed import SignedStore, signed_objects
+from pipeline.system import heartbeat
+from pipeline.system.signed import SignedStore, signed_objects
+from pipeline.system.waiting import wait_for
 from pipeline.training.rows import Batch
 from pipeline.training.workers.worker import Worker
-from pipeline.waiting import wait_for
 
 Operation = Callable[..., Any]
 """What every rank calls with its `Site` and its own arguments; importable by name, since it travels pickled."""

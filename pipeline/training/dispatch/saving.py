@@ -16,14 +16,14 @@ save.
 
 from collections.abc import Iterable, Sequence
 
-from pipeline import heartbeat
 from pipeline.checkpoints import Checkpoint, TrainerState
 from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.sharded import load
 from pipeline.errors import DamagedError
+from pipeline.system import heartbeat
+from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
-from pipeline.waiting import wait_for
 
 
 def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:

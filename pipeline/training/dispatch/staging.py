@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import packing
 from pipeline.errors import TrainingError
-from pipeline.packing import Bins, Budget
+from pipeline.training import packing
 from pipeline.training.dispatch.ranks import Shares, Site
+from pipeline.training.packing import Bins, Budget
 from pipeline.training.rows import Batch, Column, Row
 
 Values = Sequence[Sequence[NDArray[np.float32]]]

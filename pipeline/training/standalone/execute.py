@@ -28,10 +28,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline import folders
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
+from pipeline.config.models import model_directory
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError
-from pipeline.models import model_directory
+from pipeline.system import folders
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
 from pipeline.training.dispatch.release import release
@@ -265,7 +265,7 @@ def one_line(error: BaseException) -> str:
 
 def main(arguments: list[str]) -> None:
     """One process of torchrun."""
-    from pipeline import logs, process
+    from pipeline.system import logs, process
 
     process.die_with_parent()
     path, config, stop = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1])), Stop(Path(arguments[2]))

@@ -36,8 +36,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import files
 from pipeline.errors import TrainingError
+from pipeline.system import files
 from pipeline.training.rows import COLUMNS, Row, refuse_unsampled
 
 PACKED_VERSION = 1

@@ -15,7 +15,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline import files
+from pipeline.system import files
 from pipeline.training.jobs import Job, Packed, read_job
 
 DONE, FAILED = "done", "failed"

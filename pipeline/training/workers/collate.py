@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline import packing
 from pipeline.errors import TrainingError
 from pipeline.losses.tokens import LossTokens, ValueTokens
+from pipeline.training import packing
 from pipeline.training.rows import Batch, Column, Row
 from pipeline.training.workers.attention import Segments
 from pipeline.training.workers.transfer import to_device

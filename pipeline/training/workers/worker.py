@@ -21,10 +21,10 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pipeline import heartbeat
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
+from pipeline.system import heartbeat
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate

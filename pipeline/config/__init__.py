@@ -1,0 +1,47 @@
+"""The typed configuration of a run: its keys and their rules, what a resumed run may change, and the copy it keeps.
+
+`schema` has the keys, `places` those of cluster and resources, `values` the forms of values, `rules` what must hold
+between keys, `relevance` who reads which key, `identity` which of them make a run the same, `kept` the copy in the run
+directory, `models` the built-in models.
+"""
+
+from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.schema import (
+    CriticConfig,
+    InferenceConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    StreamsConfig,
+    TaskConfig,
+    TrackingConfig,
+    TrainingConfig,
+    WarmStartConfig,
+    known_keys,
+    load_config,
+    nearest,
+)
+
+__all__ = [
+    "ClusterConfig",
+    "CriticConfig",
+    "InferenceConfig",
+    "LoraConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ResourcesConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "StreamsConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "known_keys",
+    "load_config",
+    "nearest",
+]

@@ -1,0 +1,190 @@
+"""What only several keys together can get wrong.
+
+Owns the rules between keys, and between a config and its model, that `pipeline.config` cannot see in one value.
+Promises that a config which passes can be carried out by this version, as far as its numbers tell. Reads nothing but
+whether directories exist; run once by a submission, before anything is started.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+
+from pipeline.config import RunConfig
+from pipeline.config.places import ClusterConfig
+from pipeline.config.relevance import default_of, unread, value_of
+from pipeline.errors import ConfigError
+
+_TOKEN_BYTES = 9
+"""Of one token in a group on its way to the trainer: id, mask, log-probability (`pipeline.groups.records.Sample`)."""
+
+_SAMPLE_BYTES = 512
+"""Of a sample besides its tokens, generously."""
+
+
+SLURM_KEYS = tuple(
+    key
+    for key in ClusterConfig.model_fields
+    if key != "kind" and (key == "notice_seconds" or not key.endswith("_seconds"))
+)
+"""The keys of `cluster` that say nothing on one machine."""
+
+
+def check_run(config: RunConfig, positions: int | None = None) -> None:
+    """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
+    which `pipeline.training.jobs.check_alone` looks at."""
+    _servers_have_gpus(config)
+    check_config(config, positions)
+    check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
+
+
+def check_config(config: RunConfig, positions: int | None = None) -> None:
+    """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
+    for rule in _RULES:
+        rule(config)
+    if positions is not None and config.model.max_length > positions:
+        expected = f"at most {positions}, the model's max_position_embeddings"
+        raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
+
+
+def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
+    """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
+    parts = config.training.mini_batches
+    if prompts % parts:
+        expected = f"a divisor of {says} ({prompts}), since each takes whole prompts"
+        raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
+
+
+def check_address(key: str, url: str, mend: str) -> None:
+    """`ConfigError` unless `url` is an absolute path, or a URL that all nodes see alike and fsspec can open."""
+    protocol, is_url, place = url.partition("://")
+    if url.startswith("/"):
+        return
+    if not is_url or protocol == "memory":
+        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", mend)
+    if not place.strip("/"):
+        raise ConfigError(key, url, f"a bucket or a folder after {protocol}://", mend)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+
+
+def _servers_have_gpus(config: RunConfig) -> None:
+    gpus, device = config.resources.inference.gpus, config.resources.device
+    if device == "cuda" and not gpus:
+        expected = "1 or more with resources.device=cuda: each server computes on GPUs of its own"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
+    if config.weights_backend == "nccl" and device != "cuda":
+        raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
+    if config.weights_backend == "nccl" and config.model.lora.rank:
+        expected = "gloo with model.lora.rank above 0: adapters are small, and travel over TCP"
+        raise ConfigError("inference.backend", "nccl", expected, "leave it out")
+    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1:
+        expected = "1 where weights travel over gloo (inference.backend=gloo, or adapters): it feeds one process"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1")
+
+
+def _cuda_has_gpus(config: RunConfig) -> None:
+    gpus = config.resources.trainer.gpus
+    if config.resources.device == "cuda" and gpus != 1:
+        expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
+        raise ConfigError("resources.trainer.gpus", gpus, expected, "set it, and resources.trainer.processes")
+
+
+def _slurm_keys_need_slurm(config: RunConfig) -> None:
+    if config.cluster.kind == "slurm":
+        return
+    plain = ClusterConfig(kind="local")
+    for key in SLURM_KEYS:
+        value = getattr(config.cluster, key)
+        if value != getattr(plain, key):
+            raise ConfigError(f"cluster.{key}", value, "nothing, without Slurm", "set cluster=slurm, or leave it out")
+    if config.resources.layout == "het":
+        raise ConfigError("resources.layout", "het", "one, without Slurm", "set cluster=slurm, or leave it out")
+
+
+def _het_needs_services(config: RunConfig) -> None:
+    if config.resources.layout == "het" and not config.resources.services.nodes:
+        expected = "1 with resources.layout=het, whose first component they are"
+        raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
+
+
+def _what_is_set_is_read(config: RunConfig) -> None:
+    for key, value, reader in unread(config):
+        found = f"{reader.key}={value_of(config, reader.key)}"
+        expected = f"its default ({default_of(key)!r}), since {found} does not read it"
+        raise ConfigError(key, value, expected, f"leave it out, or set {reader}")
+
+
+def _kl_has_a_gradient(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
+        expected = "k2 or k3 with loss.kl_in=loss: as a term of the loss, the gradient of k1 has mean zero"
+        mend = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
+        raise ConfigError("loss.kl_estimator", "k1", expected, mend)
+
+
+def _only_groups_are_filtered(config: RunConfig) -> None:
+    if config.training.zero_advantage == "drop" and config.loss.advantage in ("batch", "gae"):
+        expected = f"keep with loss.advantage={config.loss.advantage}: samples that score alike teach there"
+        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out, or choose a group's baseline")
+
+
+def _adapters_are_there(config: RunConfig) -> None:
+    lora = config.model.lora
+    if lora.adapter and not Path(lora.adapter).is_dir():
+        raise ConfigError(
+            "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"
+        )
+
+
+def _groups_can_succeed(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.min_samples > rollout.attempts:
+        expected = f"at most rollout.attempts ({rollout.attempts})"
+        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise attempts")
+
+
+def _turns_leave_room_for_prompts(config: RunConfig) -> None:
+    most, length = config.rollout.max_tokens, config.model.max_length
+    if most >= length:
+        expected = f"less than model.max_length ({length}), which holds the prompt too"
+        raise ConfigError("rollout.max_tokens", most, expected, "lower it or raise model.max_length")
+
+
+def _samples_fit_micro_batches(config: RunConfig) -> None:
+    budget, length = config.training.micro_batch_tokens, config.model.max_length
+    if budget < length:
+        expected = f"at least model.max_length ({length}), so that every sample fits"
+        raise ConfigError("training.micro_batch_tokens", budget, expected, "raise it or lower model.max_length")
+
+
+def _groups_fit_streams(config: RunConfig) -> None:
+    sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
+    least = 2 * config.rollout.attempts * sample
+    if config.streams.budget_bytes < least:
+        expected = f"at least {least}, two of the largest groups (rollout.attempts × model.max_length tokens)"
+        raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
+
+
+def _checkpoints_can_be_kept(config: RunConfig) -> None:
+    mend = "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
+    if config.training.checkpoints:
+        check_address("training.checkpoints", config.training.checkpoints, mend)
+
+
+_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _cuda_has_gpus,
+    _slurm_keys_need_slurm,
+    _het_needs_services,
+    _what_is_set_is_read,
+    _kl_has_a_gradient,
+    _only_groups_are_filtered,
+    _adapters_are_there,
+    _groups_can_succeed,
+    _turns_leave_room_for_prompts,
+    _samples_fit_micro_batches,
+    _groups_fit_streams,
+    _checkpoints_can_be_kept,
+)

@@ -1,0 +1,363 @@
+"""The typed configuration of a run.
+
+Owns every key a user can set, its type, its bounds and its meaning. Promises that a `RunConfig` is frozen and whole:
+once `load_config` returned, no other code checks a single value again. Must not know Hydra, torch, Redis or submitit.
+
+    config = load_config({"name": "demo", "cluster": {...}, ...})
+    config.optim.lr
+
+A wrong key or value raises `ConfigError`, which names the key, the value, what was expected and how to mend it. The
+field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.places`, are the source of
+`docs/configuration.md`. Rules between keys are in `pipeline.config.rules`, the keys that a resumed run may change in
+`pipeline.config.identity`.
+"""
+
+import difflib
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.values import (
+    FORMS,
+    NAME_FORM,
+    Bytes,
+    Decay,
+    Fraction,
+    NotNegative,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+)
+from pipeline.errors import ConfigError
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): with `rank` > 0 only they are trained, saved and sent to the servers."""
+
+    rank: NotNegative = Field(0, description="Rank of the adapters; 0: all weights are trained.")
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="Their output is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="Names of the linear layers that get one.",
+    )
+    adapter: str = Field("", description="Directory of an adapter to go on from; empty: a fresh one.")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(description="Directory with a Hugging Face config and tokenizer, or a name of `conf/models/`.")
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="Load the weights there, or make random ones."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
+    max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")
+    lora: LoraConfig = LoraConfig()
+
+
+class TaskConfig(Section):
+    """What is learned."""
+
+    name: str = Field(description="A built-in task, or `package.module:Class` of your own.")
+    options: dict[str, Any] = Field(default_factory=dict, description="The task's own options; the task checks them.")
+    processes: Positive = Field(
+        8, description="Most processes of the actor that make prompts and rewards; they start when calls have to wait."
+    )
+    seconds: Seconds = Field(
+        60, description="Deadline of one prompt or reward; then its process is ended, and its sample fails."
+    )
+    memory_bytes: NotNegative = Field(
+        1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
+    )
+
+
+class LossConfig(Section):
+    """The policy loss and the advantages it weighs."""
+
+    name: Literal["reinforce", "ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "rloo", "reinforce_pp", "dro"] = (
+        Field(description="The policy loss.")
+    )
+    advantage: Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"] = Field(
+        "group_std",
+        description="Baseline of the advantages: group mean, group mean over its deviation, leave-one-out mean, "
+        "mean of the whole batch over its deviation, group mean over the batch's deviation, or a critic's values.",
+    )
+    proximal: Literal["behaviour", "recompute"] = Field(
+        "behaviour",
+        description="Policy that the ratio is taken over: the one that sampled, or the trainer's own at the start of "
+        "the step, whose log-probabilities are then computed anew.",
+    )
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="What the ratio of the recomputed policy to the one that sampled does to each token: weigh it, "
+        "truncated at correction_cap, or drop it outside of 1 / correction_cap … correction_cap.",
+    )
+    correction_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of that ratio.")
+    clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.2, description="The ratio is clipped from below at 1 − clip_low."
+    )
+    clip_high: Annotated[float, Field(ge=0)] = Field(
+        0.2, description="The ratio is clipped from above at 1 + clip_high."
+    )
+    normalise: Literal["token", "sequence", "prompt", "fixed"] = Field(
+        "token", description="What each step's loss is the mean over; `fixed` divides by samples × model.max_length."
+    )
+    kl: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the KL divergence from a frozen copy of the policy, the reference model; 0: none."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="Whether that KL is a term of the loss, or taken off the reward of each token."
+    )
+    reference_every: NotNegative = Field(
+        0, description="Steps after which the reference model becomes the policy of that time; 0: never."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL (Schulman 2020).")
+    entropy: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
+    ratio_cap: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Truncation of the importance weight (truncated importance sampling)."
+    )
+    beta: Annotated[float, Field(ge=0)] = Field(
+        0.05, description="Weight of the squared distance from the policy that sampled."
+    )
+    discount: Fraction = Field(1.0, description="What a reward is worth one sampled token earlier (γ).")
+    trace: Fraction = Field(0.95, description="Decay of the temporal differences (λ).")
+
+
+class CriticConfig(Section):
+    """The value model of `loss.advantage=gae`; it starts as the policy with a fresh head for one number."""
+
+    lr: Rate = Field(1e-4, description="Its learning rate; the rest of its optimizer is the policy's.")
+    clip: Annotated[float, Field(ge=0)] = Field(
+        0.2, description="Most that a value may move in one step before its loss stops pulling; 0: no bound."
+    )
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Rate = Field(1e-4, description="Peak learning rate.")
+    beta1: Decay = Field(0.9, description="AdamW's first decay.")
+    beta2: Decay = Field(0.95, description="AdamW's second decay.")
+    eps: Rate = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Global gradient norm is clipped to this.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
+    warmup_steps: NotNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
+
+
+class WarmStartConfig(Section):
+    """Supervised fine-tuning on the task's demonstrations before RL; 0 steps skips it."""
+
+    steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
+    batch: Positive = Field(128, description="Demonstrations in each of its steps.")
+    lr: Rate = Field(1e-3, description="Its learning rate.")
+
+
+class TrainingConfig(Section):
+    """How long and in which portions to train."""
+
+    steps: Positive = Field(description="Steps of RL; each trains one batch.")
+    prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
+    max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
+    update_epochs: Positive = Field(1, description="How often each batch is trained.")
+    mini_batches: Positive = Field(
+        1, description="Optimizer steps of one such epoch; each trains as many of the batch's prompts."
+    )
+    micro_batch_tokens: Positive = Field(
+        16384, description="Token budget of a micro-batch in one process, padding included."
+    )
+    micro_batch_rows: NotNegative = Field(0, description="Most samples of a micro-batch; 0: what the budget holds.")
+    packing: bool = Field(
+        True,
+        description="Pack samples without padding, attention kept inside each; a model whose other layers would carry "
+        "a state from one into the next is padded in any case, with a warning.",
+    )
+    zero_advantage: Literal["keep", "drop"] = Field(
+        "keep", description="What becomes of groups whose samples all score alike."
+    )
+    overlong: Literal["keep", "mask"] = Field(
+        "keep", description="Whether tokens of samples that were cut off count in the loss; their rewards always do."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
+    )
+    compile: bool = Field(False, description="Compile the model's layers (torch.compile).")
+    reshard: bool = Field(
+        False,
+        description="Shard parameters and gradients again after every pass through a layer (ZeRO-3): less memory. Else "
+        "both are whole on every rank from the first micro-batch of an operation to its last (ZeRO-2).",
+    )
+    offload: bool = Field(
+        False, description="Keep on the device only the model that computes; the others wait in host memory or on disk."
+    )
+    metrics: Literal["none", "basic", "with_entropy"] = Field(
+        "basic", description="What is measured of each batch; see docs/metrics.md."
+    )
+    eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
+    checkpoint_every: Positive = Field(50, description="Steps between checkpoints.")
+    checkpoints: str = Field(
+        "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
+    )
+    async_checkpoints: bool = Field(True, description="Train on while a checkpoint is written.")
+    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
+    data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+
+class RolloutConfig(Section):
+    """How the actor samples."""
+
+    attempts: Annotated[int, Field(ge=2)] = Field(8, description="Samples per prompt (the group's size).")
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
+    max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
+    concurrency: Positive = Field(64, description="Groups in flight over all servers.")
+    request_seconds: Seconds = Field(
+        120, description="How long one server works on a request; then it goes on elsewhere with the tokens it has."
+    )
+    request_tokens: Positive = Field(
+        4096, description="Most tokens sampled by one request; what is longer is asked for in pieces of this length."
+    )
+    episode_seconds: Annotated[float, Field(ge=0)] = Field(
+        600,
+        description="Most seconds that the task takes for itself in one sample, such as for tools, then the sample "
+        "fails with that reason; waiting for the servers does not count. 0: no bound.",
+    )
+    min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
+    give_up_after: Positive = Field(
+        256, description="The run stops when this many samples in a row failed for reasons of the task."
+    )
+
+
+class InferenceConfig(Section):
+    """The vLLM servers."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="How weights travel: gloo, over TCP, to a server that is paused for the change; nccl, from GPU to "
+        "GPU, without a pause. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
+    )
+    update: Literal["keep", "wait", "abort"] = Field(
+        "keep", description="Requests in flight during an update: go on, finish first, or be aborted and retried."
+    )
+    recompute_kv: bool = Field(
+        False, description="With `keep`: re-prefill the requests in flight with the new weights."
+    )
+    update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
+    kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
+    gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU that a server may take.")
+    api_processes: Positive = Field(
+        1, description="Processes of each server that answer HTTP (GPU); more help where one is busy all the time."
+    )
+    max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
+    fast_logprobs: bool = Field(
+        True,
+        description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values.",
+    )
+    extra_args: tuple[str, ...] = Field((), description="Further arguments for vLLM's server, as on its command line.")
+
+
+class StreamsConfig(Section):
+    """The streams between the roles."""
+
+    backend: Literal["redis", "files"] = Field("redis", description="Redis Streams, or files in the run directory.")
+    budget_bytes: Bytes = Field(
+        1 << 28,
+        description="Most bytes of one stream that are not trained and committed; then its producer waits. "
+        "At half of it the trainer commits early.",
+    )
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = Field(
+        "auto", description="`auto`: online with a key in the environment or in `~/.netrc`, else offline."
+    )
+    project: str = Field("rollcall", description="The wandb project.")
+
+
+class RunConfig(Section):
+    """Everything one run is made from."""
+
+    name: Annotated[str, Field(pattern=NAME_FORM)] = Field(
+        description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
+    )
+    output: Path = Field(Path("runs"), description="Directory (shared by all nodes) that holds the run directories.")
+    seed: NotNegative = Field(0, description="Seed of weights, data order and sampling.")
+    cluster: ClusterConfig
+    resources: ResourcesConfig = ResourcesConfig()
+    model: ModelConfig
+    task: TaskConfig
+    loss: LossConfig
+    critic: CriticConfig = CriticConfig()
+    optim: OptimConfig = OptimConfig()
+    training: TrainingConfig
+    rollout: RolloutConfig = RolloutConfig()
+    inference: InferenceConfig = InferenceConfig()
+    streams: StreamsConfig = StreamsConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.output / self.name
+
+    @property
+    def weights_backend(self) -> Literal["gloo", "nccl"]:
+        """How weights travel, decided."""
+        if self.inference.backend == "auto":
+            return "nccl" if self.resources.device == "cuda" and not self.model.lora.rank else "gloo"
+        return self.inference.backend
+
+
+def load_config(tree: dict[str, Any]) -> RunConfig:
+    """The typed config of a composed tree of plain values; else `ConfigError` for the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _config_error(error.errors()[0]) from None
+
+
+def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key of the config with its field, in the order of definition."""
+    keys: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys |= known_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys[prefix + name] = field
+    return keys
+
+
+def nearest(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
+    """`did you mean …?` for a misspelt word, or the list to choose from; `otherwise` when that would be long."""
+    close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]}?"
+    if len(among) > 20:
+        return otherwise
+    return f"choose from: {', '.join(sorted(among))}"
+
+
+def _config_error(details: ErrorDetails) -> ConfigError:
+    key = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden":
+        return ConfigError(key, details["input"], "a known key", nearest(key, list(known_keys())))
+    if details["type"] == "missing":
+        return ConfigError(key, None, "a value", f"set {key}=…")
+    field = known_keys().get(key)
+    meaning = (field.description or "") if field else ""
+    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if details["type"] == "string_pattern_mismatch":
+        expected = FORMS.get(details["ctx"]["pattern"], expected)
+    choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
+    if details["type"] == "literal_error" and choices:
+        meaning = nearest(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
+    return ConfigError(key, details["input"], expected, meaning)

@@ -1,0 +1,187 @@
+"""The records that travel between roles.
+
+Owns the wire form of samples, groups and control messages: msgpack through msgspec, each with its kind and version, no
+pickle. Promises that what `encode` writes `decode` returns equal, and that anything else raises `RecordError`. Whether
+the values make sense is another question, which `check` answers to those who would train them.
+Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its elements.
+
+Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
+"""
+
+import math
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import RecordError
+
+WIRE_VERSION = 1
+MALFORMED = "malformed"
+"""Begins the outcome of a group that makes no sense: it is not settled, its position is asked for again."""
+
+Place = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all records; the subclass's tag is its kind on the wire."""
+
+    version: int = WIRE_VERSION
+
+
+class Sample(Record, frozen=True, kw_only=True, tag="sample"):
+    """One episode of the policy on one prompt.
+
+    Attributes:
+        tokens: int32[T] as bytes: every token id in order, never re-tokenised text.
+        sampled: uint8[T] as bytes: 1 where the policy sampled the token, 0 for prompt and tool tokens.
+        logprobs: float32[T] as bytes: the behaviour policy's log-probability (nats, at the sampling temperature) of
+            each sampled token, 0 elsewhere.
+        reward: the task's reward of the episode.
+        version_min, version_max: oldest and newest weight version (steps done) that may have sampled a token.
+        finish: `stop` when the policy ended the episode, `length` when it was cut off.
+        turns: model turns in the episode.
+        seconds: wall time of the episode.
+        server: the inference server that answered (`host:port`).
+    """
+
+    tokens: bytes
+    sampled: bytes
+    logprobs: bytes
+    reward: float
+    version_min: int
+    version_max: int
+    finish: Literal["stop", "length"]
+    turns: int = 1
+    seconds: float = 0.0
+    server: str = ""
+
+    def token_array(self) -> NDArray[np.int32]:
+        """int32[T], a read-only view."""
+        return np.frombuffer(self.tokens, dtype="<i4")
+
+    def sampled_array(self) -> NDArray[np.uint8]:
+        """uint8[T], a read-only view."""
+        return np.frombuffer(self.sampled, dtype="<u1")
+
+    def logprob_array(self) -> NDArray[np.float32]:
+        """float32[T], a read-only view."""
+        return np.frombuffer(self.logprobs, dtype="<f4")
+
+    def check(self) -> None:
+        """Raise `RecordError` unless it can be trained: arrays of one length, a prompt first, all numbers finite."""
+        lengths = len(self.tokens) // 4, len(self.sampled), len(self.logprobs) // 4
+        if len(set(lengths)) != 1 or len(self.tokens) % 4 or len(self.logprobs) % 4:
+            raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
+        if not self.tokens or self.sampled[0] or self.sampled_array().max() > 1:
+            raise RecordError("sampled is no row of 0 and 1 that begins with a prompt")
+        if self.token_array().min() < 0:
+            raise RecordError("a token id is negative")
+        if not (np.isfinite(self.logprob_array()).all() and math.isfinite(self.reward)):
+            raise RecordError("a log-probability or the reward is not finite")
+        if not 0 <= self.version_min <= self.version_max:
+            raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
+
+
+class Group(Record, frozen=True, kw_only=True, tag="group"):
+    """All attempts at one prompt.
+
+    Attributes:
+        position: place in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.
+        prompt: index in the task's dataset.
+        samples: those that succeeded.
+        failures: one reason for each sample that did not.
+    """
+
+    position: Place
+    prompt: Place
+    samples: tuple[Sample, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
+    """A group ready to train, or one that will not be trained and why.
+
+    Attributes:
+        group: the group as the actor sent it.
+        advantages: one for each sample, in order, or its reward (see `pipeline.groups.advantages`); empty unless
+            `outcome` is `train`.
+        outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`), or why it
+            makes no sense (`malformed: …`).
+    """
+
+    group: Group
+    advantages: tuple[float, ...] = ()
+    outcome: str = "train"
+
+    def check(self, max_length: int) -> None:
+        """Raise `RecordError` if the group is to be trained and cannot be, by a model of `max_length` tokens."""
+        if self.outcome.startswith(MALFORMED):
+            raise RecordError(self.outcome)
+        if self.outcome != "train":
+            return
+        samples = self.group.samples
+        if not samples or len(self.advantages) != len(samples):
+            raise RecordError(f"{len(self.advantages)} advantages for {len(samples)} samples")
+        if not all(map(math.isfinite, self.advantages)):
+            raise RecordError("an advantage is not finite")
+        for sample in samples:
+            sample.check()
+            if len(sample.sampled) > max_length:
+                raise RecordError(f"a sample of {len(sample.sampled)} tokens, above model.max_length={max_length}")
+
+
+class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
+    """The trainer asks the actor for a position again (its samples were older than `max_lag`, or made no sense)."""
+
+    position: Place
+    reason: str
+
+
+class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
+    """The trainer asks for the held-out accuracy (greedy) of weight version `weights`."""
+
+    id: str
+    weights: int
+
+
+class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
+    """Answer to one `EvalRequest`: mean reward over `prompts` held-out prompts, and the versions that answered.
+
+    `failed` of the prompts gave no sample; each counts as reward 0.
+    """
+
+    id: str
+    weights: int
+    accuracy: float
+    prompts: int
+    version_min: int
+    version_max: int
+    seconds: float
+    failed: int = 0
+
+
+AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
+R = TypeVar("R", bound=Record)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode(record: Record) -> bytes:
+    """The record as msgpack bytes."""
+    return _encoder.encode(record)
+
+
+def decode(data: bytes, kind: type[R]) -> R:
+    """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
+    try:
+        record = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: {error}") from error
+    if not isinstance(record, kind):
+        raise RecordError(f"expected a {kind.__name__} record, found {type(record).__name__}")
+    if record.version != WIRE_VERSION:
+        raise RecordError(f"{kind.__name__} record of version {record.version}; this code reads version {WIRE_VERSION}")
+    return record

@@ -1,0 +1,1 @@
+"""What every process needs of its machine: files, waiting, children, addresses, logs, heartbeats. Knows no run."""

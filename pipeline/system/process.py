@@ -1,0 +1,199 @@
+"""Processes that are stopped by their id, and ports that are held until used.
+
+Owns starting a child in its own session, shielded from the scheduler's signals, ending its whole group with a deadline,
+ending whatever a process left below itself, and holding ports. Promises that `Child.stop` returns with no process of
+the group alive, unless the kernel itself cannot end it, and that no process is ever found or ended by its name. Knows
+nothing of roles.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from pipeline.system import spawn
+from pipeline.system.waiting import Deadline
+
+PR_SET_CHILD_SUBREAPER = 36
+KILL_SECONDS = 10.0
+"""For the kernel to end what was killed."""
+_PAUSE = 0.02
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(spawn.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that `end_descendants` finds it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants() -> list[int]:
+    """Kill what still runs below this process; the pids that were found alive."""
+    left = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+    for child in left:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=5)
+    return [child.pid for child in left]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the interpreter's own ending.
+
+    For a role that did its work and closed what it wrote. A thread that is still inside a library's C++ (a gloo group
+    whose peer has left) would meet a half-ended interpreter and abort the process, which then looks killed.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def hold_port() -> socket.socket:
+    """A port that is free on every address of this machine, held without listening.
+
+    The bind is exclusive, so no other holder and no outgoing connection gets the same port. Reuse is allowed only
+    afterwards: then a child that sets SO_REUSEADDR, as every server does, can bind and listen on the port while it is
+    still held here, on one address or on all (torch's TCPStore knows no other way). There is no moment at which the
+    port is free. Close the socket to give it back.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.bind(("", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return holder
+
+
+def start_resource_tracker() -> None:
+    """Start multiprocessing's resource tracker, unless it runs, and keep the signal mask as it is.
+
+    Python 3.11 unblocks TERM in whoever starts it (python/cpython#127586, mended in later ones), which everybody does
+    who spawns a process: that would end the shield of the role and of what it spawns. One that runs is left alone.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _shielded() -> Iterator[None]:
+    """Children forked in the block have `spawn.SHIELDED` blocked from their first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, spawn.SHIELDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Leader:
+    """A started process, the leader of its own session.
+
+    Neither it nor what it starts hears TERM, USR1, USR2 or HUP (`pipeline.system.spawn`): it is asked to end with INT.
+    Must be started and stopped from a thread that outlives it: the parent-death signal follows the thread.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: int, output: int) -> None:
+        """Start `argv` with exactly the environment `env`, and with these descriptors; `output` is error output too."""
+        wrapper = [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid())]
+        with _shielded():
+            self._process = subprocess.Popen(
+                [*wrapper, *argv],
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it), or None while it runs.
+
+        When the leader has ended, the rest of its group is ended too. That happens before the leader is reaped: until
+        then the kernel gives its id to nobody else.
+        """
+        if self._process.returncode is None and _has_ended(self.pid):
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        return self._process.returncode
+
+    def terminate(self) -> None:
+        """Ask the whole group to end, with INT."""
+        if self.poll() is None:
+            self._signal(signal.SIGINT)
+
+    def kill(self, seconds: float = KILL_SECONDS) -> int:
+        """End the whole group and wait until its leader is gone; its exit code.
+
+        The kernel keeps a process that waits for a device or a dead file system: one that is not gone within `seconds`
+        counts as killed, ends as soon as that answers, and `poll` says None until then.
+        """
+        if self.poll() is None:
+            self._signal(signal.SIGKILL)
+        try:
+            return self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
+    def stop(self, seconds: float) -> int:
+        """Ask the group to end, end it after `seconds`; the exit code of its leader."""
+        self.terminate()
+        deadline = Deadline(f"process {self.pid} to end", seconds)
+        while self.poll() is None and not deadline.passed:
+            time.sleep(_PAUSE)
+        return self.kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return  # the whole group is gone already
+
+
+class Child(Leader):
+    """A leader whose output goes to one log file."""
+
+    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        """Start `argv` with exactly the environment `env`; standard output and error are appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            super().__init__(argv, env, stdin=subprocess.DEVNULL, output=output.fileno())
+        self.log = log
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended, without reaping it."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def describe_exit(code: int) -> str:
+    """`killed by SIGKILL` or `exited with code 1`."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def tail(log: Path, lines: int = 20, limit: int = 1 << 16) -> list[str]:
+    """The last lines of a log that is still being written."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+        return file.read().decode(errors="replace").splitlines()[-lines:]

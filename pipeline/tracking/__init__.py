@@ -1,0 +1,1 @@
+"""wandb: whether metrics go there, and the process that takes them."""

@@ -1,0 +1,108 @@
+"""The controller of a local job: what slurmctld and srun are to a cluster's.
+
+Owns the agents of the virtual nodes: starts them through submitit's own controller, passes TERM on, and, like
+`srun --kill-on-bad-exit`, asks the others to stop when one ends badly. Ends with its launcher. Started by
+`slurm.batch.executors` as `python -m slurm.batch.controller FOLDER RUN ATTEMPT`.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from submitit.local.local import Controller
+
+from pipeline.roles.context import read_config
+from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
+from pipeline.system.directory import FileDirectory
+from pipeline.system.process import adopt_orphans, describe_exit, end_descendants
+from slurm.node.agent import END_SIGNALS
+from slurm.node.alive import agent_name, leave
+from slurm.node.supervisor import longest_descent
+from slurm.registry import runs
+from slurm.scheduler.environment import launcher_process
+
+_PAUSE = 0.1
+
+
+class VirtualController(Controller):
+    """Waits for all agents; after the first bad end, the launcher's end, or a signal, they have a bounded time left."""
+
+    def __init__(self, folder: Path, run: RunPaths, attempt: str, launcher: psutil.Process | None) -> None:
+        super().__init__(folder)
+        self._asked_at: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
+            signal.signal(number, lambda *_: self._ask())
+        self._paths = run.attempt(runs.identity(run).run_id, attempt)
+        self._patience = longest_descent(read_config(run).cluster) + 5.0
+        self._launcher = launcher
+        self._failed: set[int] = set()
+
+    def start_tasks(self) -> None:
+        """Start the agents, deaf to the signals that mean "end soon" until they can hear them."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            super().start_tasks()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self._asked_at is not None:  # before there was anybody to tell
+            self._forward_signal(signal.SIGTERM)
+
+    def wait(self, freq: int = 24) -> Sequence[int | None]:
+        """Exit codes of all agents, None for those that had to be killed."""
+        while True:
+            codes = [task.poll() for task in self.tasks]
+            for rank, code in enumerate(codes):
+                if code and rank not in self._failed:
+                    self._failed.add(rank)
+                    self._tell_failure(rank, code)
+            if all(code is not None for code in codes):
+                return codes
+            if any(codes) or not self._launcher_lives():
+                self._ask()
+            if self._asked_at is not None and time.monotonic() - self._asked_at > self._patience:
+                return codes
+            time.sleep(_PAUSE)
+
+    def _ask(self) -> None:
+        """Ask all agents, once, to come down."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._forward_signal(signal.SIGTERM)
+
+    def _tell_failure(self, rank: int, code: int) -> None:
+        """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
+        leave(FileDirectory(self._paths.root), rank)
+        name, cause = agent_name(rank), describe_exit(code)
+        failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
+        files.create_document(self._paths.first_failure, failure)
+        Events(self._paths).publish("failed", name, failure.one_line())
+
+    def _launcher_lives(self) -> bool:
+        try:
+            return self._launcher is not None and self._launcher.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def main() -> int:
+    adopt_orphans()
+    folder, run, attempt = Path(sys.argv[1]), RunPaths(Path(sys.argv[2])), sys.argv[3]
+    with runs.held_by_job(run):
+        controller = VirtualController(folder, run, attempt, launcher_process())
+        try:
+            controller.start_tasks()
+            codes = controller.wait()
+        finally:
+            controller.kill_tasks()
+            end_descendants()
+    return 0 if all(code == 0 for code in codes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

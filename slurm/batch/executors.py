@@ -1,0 +1,267 @@
+"""Submitit's executors, as one job of several agents.
+
+Owns how an allocation is asked for: one task per node, each an agent. `VirtualNodes` is submitit's local executor with
+one task per virtual node, `SlurmNodes` its Slurm executor with a batch file of ours. Their jobs have submitit's folder
+and handle.
+"""
+
+import re
+import secrets
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+
+from pipeline.config import RunConfig
+from pipeline.errors import DeadlineError, SchedulerError
+from pipeline.rundir.paths import RunPaths
+from pipeline.system.waiting import CLOCK, Clock, wait_for
+from pipeline.world.plan import Plan
+from slurm.batch import allocation
+from slurm.scheduler.commands import NO_ANSWER
+from slurm.scheduler.environment import local_job_environment, submission_environment
+from slurm.scheduler.protocol import Scheduler
+
+SUBMIT_SECONDS = 300.0
+"""sbatch asks a busy controller again and again by itself."""
+LOST_SECONDS = 60.0
+"""For how long a job whose id sbatch did not tell is looked for."""
+
+_ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
+_SILENCE_SECONDS = 600.0
+
+
+class VirtualNodes(LocalExecutor):
+    """Submitit's local executor for several virtual nodes on this machine.
+
+    Differs from its base in its controller (`slurm.batch.controller`), which runs in its own session, so that Ctrl-C
+    reaches the launcher alone, and which ends with its launcher. `Job.cancel` lets the agents come down in order.
+    """
+
+    def __init__(self, run: RunPaths, ranks: int) -> None:
+        self.job_name = f"local{time.strftime('%Y%m%d%H%M%S', time.gmtime())}{secrets.token_hex(2)}"
+        self._run = run
+        self._controller: subprocess.Popen[bytes] | None = None
+        super().__init__(run.submitit / self.job_name)
+        self.update_parameters(tasks_per_node=ranks)
+
+    @property
+    def attempt(self) -> str:
+        """The attempt that this executor's job will be."""
+        return f"{self.job_name}-0"
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        ranks = self.parameters["tasks_per_node"]
+        controller = self._controller = subprocess.Popen(
+            [sys.executable, "-P", "-m", "slurm.batch.controller", str(self.folder), str(self._run.root), self.attempt],
+            env=local_job_environment(self.job_name, command, ranks, self._run.code),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return LocalJob(self.folder, str(controller.pid), tasks=list(range(ranks)), process=controller)
+
+    def kill(self) -> None:
+        """End the job at once: its agents die with the controller, and every role with its agent."""
+        if self._controller is not None:
+            self._controller.kill()
+            self._controller.wait()
+
+
+class NoAnswer(SchedulerError):
+    """Nobody said whether the job is queued."""
+
+
+class RunJob(SlurmJob[Any]):
+    """Submitit's handle of a run's Slurm job; its state is what the scheduler says.
+
+    Result files count for nothing: an earlier attempt may have left them. A scheduler that gives no answer for a while
+    does not end the job; `SchedulerError` after `_SILENCE_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        job_id: str,
+        tasks: Sequence[int] = (0,),
+        *,
+        run: RunPaths,
+        scheduler: Scheduler,
+        clock: Clock = CLOCK,
+    ) -> None:
+        self.run, self._scheduler, self._clock = run, scheduler, clock
+        self._state, self._over = "UNKNOWN", False
+        self._asked, self._answered = float("-inf"), clock.now()
+        super().__init__(folder, job_id, (0,))
+        self._tasks = tuple(tasks)
+        if len(tasks) > 1:
+            self._sub_jobs = [SlurmJob(folder, job_id, (task,)) for task in tasks]
+
+    def _register_in_watcher(self) -> None:
+        """Nothing: the watcher asks sacct, which a site need not have."""
+
+    @property
+    def state(self) -> str:
+        """Slurm's word; UNKNOWN when it gave none yet, or does not know the job any more."""
+        self._ask()
+        return self._state
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether the job is over and will not run again."""
+        self._ask(force=force_check)
+        return self._over
+
+    def cancel(self, check: bool = True) -> None:
+        """End the job; its agents commit and come down within Slurm's KillWait."""
+        del check
+        self._scheduler.cancel(self.job_id)
+
+    def _ask(self, *, force: bool = False) -> None:
+        """Ask the scheduler, but not often: every login node's users share it."""
+        now = self._clock.now()
+        pause = _ASK_SECONDS_AT_END if self.run.finished.exists() else _ASK_SECONDS
+        if self._over or (not force and now - self._asked < pause):
+            return
+        self._asked = now
+        try:
+            found = self._scheduler.job(self.job_id)
+        except SchedulerError:
+            if now - self._answered > _SILENCE_SECONDS:
+                raise
+            return
+        self._answered = now
+        self._state, self._over = (found.state, not found.live) if found else ("UNKNOWN", True)
+
+
+class SlurmNodes(SlurmExecutor):
+    """Submitit's Slurm executor for one run: one job, one task per node.
+
+    Differs from its base in the batch file (`slurm.batch.allocation`), in an sbatch that hears nothing of a job around
+    it, and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map arrays.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        config: RunConfig,
+        plan: Plan,
+        *,
+        run_id: str,
+        scheduler: Scheduler,
+        clock: Clock = CLOCK,
+    ) -> None:
+        super().__init__(run.submitit / "slurm", max_num_timeout=-1)
+        self._run, self._config, self._plan, self._run_id = run, config, plan, run_id
+        self._scheduler, self._clock = scheduler, clock
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+    def batch_file(self) -> str:
+        """The exact text that `submit` hands to sbatch."""
+        return self._make_submission_file_text(self._submitit_command_str, "")
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        del uid
+        return allocation.batch_file(
+            self._config,
+            self._plan,
+            self._run,
+            run_id=self._run_id,
+            folder=self.folder,
+            python=sys.executable,
+            command=command,
+        )
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        """As the base's, but the function of a job that was not queued does not stay on disk."""
+        before = set(self.folder.glob("*.pkl"))
+        try:
+            return super()._internal_process_submissions(delayed_submissions)
+        except BaseException:
+            for file in set(self.folder.glob("*.pkl")) - before:
+                file.unlink()
+            raise
+
+    def _submit_command(self, command: str) -> RunJob:
+        """Hand the file to sbatch; `SchedulerError` with what it said.
+
+        Where it got no answer, the job that the scheduler has with our run_id is taken for the submitted one, and if
+        there is none, this raises `NoAnswer`.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f".{uuid.uuid4().hex}_submission.sh"
+        file.write_text(self._make_submission_file_text(command, ""))
+        try:
+            job_id = self._queued(file)
+        except BaseException:
+            file.unlink()
+            raise
+        JobPaths(self.folder, job_id=job_id).move_temporary_file(file, "submission_file")
+        ranks = list(range(self._plan.ranks))
+        return RunJob(self.folder, job_id, ranks, run=self._run, scheduler=self._scheduler)
+
+    def _queued(self, file: Path) -> str:
+        try:
+            return self._get_job_id_from_submission_command(_sbatch(file))
+        except NoAnswer as error:
+            lost, trouble = str(error), ""
+
+        def look() -> str | None:
+            nonlocal trouble
+            try:
+                found = self._scheduler.jobs_with(self._run_id)
+            except SchedulerError as error:
+                trouble = f" ({error})"
+                return None
+            trouble = ""
+            return found[0].id if found else None
+
+        try:
+            return wait_for("the job", look, LOST_SECONDS, pause=1.0, longest_pause=10.0, clock=self._clock)
+        except DeadlineError:
+            mend = f"the same command submits it, unless squeue shows a job with the comment 'rollcall {self._run_id}'"
+            raise NoAnswer(f"{lost}, and the queue shows no such job{trouble}; {mend}") from None
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        said = string.decode() if isinstance(string, bytes) else string
+        found = re.search(r"Submitted batch job (\d+)", said)
+        if found is None:
+            raise NoAnswer(f"sbatch named no job: {_one_line(said)}")
+        return found.group(1)
+
+
+def _sbatch(file: Path) -> str:
+    """What sbatch printed; `SchedulerError` if it refused the file, `NoAnswer` if it heard nothing."""
+    try:
+        done = subprocess.run(
+            ["sbatch", str(file)],
+            env=submission_environment(),
+            capture_output=True,
+            text=True,
+            timeout=SUBMIT_SECONDS,
+            check=False,
+            start_new_session=True,  # Ctrl-C must not reach it between queueing and answering
+        )
+    except FileNotFoundError as error:
+        raise SchedulerError("sbatch is not on PATH") from error
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"sbatch gave no answer in {SUBMIT_SECONDS:g} s") from error
+    if done.returncode and NO_ANSWER.search(done.stderr):
+        raise NoAnswer(f"sbatch got no answer: {_one_line(done.stderr)}")
+    if done.returncode:
+        raise SchedulerError(f"sbatch refused the job: {_one_line(done.stderr)}")
+    return done.stdout
+
+
+def _one_line(said: str) -> str:
+    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.strip().splitlines())

@@ -1,0 +1,1 @@
+"""What a user starts: submission, sweeps, what follows a job, and its cancellation."""

@@ -1,0 +1,148 @@
+"""Following a job until it is over, and how it ended.
+
+Owns what the launcher says after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 130 or
+143 interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm job alone, and that
+the report cannot change how a run ended.
+"""
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pipeline.checkpoints import tell_newest
+from pipeline.report.history import RUNS, read_history
+from pipeline.report.page import write_report
+from pipeline.rundir.documents import Finished, Outcome
+from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from slurm.batch.executors import RunJob
+from slurm.registry import runs
+from slurm.watch.view import follow
+
+INTERRUPTS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+CANCELLED = "CANCELLED"
+
+
+def print_job(job: RunJob) -> None:
+    """What was submitted, and what can be done with it from here or from anywhere else."""
+    name = shlex.quote(called(job.run.root))
+    print(f"submitted job {job.job_id}")
+    print(f"  run         {job.run.root}")
+    print(f"  watch       python launchers/watch.py run={name}")
+    print(f"  cancel      python launchers/cancel.py run={name}", flush=True)
+
+
+def called(root: Path) -> str:
+    """What the launchers call a run: its name below `runs/`, else its directory."""
+    below = RUNS.resolve()
+    return str(root.relative_to(below)) if root.is_relative_to(below) else str(root)
+
+
+def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
+    """Show the run until its Slurm job is over; the exit code: the run's, or 0 when the watcher was told to leave."""
+    follow(job.run.root, lambda: bool(interrupted) or job.done())
+    if not interrupted:
+        return conclude_job(job)
+    print(f"left; job {job.job_id} goes on", flush=True)
+    return 0
+
+
+def conclude_job(job: RunJob) -> int:
+    """Say how the job ended, from the attempt that it made last; the exit code."""
+    attempt = last_attempt(job.run, job.job_id)
+    if attempt is not None or job.run.finished.exists():
+        named = attempt or job.run.attempt(runs.identity(job.run).run_id, f"{job.job_id}-0")
+        return conclude(job.run, named, [], job.state)
+    print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
+    return INTERRUPTS[signal.SIGTERM] if job.state == CANCELLED else 1
+
+
+def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
+    """The job's newest attempt; None before its first."""
+    pairs = [folder.name.rpartition("-") for folder in run.attempts.glob(f"{job}-*")]
+    restarts = [int(restart) for of, _, restart in pairs if of == job and restart.isdecimal()]
+    return run.attempt(runs.identity(run).run_id, f"{job}-{max(restarts)}") if restarts else None
+
+
+@contextmanager
+def interrupts() -> Iterator[list[signal.Signals]]:
+    """Collects the signals that ask the launcher to end, instead of ending it.
+
+    A hang-up that was ignored before, as `nohup` does, stays ignored.
+    """
+    received: list[signal.Signals] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    wanted = [number for number in INTERRUPTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def conclude(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = "") -> int:
+    """Say how the run ended and where to look, then write the report; the exit code, which a report cannot change.
+
+    `interrupted` are the signals that ended it from here, `job_state` Slurm's word for the end of the job.
+    """
+    code = _tell_end(paths, attempt, interrupted, job_state)
+    try:
+        print(f"  report      {write_report(read_history(paths.root, alive=False))}", flush=True)
+    except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"warning: the report could not be written: {reason}", file=sys.stderr)
+    return code
+
+
+def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str) -> int:
+    finished = files.read_document(paths.finished, Finished)
+    if finished is not None:
+        print(f"finished {finished.steps} steps\n  metrics     {paths.metrics}")
+        print(f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}", flush=True)
+        return 0
+    if _tell_failure(attempt):
+        return 1
+    if interrupted:
+        print(f"interrupted; the same command {_what_resuming_does(paths)}", file=sys.stderr)
+        return INTERRUPTS[interrupted[0]]
+    draining = Events(attempt).seen("draining")
+    if draining is not None or job_state == CANCELLED:
+        why = f"{draining.by} was told to end ({draining.detail})" if draining else "the job was cancelled"
+        print(f"interrupted: {why}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
+        return INTERRUPTS[signal.SIGTERM]
+    how = f" ({job_state})" if job_state else ""
+    print(f"failed: the job ended without a reason{how}; see its output in {paths.submitit}", file=sys.stderr)
+    return 1
+
+
+def _tell_failure(attempt: AttemptPaths) -> bool:
+    """Say what failed, if anything did.
+
+    A job that was stopped has failed, also where no role did and the agents were only told to end: as srun tells them
+    when a rank is lost.
+    """
+    outcome = files.read_document(attempt.outcome, Outcome)
+    failure = files.read_document(attempt.first_failure, FirstFailure)
+    if failure is not None:
+        print(f"failed: {failure.one_line()}\n  {attempt.first_failure}", file=sys.stderr)
+        if outcome is not None:
+            print(f"  {outcome.decision}: {outcome.reason}", file=sys.stderr)
+    elif outcome is not None and outcome.decision == "stopped":
+        print(f"failed: {outcome.reason}\n  {attempt.outcome}", file=sys.stderr)
+    else:
+        return False
+    return True
+
+
+def _what_resuming_does(paths: RunPaths) -> str:
+    return tell_newest(paths, "resumes it from {}", "starts it over, since it had no checkpoint yet")

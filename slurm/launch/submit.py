@@ -1,0 +1,198 @@
+"""Submitting a run: check everything, show the plan, start one job, follow it.
+
+Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right:
+then the exit code is 2, else that of `slurm.launch.following`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from rich.console import Console
+
+from pipeline.config import RunConfig
+from pipeline.config.models import longest_sequence
+from pipeline.config.rules import check_run
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.roles.inference import find_vllm
+from pipeline.roles.redis import find_server
+from pipeline.rundir.paths import RunPaths
+from pipeline.system.waiting import wait_for
+from pipeline.tasks import check_task, load_task
+from pipeline.world.assignment import describe
+from pipeline.world.plan import Plan, make_plan
+from slurm.batch.allocation import split
+from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
+from slurm.batch.sites import check_site, warnings
+from slurm.launch.compose import compose_config
+from slurm.launch.following import conclude, follow_job, interrupts, print_job
+from slurm.launch.sweep import Launch, sweep
+from slurm.node.agent import Agent
+from slurm.node.supervisor import longest_descent
+from slurm.registry import runs
+from slurm.scheduler.commands import find_slurm
+from slurm.scheduler.protocol import Scheduler
+from slurm.watch.view import follow
+
+_SLACK_SECONDS = 20.0
+"""How much longer than its agents a job may take to come down."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of a submission with these command-line arguments."""
+    try:
+        options, overrides = _read(argv)
+        if options.multirun:
+            return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
+        config = compose_config(overrides)
+        if options.cfg:
+            print(config.model_dump_json(indent=2))
+            return 0
+        if options.detach and config.cluster.kind == "local":
+            mend = "a local run ends with its launcher; start it with nohup, or in tmux"
+            raise ConfigError("option", "--detach", "cluster=slurm", mend)
+        plan = check(config)
+        print_plan(config, plan, _warnings(config), script=options.dry_run)
+        return 0 if options.dry_run else run(config, plan, detach=options.detach)
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options and overrides; `ConfigError` for an option there is not."""
+    expected = "one of --cfg, --detach, --dry-run, --help, --multirun"
+    try:
+        options, overrides = _parser().parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError("option", " ".join(argv), expected, str(error)) from None
+    unknown = [argument for argument in overrides if argument.startswith("-")]
+    if unknown:
+        raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
+    if options.cfg and options.multirun:
+        raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
+        overrides.remove("job")
+    return options, overrides
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launchers/submit.py",
+        description="Submit one run: python launchers/submit.py experiment=demo cluster=local key=value …",
+        epilog="Run the same command again to resume an interrupted run. Keys: docs/configuration.md.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--cfg", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
+    parser.add_argument("--detach", action="store_true", help="submit the Slurm job and do not follow it")
+    parser.add_argument("-m", "--multirun", action="store_true", help="a sweep, one run for each point: docs/sweeps.md")
+    return parser
+
+
+def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
+    """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way.
+
+    `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
+    """
+    check_run(config, longest_sequence(config.model))
+    plan = make_plan(config)
+    check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
+    find_vllm()
+    if config.streams.backend == "redis":
+        find_server()
+    runs.examine(config)
+    if config.cluster.kind == "slurm":
+        scheduler = find_slurm()
+        accepted = [] if accepted is None else accepted
+        text, shape = batch_text(config, plan, scheduler), (config.cluster, config.resources, plan)
+        if shape not in accepted:
+            check_site(config, plan, scheduler, text)
+            accepted.append(shape)
+    return plan
+
+
+def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
+    """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
+    paths = RunPaths(config.directory.resolve())
+    run_id = runs.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
+    return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    return warnings(config, find_slurm()) if config.cluster.kind == "slurm" else []
+
+
+def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
+    """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
+    services = len(split(plan)[0]) if config.resources.layout == "het" else 0
+    for line in describe(plan, without_gpus=services):
+        console.print(f"  {line}")
+    for warning in warned:
+        print(f"warning: {warning}", file=sys.stderr)
+    if script and config.cluster.kind == "slurm":
+        print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
+
+
+def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
+    """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
+    if config.cluster.kind == "local":
+        return run_here(config, plan)
+    with interrupts() as interrupted:
+        job = submit_one(config, plan)
+        print_job(job)
+        return 0 if detach else follow_job(job, interrupted)
+
+
+def submit_one(config: RunConfig, plan: Plan) -> RunJob:
+    """Queue the Slurm job of a run; it is on record when this returns.
+
+    If this raises, none is queued, but for `NoAnswer`: should the job show up later, it finds nothing to run, and a
+    further submission is refused for as long as it lives.
+    """
+    scheduler = find_slurm()
+    with runs.claimed(config) as paths, runs.job_replaced(paths):
+        executor = SlurmNodes(paths, config, plan, run_id=runs.identity(paths).run_id, scheduler=scheduler)
+        job = executor.submit(Agent(paths.root))
+        assert isinstance(job, RunJob)
+        try:
+            runs.record_job(paths, "slurm", job.job_id)
+        except BaseException:
+            job.cancel()
+            raise
+    return job
+
+
+def run_here(config: RunConfig, plan: Plan) -> int:
+    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
+    with runs.claimed(config) as paths, interrupts() as interrupted:
+        print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
+        executor = VirtualNodes(paths, plan.ranks)
+        runs.record_job(paths, "local", executor.job_name)
+        job = executor.submit(Agent(paths.root))
+        follow(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
+        if interrupted:
+            print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
+            job.cancel()
+            print("press Ctrl-C again to end it at once", file=sys.stderr, flush=True)
+        most = longest_descent(config.cluster) + _SLACK_SECONDS
+        wait_for("the job to end", lambda: job.done() or len(interrupted) > 1, most)
+        if not job.done():
+            executor.kill()
+        attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
+        return conclude(paths, attempt, interrupted)
+
+
+def one_run() -> Launch:
+    """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
+    return Launch(
+        check=partial(check, accepted=[]),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config), script=whole),
+        run=run_here,
+        submit=lambda config, plan: submit_one(config, plan).job_id,
+        scheduler=find_slurm,
+    )

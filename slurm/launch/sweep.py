@@ -1,0 +1,168 @@
+"""A sweep: many runs from one command line, one job each.
+
+Owns the order of a sweep's submission: look at every point, then submit what is open. Promises that nothing is
+submitted unless every point is right; that the same command again submits what is unfinished and nothing else; and that
+the manifest always says how far a submission came. Must not know how one run is submitted: that is its `Launch`.
+
+    sweep(["experiment=demo", "loss=grpo,gspo", "cluster=slurm"], launch)
+"""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.report.words import count
+from pipeline.rundir.paths import SweepPaths
+from pipeline.system import files
+from pipeline.world.plan import Plan
+from slurm.launch.compose import expand
+from slurm.launch.following import INTERRUPTS, called, interrupts
+from slurm.launch.points import Check, FindScheduler, Prepared, claimed, prepare
+from slurm.registry.manifest import Manifest, Point
+from slurm.watch.overview import Overview
+from slurm.watch.table import follow, show
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one run is checked, shown and submitted.
+
+    Attributes:
+        check: see `slurm.launch.points.Check`.
+        show: prints the plan; of the first point also what will be submitted.
+        run: a local run from start to end; its exit code.
+        submit: queues a job and returns its id.
+        scheduler: see `slurm.launch.points.FindScheduler`.
+    """
+
+    check: Check
+    show: Callable[[RunConfig, Plan, bool], None]
+    run: Callable[[RunConfig, Plan], int]
+    submit: Callable[[RunConfig, Plan], str]
+    scheduler: FindScheduler
+
+
+def sweep(overrides: Sequence[str], launch: Launch, *, dry_run: bool = False, detach: bool = False) -> int:
+    """Submit the points that these overrides describe; the exit code: 0, or 1 when a point failed or was refused.
+
+    A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
+    `detach`; Ctrl-C leaves them alone. `ConfigError` for the first point that is wrong.
+    """
+    prepared = prepare(expand(overrides), launch.check, launch.scheduler)
+    if detach and prepared.local:
+        mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
+        raise ConfigError("option", "--detach", "cluster=slurm", mend)
+    _tell(prepared)
+    if dry_run:
+        return _show(prepared, launch)
+    for entry, plan in prepared.open[:1]:
+        launch.show(entry.config, plan, False)
+    with claimed(prepared):
+        if prepared.local:
+            return run_all(prepared, launch)
+        complete = submit_all(prepared, launch)
+    if detach or not complete:
+        _tell_how(prepared)
+        return 0 if complete else 1
+    return watched(prepared, launch)
+
+
+def run_all(prepared: Prepared, launch: Launch) -> int:
+    """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
+    kept, failed = prepared.manifest, 0
+    for entry, plan in prepared.open:
+        kept = _noted(prepared.paths, kept, entry.point, job="local")
+        print(f"{entry.point}: {entry.point.name}", flush=True)
+        try:
+            code = launch.run(entry.config, plan)
+        except RollcallError as error:
+            kept = _noted(prepared.paths, kept, entry.point, refused=str(error))
+            print(f"error: {error}", file=sys.stderr)
+            code = error.exit_code
+        if code in INTERRUPTS.values():
+            print("the sweep ends here; the same command goes on with it", file=sys.stderr)
+            return code
+        failed += code != 0
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name)
+    show(overview.look(), overview.source, Console())
+    return 1 if failed else 0
+
+
+def submit_all(prepared: Prepared, launch: Launch) -> bool:
+    """Submit the open points in order; False after the first that is refused, which the manifest then says.
+
+    A signal ends it between two points, never between a job and its record.
+    """
+    kept, done = prepared.manifest, 0
+    with interrupts() as interrupted:
+        for entry, plan in prepared.open:
+            if interrupted:
+                break
+            try:
+                job = launch.submit(entry.config, plan)
+            except RollcallError as error:
+                _noted(prepared.paths, kept, entry.point, refused=str(error))
+                print(f"error: {entry.point}: {error}", file=sys.stderr)
+                break
+            kept = _noted(prepared.paths, kept, entry.point, job=job)
+            done += 1
+            print(f"  {entry.point.name}: job {job}", flush=True)
+    complete = done == len(prepared.open)
+    if not complete:
+        print(f"submitted {done} of {len(prepared.open)}; the same command submits the rest", file=sys.stderr)
+    return complete
+
+
+def watched(prepared: Prepared, launch: Launch) -> int:
+    """Follow all points of the command until none is live; 1 unless all finished, 0 when the watcher is left."""
+    mine = {entry.point.name for entry in prepared.entries}
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
+    try:
+        lines = follow(overview)
+    except KeyboardInterrupt:
+        print("left; the jobs go on")
+        _tell_how(prepared)
+        return 0
+    return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
+
+
+def _noted(paths: SweepPaths, kept: Manifest, point: Point, *, job: str = "", refused: str = "") -> Manifest:
+    """Write down what became of a point's submission."""
+    if job:
+        point = msgspec.structs.replace(point, job=job, submitted=time.time())
+    kept = kept.noted(msgspec.structs.replace(point, refused=refused))
+    files.write_document(paths.manifest, kept)
+    return kept
+
+
+def _show(prepared: Prepared, launch: Launch) -> int:
+    """The plan of every open point, once for equal ones; of the first one all that would be submitted."""
+    shown: list[Plan] = []
+    for entry, plan in prepared.open:
+        if plan in shown:
+            print(f"{entry.point}: {entry.point.name}, as planned above", flush=True)
+            continue
+        print(f"{entry.point}:", flush=True)
+        launch.show(entry.config, plan, not shown)
+        shown.append(plan)
+    return 0
+
+
+def _tell(prepared: Prepared) -> None:
+    standings = [entry.standing for entry in prepared.entries]
+    counts = [f"{standings.count(word)} {word}" for word in ("finished", "live") if word in standings]
+    todo = f"{standings.count('open')} to {'run' if prepared.local else 'submit'}"
+    print(f"sweep {prepared.paths.root}: {', '.join([count(len(standings), 'point'), *counts, todo])}", flush=True)
+
+
+def _tell_how(prepared: Prepared) -> None:
+    name = shlex.quote(called(prepared.paths.root))
+    print(f"  table       python launchers/runs.py sweep={name}")
+    print(f"  cancel      python launchers/cancel.py sweep={name}", flush=True)

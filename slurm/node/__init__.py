@@ -1,0 +1,1 @@
+"""One rank: the agent, and the roles that it starts, watches and ends."""

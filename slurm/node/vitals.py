@@ -1,0 +1,174 @@
+"""Whether a role is there, and whether it still lives.
+
+Owns who is asked or listened to, and from when on a silence is a hang. Promises that a question which hangs, or raises,
+holds up only its own thread; that a silence is judged by this agent's clock alone, from a counter that does not change;
+and that time in which this agent itself did not run (a suspended job, a stopped machine) counts for nobody's silence.
+Must not know what a role does, nor what becomes of one that hangs.
+
+A role that is ours tells heartbeats, one process each (`pipeline.system.heartbeat`); two silences count:
+
+    its process does not tick         longer than `seconds`: it is stopped, gone, or its interpreter is stuck
+    its work does not go on           longer than `seconds`, or than it declared where that is more
+
+A role that is not ours (Redis, vLLM) is asked whether it is ready for as long as it lives: `seconds` without a yes.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from pipeline.roles import Launch
+from pipeline.system import heartbeat
+from pipeline.system.waiting import CLOCK, Clock, Deadline
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+LONGEST_LOOK = 1.0
+"""What one look adds to a silence at most, in seconds: looks that come later were held up on this side."""
+STACKS_SECONDS = 2.0
+"""For all hung processes of a role to write their stacks."""
+
+
+class Probe:
+    """One question, asked again and again from `start` to `close`.
+
+    Attributes:
+        answers: how often the answer was yes.
+        trouble: what the question raised last, in words; empty if it never did.
+    """
+
+    def __init__(self, ask: Callable[[], bool], name: str) -> None:
+        self.answers, self.trouble = 0, ""
+        self._ask, self._closed = ask, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"probe {name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more. A question under way is left to its own deadline."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._closed.wait(pause):
+            pause = LONGEST_PAUSE if self.answers else min(1.5 * pause, LONGEST_PAUSE)
+            try:
+                self.answers += bool(self._ask())
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits for an answer tells it
+                self.trouble = f"{type(error).__name__}: {error}"
+
+
+class Silence:
+    """For how long a sign has not changed: seconds of this clock in which somebody looked."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._looked, self._seconds = clock, clock.now(), 0.0
+        self._sign: Hashable = None
+
+    def look(self, sign: Hashable) -> float:
+        """The silence so far, if this is the sign now."""
+        now = self._clock.now()
+        self._seconds = self._seconds + min(now - self._looked, LONGEST_LOOK) if sign == self._sign else 0.0
+        self._sign, self._looked = sign, now
+        return self._seconds
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Who does not live any more.
+
+    Attributes:
+        cause: what was seen, in words.
+        pid: the process that hangs; 0 if that is not known.
+    """
+
+    cause: str
+    pid: int = 0
+
+
+class Vitals:
+    """Of one role on this rank: `start` with its process, `watch` from when it is ready, `close` when it is down."""
+
+    def __init__(self, name: str, launch: Launch, seconds: float, clock: Clock = CLOCK) -> None:
+        self.probe, self.board = Probe(launch.ready, name), heartbeat.Board(launch.beats)
+        self._beats, self._seconds, self._clock = launch.beats, seconds, clock
+        self._runs: list[Silence] = []
+        self._works: list[Silence] = []
+
+    def watch(self, pid: int) -> Hang | None:
+        """Whether the role, whose first process is `pid`, hangs. To be called about as often as once a second."""
+        if not self._works:
+            self._runs = [Silence(self._clock) for _ in range(self._beats)]
+            self._works = [Silence(self._clock) for _ in range(max(1, self._beats))]
+            if self._beats:
+                self.probe.close()
+        if self._beats:
+            return self._listen()
+        silence = self._works[0].look(self.probe.answers)
+        if silence <= self._seconds:
+            return None
+        trouble = f"; {self.probe.trouble}" if self.probe.trouble else ""
+        return Hang(f"hung: it has not answered for {silence:.0f} s{_state(pid)}{trouble}", pid)
+
+    def _listen(self) -> Hang | None:
+        """The process that stands still comes before those that wait for it; then the longest silence counts."""
+        found: list[tuple[bool, float, Hang]] = []
+        for slot, record in enumerate(self.board.read()):
+            runs = self._runs[slot].look((record.pid, record.ticks))
+            works = self._works[slot].look((record.pid, record.beats))
+            who = f"process {slot} (pid {record.pid})" if record.pid else f"process {slot}"
+            if runs > self._seconds:
+                cause = f"hung: its {who} has shown no sign of life for {runs:.0f} s{_state(record.pid)}"
+                found.append((True, runs, Hang(cause, record.pid)))
+            elif works > max(self._seconds, record.seconds):
+                doing = f" in {record.doing!r}" if record.doing else ""
+                found.append(
+                    (False, works, Hang(f"hung: its {who} makes no progress{doing} for {works:.0f} s", record.pid))
+                )
+        return max(found, key=lambda one: one[:2])[2] if found else None
+
+    def stacks(self, pid: int) -> dict[int, str]:
+        """The Python stacks of the role's processes, by id, as far as they can write them; `pid` is the first one's."""
+        deadline = Deadline("the stacks", STACKS_SECONDS)
+        told = [record.pid for record in self.board.read()]
+        return {each: self._stacks_of(each, deadline) for each in _ours(pid, told)}
+
+    def close(self) -> None:
+        """Ask and listen no more."""
+        self.probe.close()
+        self.board.close()
+
+    def _stacks_of(self, pid: int, deadline: Deadline) -> str:
+        """One process after the other, so that what they write does not mix."""
+        self.board.drop_stacks()
+        with suppress(ProcessLookupError):
+            os.kill(pid, heartbeat.STACKS)
+            os.kill(pid, signal.SIGCONT)  # a stopped one writes before it does anything else, and is ended after it
+        before, text = "", ""
+        while not deadline.passed and (not text or text != before):
+            CLOCK.sleep(0.05)
+            before, text = text, self.board.take_stacks()
+        return text
+
+
+def _ours(leader: int, pids: Iterable[int]) -> list[int]:
+    """Those that are the leader or below it: an id that a process told may be somebody else's by now."""
+    try:
+        below = {child.pid for child in psutil.Process(leader).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return []
+    return [pid for pid in pids if pid == leader or pid in below]
+
+
+def _state(pid: int) -> str:
+    """What the kernel says of a process, where that explains a silence."""
+    words = {psutil.STATUS_STOPPED: ", it is stopped (SIGSTOP)", psutil.STATUS_DISK_SLEEP: ", it waits for a disk"}
+    try:
+        return words.get(psutil.Process(pid).status(), "") if pid else ""
+    except psutil.NoSuchProcess:
+        return ", it is gone"

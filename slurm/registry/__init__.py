@@ -1,0 +1,1 @@
+"""Which runs and sweeps there are, and whose each one is."""

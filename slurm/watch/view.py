@@ -1,0 +1,121 @@
+"""Following a run from any machine that sees its files: state, roles, progress and numbers, live in a terminal.
+
+Owns what the terminal shows and when. Promises that it only reads, so that ending it leaves the job alone, and that it
+prints plain lines without control codes where there is no terminal. Must not know the processes.
+
+    follow(run_dir, until=job.done)        the launcher, which knows its job
+    watch(run_dir)                         anybody else; goes on over requeues and ends with the run
+
+`slurm.watch.watcher` looks, `slurm.watch.snapshot` says what is the case, `slurm.watch.display` and
+`slurm.watch.ticker` how it looks.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from pipeline.errors import RollcallError
+from pipeline.report.history import find_run
+from pipeline.system.waiting import CLOCK, Clock
+from slurm.scheduler.commands import find_slurm
+from slurm.scheduler.protocol import Scheduler
+from slurm.watch import table
+from slurm.watch.display import render
+from slurm.watch.snapshot import Snapshot
+from slurm.watch.ticker import Ticker
+from slurm.watch.watcher import Watcher
+
+REFRESH_SECONDS = 0.5
+ANSWER_SECONDS = 5.0
+"""A scheduler that is slower than this is not waited for: the picture stands still meanwhile."""
+EXIT_CODES = {"failed": 1, "not submitted": 1, "interrupted": 130}
+"""By the state a run ended in; as the launcher's."""
+Look = tuple[Snapshot, bool]
+"""A run as it is, and whether that is the last to show."""
+
+
+def follow(
+    run_dir: Path,
+    until: Callable[[], bool],
+    *,
+    attempt: str = "",
+    console: Console | None = None,
+    clock: Clock = CLOCK,
+) -> Snapshot:
+    """Show the run until `until()`; the last snapshot.
+
+    `attempt` is the one to show; without a name it is always the newest. A run without an end is followed without one:
+    the caller's `until` is what bounds it.
+    """
+    watcher = Watcher(run_dir, attempt)
+
+    def look() -> Look:
+        last = until()
+        return watcher.look(), last
+
+    return _follow(look, console, clock)
+
+
+def watch(
+    run_dir: Path,
+    console: Console | None = None,
+    *,
+    scheduler: Callable[[], Scheduler] | None = None,
+    clock: Clock = CLOCK,
+) -> Snapshot:
+    """Show the run, over all its attempts, until it ended, or at once if there is nothing to wait for.
+
+    `scheduler` is asked where files cannot tell: without it, a job that was cancelled in the queue is waited for.
+    """
+    watcher = Watcher(run_dir, scheduler=scheduler, clock=clock)
+
+    def look() -> Look:
+        now = watcher.look()
+        return now, now.ended
+
+    return _follow(look, console, clock)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`run=<name or directory>`: watch a run; the exit code says how it ended, as the launcher's would.
+
+    `sweep=<name or directory>`: see `slurm.watch.table.watch`.
+    """
+    if any(argument.startswith("sweep=") for argument in arguments):
+        return table.watch(arguments)
+    try:
+        snapshot = watch(find_run(arguments), scheduler=lambda: find_slurm(ANSWER_SECONDS))
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("left; the run goes on")
+        return 0
+    return EXIT_CODES.get(snapshot.state, 0)
+
+
+def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> Snapshot:
+    """Show one look after the other until the last."""
+    console = console or Console()
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            return _until_last(look, lambda now, _: live.update(render(now), refresh=True), clock)
+    ticker = Ticker()
+
+    def tell(now: Snapshot, last: bool) -> None:
+        for line in ticker.lines(now, clock.now(), last=last):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return _until_last(look, tell, clock)
+
+
+def _until_last(look: Callable[[], Look], show: Callable[[Snapshot, bool], None], clock: Clock) -> Snapshot:
+    while True:
+        now, last = look()
+        show(now, last)
+        if last:
+            return now
+        clock.sleep(REFRESH_SECONDS)
