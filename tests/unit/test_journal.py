@@ -73,3 +73,8 @@ def test_who_was_replaced_while_the_disk_failed_changes_nothing(path: Path, monk
         keep_lines(path, before_the_second, refuse, FakeClock())
     assert path.read_bytes() == b"1\n2\n3\n"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_journal_begins_on_a_disk_that_fails_for_a_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk_that_fails(monkeypatch, Path, "stat", errno.ESTALE, times=1)
+    assert Journal(path).flush() == len(b"1\n2\n3\n")
