@@ -74,7 +74,7 @@ class RedisStreams(Streams):
         )
         self._process, self._generation = b"", 0
         self._posted: dict[str, bytes] = {}
-        self._posting = threading.RLock()
+        self._posting = threading.RLock()  # never held from one try to the next: others post meanwhile
         self._values = f"rollcall:state:{attempt}"
         self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
         self._step = 0
@@ -126,7 +126,7 @@ class RedisStreams(Streams):
     def put(self, key: str, value: bytes) -> None:
         with self._posting:
             self._posted[key] = value
-            self.exchange(lambda: self._client.hset(self._values, key, value))
+        self.exchange(lambda: self._post(key))
 
     def get(self, key: str) -> bytes | None:
         value: bytes | None = self.exchange(lambda: self._client.hget(self._values, key))
@@ -164,6 +164,11 @@ class RedisStreams(Streams):
                 raise self._failure(error) from error
             CLOCK.sleep(min(pause, deadline.left))
             pause = min(2 * pause, 1.0)
+
+    def _post(self, key: str) -> None:
+        """Once. What is posted is what `put` took last, also where an earlier one of another thread comes later."""
+        with self._posting:
+            self._client.hset(self._values, key, self._posted[key])
 
     def _meet(self, connection: Any) -> None:
         """Called by the client on each new connection, before it is used."""
