@@ -21,8 +21,9 @@ MOST_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 3600, 660
 """Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
-FAILED = 1
-"""pytest's exit code when tests failed. Every other one but 0 means that not all were run."""
+FAILED, OUT_OF_TIME = 1, 124
+"""Exit codes: pytest's own when tests failed, and ours when it did not end. Any but 0 and `FAILED` means that not all
+tests were run."""
 
 
 class Flake(NamedTuple):
@@ -67,7 +68,8 @@ def _pytest(
     try:
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as late:
-        return subprocess.CompletedProcess(command, FAILED, f"{late}\n{late.stdout!r}")
+        print(late, flush=True)
+        return subprocess.CompletedProcess(command, OUT_OF_TIME, f"{late}\n{late.stdout!r}")
 
 
 def _end(reason: str, tests: Sequence[str]) -> int:

@@ -44,6 +44,11 @@ OWNER, LINES = "OWNER", "lines"
 Line = tuple[str, ...] | None
 """Commits that count, as `<job>-<step>/<attempt>`, and attempts all of whose commits count; None for any whatever."""
 T = TypeVar("T")
+_MEND = (
+    "make sure that no attempt of the run is left running, remove the file, and resume the run. Without it every whole "
+    "commit counts, also one that was refused or came from a cut-off attempt, and the run goes on from the newest: "
+    "remove first the folders of those that must not count"
+)
 
 
 @dataclass(frozen=True)
@@ -117,26 +122,26 @@ class Fence:
 def lineage(storage: Storage) -> Lineage:
     """Whose commits count, as it is now."""
     owner = _owner(storage)
-    line = _read(storage, f"{LINES}/{owner}", Line, None) if owner else None
+    line = _read(storage, f"{LINES}/{owner}", Line, None, "which commits count") if owner else None
     if line is None and _owner(storage) != owner:  # replaced meanwhile, and its line is gone
         return lineage(storage)
     return Lineage(owner, line)
 
 
 def _owner(storage: Storage) -> str:
-    return _read(storage, OWNER, str, "")
+    return _read(storage, OWNER, str, "", "who may write")
 
 
-def _read(storage: Storage, name: str, kind: type[T] | object, otherwise: T) -> T:
-    """The document of that name, `otherwise` if there is none. A damaged one must not open the fence."""
+def _read(storage: Storage, name: str, kind: type[T] | object, otherwise: T, told: str) -> T:
+    """The document of that name, which tells `told`; `otherwise` if there is none. A damaged one must not open the
+    fence."""
     data = storage.get(name)
     if data is None:
         return otherwise
     try:
         return msgspec.json.decode(files.unseal(data) or b"", type=kind)
     except msgspec.DecodeError:
-        mend = "make sure that no attempt of the run is left running, remove the file, and resume the run"
-        raise CheckpointError(f"{storage.url(name)} is damaged, so who may write is not known: {mend}") from None
+        raise CheckpointError(f"{storage.url(name)} is damaged, so {told} is not known: {_MEND}") from None
 
 
 def _is_later(one: str, other: str) -> bool:

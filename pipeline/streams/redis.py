@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -74,7 +74,7 @@ class RedisStreams(Streams):
         )
         self._process, self._generation = b"", 0
         self._posted: dict[str, bytes] = {}
-        self._posting = threading.RLock()
+        self._posting = threading.RLock()  # never held from one try to the next: others post meanwhile
         self._values = f"rollcall:state:{attempt}"
         self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
         self._step = 0
@@ -92,13 +92,14 @@ class RedisStreams(Streams):
 
     def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         source, ids = acknowledging or (None, ())
-        opening = source.opening if isinstance(source, RedisReader) else ""
+        reader = source if isinstance(source, RedisReader) else None
+        opening = reader.opening if reader else ""
         settled = [part for id in ids for part in _split(id)]
         keys = [*_keys(topic), self._writer, *_keys(source.topic if source else topic)]
         with self._publishing:
             self._step += 1
             arguments = [self._budget, self._step, opening, len(settled), *settled, *payloads]
-            return int(self.run(scripts.PUBLISH, keys, arguments))
+            return int((reader or self).run(scripts.PUBLISH, keys, arguments))
 
     def reader(self, topic: str, kind: type[R], name: str) -> "RedisReader[R]":
         return RedisReader(self, topic, kind, name)
@@ -126,7 +127,7 @@ class RedisStreams(Streams):
     def put(self, key: str, value: bytes) -> None:
         with self._posting:
             self._posted[key] = value
-            self.exchange(lambda: self._client.hset(self._values, key, value))
+        self.exchange(lambda: self._post(key))
 
     def get(self, key: str) -> bytes | None:
         value: bytes | None = self.exchange(lambda: self._client.hget(self._values, key))
@@ -165,6 +166,11 @@ class RedisStreams(Streams):
             CLOCK.sleep(min(pause, deadline.left))
             pause = min(2 * pause, 1.0)
 
+    def _post(self, key: str) -> None:
+        """Once. What is posted is what `put` took last, also where an earlier one of another thread comes later."""
+        with self._posting:
+            self._client.hset(self._values, key, self._posted[key])
+
     def _meet(self, connection: Any) -> None:
         """Called by the client on each new connection, before it is used."""
         connection.on_connect()
@@ -201,27 +207,43 @@ class RedisReader(Reader[R], Generic[R]):
 
     def __init__(self, streams: RedisStreams, topic: str, kind: type[R], name: str) -> None:
         """Take the topic over; `StreamError` when its reader has another name."""
-        self.topic, self.opening = topic, secrets.token_hex(8)
+        self.topic, self.opening = topic, ""
         self._streams, self._kind, self._name = streams, kind, name
         self._stream, self._meta = _keys(topic)
-        self._begin("new")
+        self._refused = ""
+        self._begin()
 
-    def _begin(self, how: Literal["new", "again"]) -> None:
-        """Read from the first entry that is not acknowledged."""
+    def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """Run one of `redis_scripts` as this reader. Once refused it stays so, whatever a Redis forgets."""
+        self._refuse()
+        try:
+            return self._streams.run(script, keys, arguments)
+        except StreamError as error:
+            self._refused = str(error) if scripts.REPLACED in str(error) else ""
+            raise
+
+    def _refuse(self) -> None:
+        if self._refused:
+            raise StreamError(self._refused)
+
+    def _begin(self) -> None:
+        """Read from the first entry that is not acknowledged; the first time, take the topic over."""
         self._after, self._generation = b"0-0", self._streams.generation
-        owner = self._streams.run(scripts.OPEN, [self._meta], [self._name, self.opening, how])
+        owner, opening = self.run(scripts.OPEN, [self._meta], [self._name, self.opening])
         if owner != self._name.encode():
             raise StreamError(
                 f"topic {self.topic!r} is read by {owner!r}; a second reader {self._name!r} would lose entries"
             )
+        self.opening = opening.decode()
 
     def read(self, limit: int, seconds: float) -> list[Entry[R]]:
+        self._refuse()
         deadline = Deadline(f"an entry in {self.topic!r}", seconds)
         while True:
             wait = min(deadline.left, _BLOCK_SECONDS)
             found = self._streams.next_entries(self._stream, self._after, limit, wait)
             if self._generation != self._streams.generation:
-                self._begin("again")
+                self._begin()
                 continue
             entries = self._accept(found) if found else []
             if entries or (deadline.passed and not found):
@@ -230,7 +252,7 @@ class RedisReader(Reader[R], Generic[R]):
     def acknowledge(self, ids: Iterable[str]) -> None:
         parts = [part for id in ids for part in _split(id)]
         if parts:
-            self._streams.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], [self.opening, *parts])
+            self.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], [self.opening, *parts])
 
     def _accept(self, found: list[Raw]) -> list[Entry[R]]:
         entries = []
@@ -240,14 +262,14 @@ class RedisReader(Reader[R], Generic[R]):
             except RecordError as error:
                 self._reject(id, fields, str(error))
         last, fields = found[-1]
-        self._streams.run(scripts.MARK_READ, [self._meta], [self.opening, fields.get(b"e", b"0")])
+        self.run(scripts.MARK_READ, [self._meta], [self.opening, fields.get(b"e", b"0")])
         self._after = last
         return entries
 
     def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
         data = fields.get(b"d", b"")
         keys = [self._stream, self._meta, _rejected(self.topic)]
-        self._streams.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data])
+        self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data])
 
 
 _SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)

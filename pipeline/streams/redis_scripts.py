@@ -4,38 +4,56 @@ Owns the layout of a topic in Redis and its accounting:
 
     rollcall:<topic>            the stream; an entry has `d`, its bytes, and `e`, bytes published up to its end
     rollcall:<topic>:meta       hash: `published` and `read`, bytes since ever; `held`, bytes not acknowledged;
-                                `rejected`, a count; `reader`, the name of the topic's reader; `opening`, a token
-                                of the reader that was opened last
+                                `rejected`, a count; `reader`, the name of the topic's reader; `opened`, the number
+                                of its last opening
     rollcall:<topic>:rejected   the latest entries set aside
     rollcall:writer:<id>        last step of one writer, so that a step whose answer was lost is not done twice
     rollcall:state:<attempt>    hash: the values of an attempt
 
 Unread bytes are `published − read`, because a reader reads in order. The budget bounds `held`; but while nothing is
-unread one more entry is let in, since a reader that has all there is may need one more before it can acknowledge. Who
-reads shows the token of its opening to every script, and is refused when another one was opened since. Every script
-writes all of its changes or none, in memory and in the append-only file (Redis logs a script's effects as one
+unread one more entry is let in, since a reader that has all there is may need one more before it can acknowledge. Every
+script writes all of its changes or none, in memory and in the append-only file (Redis logs a script's effects as one
 transaction).
+
+Openings of a topic have growing numbers: microseconds of Redis's clock, or one more than the last where that stands
+still. Who reads shows its own to every script, and is refused when Redis knows a higher one. A Redis that lost its last
+writes may know a lower one, or none: it learns the one that is shown. So the reader that was opened last always gets
+on, and one that it replaced gets on only until that one shows its number.
 """
 
-_GUARD = """
+REPLACED = "REPLACED another process reads this topic now; this one was replaced, and stays so: end it"
+
+_GUARD = (
+    """
+local function last_opening(meta)
+  return tonumber(redis.call('HGET', meta, 'opened') or '0')
+end
 local function replaced(meta, opening)
-  local last = redis.call('HGET', meta, 'opening')
-  return last and last ~= opening
+  local last, own = last_opening(meta), tonumber(opening)
+  if last < own then redis.call('HSET', meta, 'opened', opening) end
+  return last > own
 end
-local REPLACED = redis.error_reply('REPLACED another process reads this topic now; this one was replaced')
 """
+    f"local REPLACED = redis.error_reply('{REPLACED}')\n"
+)
 
-OPEN = """
-local owner = redis.call('HGET', KEYS[1], 'reader')
-if owner and owner ~= ARGV[1] then return owner end
-if ARGV[3] == 'new' or not redis.call('HGET', KEYS[1], 'opening') then
-  redis.call('HSET', KEYS[1], 'reader', ARGV[1], 'opening', ARGV[2])
+OPEN = (
+    _GUARD
+    + """
+local owner, opening = redis.call('HGET', KEYS[1], 'reader'), ARGV[2]
+if owner and owner ~= ARGV[1] then return {owner, ''} end
+if opening == '' then
+  local now = redis.call('TIME')
+  opening = string.format('%.0f', math.max(now[1] * 1000000 + now[2], last_opening(KEYS[1]) + 1))
 end
-return ARGV[1]
+if replaced(KEYS[1], opening) then return REPLACED end
+redis.call('HSET', KEYS[1], 'reader', ARGV[1])
+return {ARGV[1], opening}
 """
-"""KEYS meta. ARGV: the reader's name, a token, `new` or `again`. Returns whose topic it is.
+)
+"""KEYS meta. ARGV: the reader's name, and its opening or nothing. Returns whose topic it is, and the opening.
 
-`again` is for a Redis that lost its last writes: it takes the topic only if the opening was among them.
+With an opening, a reader begins again: with a Redis that lost its last writes.
 """
 
 _ACKNOWLEDGE = (

@@ -136,7 +136,7 @@ def start(slot: int = 0, variables: Mapping[str, str] = os.environ) -> None:
 
 
 def beat() -> None:
-    """The work goes on."""
+    """The work goes on. From any thread."""
     if _heart is not None:
         _heart.beat()
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.system.outages import LAST_SECONDS, insist
+from pipeline.system.waiting import CLOCK, Clock
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class Journal:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._path, self._check = path, check
-        self._size = path.stat().st_size if path.exists() else 0
+        self._size = insist(f"the size of {path}", lambda: _size(path), LAST_SECONDS)
         self._unwritten = bytearray()
         self._told = False
 
@@ -62,28 +64,54 @@ class Journal:
             self._told = False
 
 
-def keep_lines(path: Path, wanted: Callable[[bytes, int], bool], check: Callable[[], None] = lambda: None) -> None:
+def _size(path: Path) -> int:
+    """In bytes; 0 where there is no file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def keep_lines(
+    path: Path,
+    wanted: Callable[[bytes, int], bool],
+    check: Callable[[], None] = lambda: None,
+    clock: Clock = CLOCK,
+) -> None:
     """Put a new file in place of the one at `path`, with those lines of which `wanted(line, end)` is true.
 
     `end` is the offset in bytes behind the line. A last line that was not written to its end goes too. Nothing happens
-    when there is no file; when there is no room for a new one, the old one stays, with a warning. `check` is called
-    right before the new one takes the name; what it raises leaves everything as it is.
+    when there is no file. A disk that fails for a passing reason, or is full, is tried again for `LAST_SECONDS`; then
+    the old file stays, with a warning. `check` is called right before the new one takes the name; what it raises leaves
+    everything as it is.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with path.open("rb") as old, part.open("wb") as new:
-            end = 0
-            for line in old:
-                end += len(line)
-                if line.endswith(b"\n") and wanted(line, end):
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        check()
-        part.replace(path)
+        insist(f"{path} to be rolled back", lambda: _replace(path, part, wanted, check), LAST_SECONDS, clock)
     except FileNotFoundError:
         return
     except OSError as error:
         log.warning("%s keeps lines of steps that are trained again: %s", path, error)
     finally:
+        _remove(part)
+
+
+def _replace(path: Path, part: Path, wanted: Callable[[bytes, int], bool], check: Callable[[], None]) -> None:
+    """Once; may be done again after it failed, even if the new file has the name by then."""
+    with path.open("rb") as old, part.open("wb") as new:
+        end = 0
+        for line in old:
+            end += len(line)
+            if line.endswith(b"\n") and wanted(line, end):
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    check()
+    part.replace(path)
+
+
+def _remove(part: Path) -> None:
+    try:
         part.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s is left over and may be removed: %s", part, error)

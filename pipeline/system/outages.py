@@ -2,7 +2,8 @@
 
 Owns which errors of a shared filesystem may pass, and how they are borne: what must be written or read is tried again
 until a deadline, and what an agent could not say is kept until it can. Promises that an error which cannot pass is
-raised at once. Knows nothing of what is read and written.
+raised at once, and that who tries again is not taken for hung meanwhile: every try is a beat
+(`pipeline.system.heartbeat`). Knows nothing of what is read and written.
 
     world = insist("the world to be read", lambda: files.read_document(path, World), seconds=30)
 """
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from pipeline.system import heartbeat
 from pipeline.system.waiting import CLOCK, Clock, Deadline
 
 T = TypeVar("T")
@@ -38,7 +40,11 @@ def is_passing(error: OSError) -> bool:
 
 
 def insist(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CLOCK) -> T:
-    """What `act` returns, tried again while it fails for a passing reason; after `seconds` its last error is raised."""
+    """What `act` returns, tried again while it fails for a passing reason; after `seconds` its last error is raised.
+
+    From whatever thread: one beside the work, that of a commit for instance, hides for as long that the work stands
+    still.
+    """
     deadline, pause = Deadline(awaited, seconds, clock), _PAUSE
     while True:
         try:
@@ -46,6 +52,7 @@ def insist(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CL
         except OSError as error:
             if not is_passing(error) or deadline.passed:
                 raise
+        heartbeat.beat()
         clock.sleep(min(pause, deadline.left))
         pause = min(2 * pause, _LONGEST_PAUSE)
 

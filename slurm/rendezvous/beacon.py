@@ -3,7 +3,8 @@
 Owns the connect-back: every agent answers connections that know its card's token, and the leader calls each card's
 addresses until one answers as its rank would. A beacon also calls another one for the leader, since what a node can
 reach of itself says nothing: docker0 has the same address on every node. Promises that a port that somebody else took
-meanwhile is not mistaken for ours, and that nobody outside of the run directory can make a beacon call. Knows no roles.
+meanwhile is not mistaken for ours; that nobody outside of the run directory can make a beacon call; and that strangers,
+however many connect, cost it no more than `CALLERS` threads and keep no peer out. Knows no roles.
 
     leader ──request──► rank 3                          is rank 3 at this address?
     leader ──request (relay)──► rank 3 ──request──► leader   can rank 3 reach the leader at this address?
@@ -15,6 +16,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -25,6 +27,9 @@ from pipeline.system.waiting import Deadline
 from pipeline.world.plan import Card
 
 CALLERS = 64
+"""How many a beacon has connected at a time, and how many ranks the leader calls at once."""
+BACKLOG = 1024
+"""Who connects in a burst waits its turn there; beyond it, the kernel tries again only after a second."""
 ANSWER_SECONDS = 1.0
 LONGEST_LINE = 4096
 
@@ -54,7 +59,8 @@ class Beacon:
     def __init__(self, run_id: str, attempt: str, rank: int, address: str = "", token: str = "") -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._key = _key(run_id, attempt, rank, token)
-        self._socket = socket.create_server((address, 0), family=family, backlog=CALLERS)
+        self._callers = _Callers()
+        self._socket = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._listen, name="beacon", daemon=True)
         self._thread.start()
@@ -80,8 +86,11 @@ class Beacon:
                 continue  # the caller went away before its turn
             except OSError:
                 return  # closed
-            # A caller that says nothing keeps nobody else waiting.
-            threading.Thread(target=self._answer, args=(caller,), name="beacon's answer", daemon=True).start()
+            if self._callers.admit(caller):
+                # A caller that says nothing keeps nobody else waiting.
+                threading.Thread(target=self._answer, args=(caller,), name="beacon's answer", daemon=True).start()
+            else:
+                caller.close()
 
     def _answer(self, caller: socket.socket) -> None:
         with caller:
@@ -89,9 +98,12 @@ class Beacon:
                 caller.settimeout(ANSWER_SECONDS)
                 request = _opened(self._key, _line(caller))
                 if request is not None:
+                    self._callers.heard(caller)
                     caller.sendall(self._reply(request))
             except OSError:
                 return  # the caller asks again, or asks another address
+            finally:
+                self._callers.leave(caller)
 
     def _reply(self, request: Request) -> bytes:
         if request.relay is None:
@@ -100,13 +112,52 @@ class Beacon:
         return _exchange(relay.address, relay.port, relay.request.encode(), ANSWER_SECONDS)
 
 
+class _Callers:
+    """Those who are connected, at most `CALLERS`.
+
+    Where there is no room for one more, that one is hung up on which has been silent for longest: a peer speaks as soon
+    as it is connected. One whose request was heard, so who knows the key, has its answer.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._silent: dict[socket.socket, None] = {}  # the oldest first
+        self._heard: set[socket.socket] = set()
+
+    def admit(self, caller: socket.socket) -> bool:
+        """Count one more in; False if there is no room within `ANSWER_SECONDS`, as all others are being answered."""
+        with self._changed:
+            if self._full() and self._silent:
+                with suppress(OSError):  # gone already
+                    next(iter(self._silent)).shutdown(socket.SHUT_RDWR)
+            if self._changed.wait_for(lambda: not self._full(), ANSWER_SECONDS):
+                self._silent[caller] = None
+            return caller in self._silent
+
+    def heard(self, caller: socket.socket) -> None:
+        """It is answered now."""
+        with self._changed:
+            self._silent.pop(caller)
+            self._heard.add(caller)
+
+    def leave(self, caller: socket.socket) -> None:
+        """To be called before it is closed."""
+        with self._changed:
+            self._silent.pop(caller, None)
+            self._heard.discard(caller)
+            self._changed.notify()
+
+    def _full(self) -> bool:
+        return len(self._silent) + len(self._heard) >= CALLERS
+
+
 def find_addresses(
     run_id: str, cards: Sequence[Card], witnesses: Sequence[Card] = (), seconds: float = ANSWER_SECONDS
 ) -> Mapping[int, str]:
     """For each card the first of its addresses where its rank answers within `seconds`; by rank.
 
     This process calls itself, or has the `witnesses` call, whose first addresses are known to be right: an address
-    counts when one of them got the answer. A rank that answers nowhere is absent. Calls up to 64 ranks at once.
+    counts when one of them got the answer. A rank that answers nowhere is absent. Calls up to `CALLERS` ranks at once.
     """
     if not cards:
         return {}

@@ -70,18 +70,19 @@ class FakeChild:
     def __init__(self, cluster: "Cluster", name: str) -> None:
         self._cluster, self._name = cluster, name
         self.pid = 0
-        self._asked: float | None = None
+        self.asked: float | None = None
+        """When it was asked to end, if it was."""
         self.code: int | None = None
 
     def poll(self) -> int | None:
         if self.code is None:
             self.code = self._cluster.rule(self._name)
-        if self.code is None and self._asked is not None and self._cluster.time >= self._asked + STOP_SECONDS:
+        if self.code is None and self.asked is not None and self._cluster.time >= self.asked + STOP_SECONDS:
             self.code = 1 if self._name.startswith("trainer") else 0
         return self.code
 
     def terminate(self) -> None:
-        self._asked = self._cluster.time if self._asked is None else self._asked
+        self.asked = self._cluster.time if self.asked is None else self.asked
 
     def kill(self, seconds: float = 0.0) -> int:
         self.code = -9 if self.code is None else self.code

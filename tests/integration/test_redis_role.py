@@ -184,6 +184,33 @@ def test_a_reader_goes_on_with_what_is_there_when_redis_lost_what_it_read_last(
 
 
 @with_each_redis
+@pytest.mark.parametrize("forgets", ["the last opening", "every opening"])
+def test_a_reader_that_was_replaced_stays_so_when_redis_forgot_who_replaced_it(tmp_path: Path, forgets: str) -> None:
+    with hold_port() as holder:
+        context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
+        with running_redis(context) as child:
+            first, second, third = connect(context), connect(context), connect(context)
+            third.publish_many("reissue", numbers(1, 2))
+            kept = copy_of(context) if forgets == "every opening" else None
+            told, untold = first.reader("reissue", Reissue, "actor"), second.reader("reissue", Reissue, "actor")
+            with pytest.raises(StreamError, match="stays so"):
+                told.read(1, 5)
+            kept = kept or copy_of(context)
+            reader = third.reader("reissue", Reissue, "actor")
+            (entry,) = reader.read(1, 5)
+            child.kill()
+        go_back(context, kept)
+        with running_redis(context), first, second, third:
+            with pytest.raises(StreamError, match="stays so"):
+                told.read(1, 0)
+            assert len(untold.read(1, 5)) == 1, "nobody can know better yet"
+            reader.acknowledge([entry.id])
+            with pytest.raises(StreamError, match="stays so"):
+                untold.read(1, 5)
+            assert [entry.record.position for entry in reader.read(10, 5)] == [2]
+
+
+@with_each_redis
 def test_a_torn_tail_of_the_data_loses_only_the_torn_write(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, child):
         with connect(context) as streams:

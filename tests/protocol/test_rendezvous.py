@@ -4,7 +4,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -12,7 +15,8 @@ import pytest
 
 from pipeline.system.directory import FileDirectory
 from pipeline.world.plan import Card, World
-from slurm.rendezvous.beacon import Beacon, find_addresses
+from slurm import beacon as beacons
+from slurm.rendezvous.beacon import CALLERS, Beacon, find_addresses
 from slurm.rendezvous.meeting import Claim, Lease
 from tests.fakes.ranks import make_cards
 
@@ -179,6 +183,46 @@ def test_nobody_who_does_not_know_its_token_can_make_a_beacon_call_or_answer_for
 def test_a_caller_that_says_nothing_keeps_nobody_waiting():
     with Beacon("run", "7-0", 2, "127.0.0.1") as beacon, socket.create_connection(("127.0.0.1", beacon.port)):
         assert find_addresses("run", [beacon_card(beacon, 2)], seconds=0.9) == {2: "127.0.0.1"}
+
+
+@pytest.fixture
+def strangers(monkeypatch):
+    """Connects more callers that say nothing than a beacon has room for; no time-out hangs up on them."""
+    monkeypatch.setattr(beacons, "ANSWER_SECONDS", 30.0)
+    with ExitStack() as connected:
+
+        def connect(beacon: Beacon, address: str) -> None:
+            for _ in range(3 * CALLERS):
+                connected.enter_context(socket.create_connection((address, beacon.port), timeout=BOUND))
+
+        yield connect
+
+
+def test_callers_that_say_nothing_take_few_threads_and_keep_no_peer_out(strangers):
+    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon:
+        strangers(beacon, "127.0.0.1")
+        assert find_addresses("run", [beacon_card(beacon, 2)], seconds=20) == {2: "127.0.0.1"}
+        assert [thread.name for thread in threading.enumerate()].count("beacon's answer") < 2 * CALLERS
+
+
+def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strangers):
+    with (
+        Beacon("run", "7-0", 0, "127.0.0.2") as leader,
+        Beacon("run", "7-0", 3, "127.0.0.3") as other,
+        socket.create_server(("127.0.0.4", 0)) as slow,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        slow.settimeout(BOUND)
+        card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.4"), beacon=slow.getsockname()[1])
+        witness = beacon_card(other, 3, "127.0.0.3")
+        found = pool.submit(find_addresses, "run", [card], [witness], 20)
+        relayed, _ = slow.accept()
+        strangers(other, "127.0.0.3")
+        assert find_addresses("run", [witness], seconds=20) == {3: "127.0.0.3"}, "the strangers before it are in"
+        with relayed, socket.create_connection(("127.0.0.2", leader.port), timeout=BOUND) as call:
+            call.sendall(relayed.recv(4096))
+            relayed.sendall(call.recv(4096))
+        assert found.result(BOUND) == {0: "127.0.0.4"}
 
 
 def test_a_closed_beacon_answers_nobody():

@@ -24,7 +24,7 @@ from pipeline.system.waiting import Deadline, wait_for
 from pipeline.world.plan import Placement, RoleName, World
 from slurm.launch.compose import compose_config
 from slurm.node import supervisor
-from slurm.node.supervisor import End, Notice, Supervisor, longest_descent
+from slurm.node.supervisor import End, Notice, Supervisor
 from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
@@ -265,17 +265,6 @@ def test_a_trainer_has_as_much_time_to_commit_when_something_else_failed(attempt
     assert ("trainer.0", "stopping") not in history
     assert history.index(("inference.0", "stopping")) < history.index(("trainer.0", "stopped"))
     assert history.index(("trainer.0", "stopped")) < history.index(("redis.0", "stopping"))
-
-
-def test_a_failure_gives_a_trainer_that_commits_already_no_more_time(attempt: Callable[..., Attempt]) -> None:
-    run = attempt(trainer=STUBBORN)
-    wait_for("all roles", run.all_ready, WAIT_SECONDS)
-    run.notices[0].reason = "SIGTERM"
-    wait_for("the others to come down", lambda: ("actor.0", "stopped") in run.history(), WAIT_SECONDS)
-    longest = Deadline("the descent", longest_descent(run.cluster))
-    run.events.publish("failed", "agent.9", "for the test")
-    assert run.join() == {"failed"}
-    assert not longest.passed
 
 
 def test_a_role_that_the_kernel_does_not_end_keeps_no_other_alive(

@@ -222,8 +222,11 @@ def test_a_line_that_cannot_be_read_counts_nothing(root: str) -> None:
     Fence(root, "12-0").keep(["rl-1/11-0"])
     line = Path(root) / "lines/12-0"
     line.write_bytes(line.read_bytes().replace(b"11-0", b"11-1"))
-    with pytest.raises(CheckpointError, match="lines/12-0 is damaged"):
+    told = r"lines/12-0 is damaged, so which commits count is not known: .*remove the file.*every whole commit counts"
+    with pytest.raises(CheckpointError, match=told):
         newest_committed(root)
+    line.unlink()
+    assert lineage(Storage(root)).counts("rl-1", "11-1"), "it says what its removal does"
 
 
 def test_what_counted_before_a_claim_counts_until_the_owner_has_chosen(root: str) -> None:

@@ -1,7 +1,9 @@
-"""Where the trainer's processes tell that their work goes on, and what they declare."""
+"""Where the processes of roles tell that their work goes on, and what they declare."""
 
+import errno
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.roles.context import RoleContext
 from pipeline.system import heartbeat
+from pipeline.system.outages import OUTAGE_SECONDS, insist
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import STOP, Patience, Site
 from pipeline.training.workers.worker import Worker
@@ -77,6 +80,21 @@ def test_a_rank_may_wait_for_its_order_as_long_as_the_controller_may_be_silent(
 def test_a_controller_that_waits_tells_that_it_does(heart: Heart, site: Site) -> None:
     Control(site, False, FakeClock()).idle()
     assert heart.beats == 1
+
+
+def test_who_insists_on_a_disk_that_fails_is_never_silent_for_long(
+    heart: Heart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, beats = FakeClock(), [0.0]
+    monkeypatch.setattr(heart, "beat", lambda: beats.append(clock.time))
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        insist("it", fail, OUTAGE_SECONDS, clock)
+    assert clock.time == pytest.approx(OUTAGE_SECONDS)
+    assert max(after - before for before, after in pairwise([*beats, clock.time])) < 3.0
 
 
 @pytest.mark.parametrize("ask", [Worker._values, partial(Worker._logprobs, temperature=1.0, entropy=False)])

@@ -1,13 +1,16 @@
 """The life of a role, and the order in which a run comes down."""
 
 import itertools
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from pipeline.errors import TransitionError
+from pipeline.rundir.events import Events
 from pipeline.world.plan import Placement, RoleName, World
 from slurm.node import lifecycle
+from tests.fakes import agents
 
 
 def test_a_role_lives_from_waiting_to_stopped() -> None:
@@ -40,3 +43,23 @@ def test_redis_waits_for_all_who_talk_to_it() -> None:
     assert waits["redis"] == {"actor", "preprocessor", "trainer", "inference"}
     assert waits["trainer"] == {"actor", "preprocessor"}
     assert waits["actor"] == set()
+
+
+@pytest.mark.parametrize("failed_after", [float("inf"), 0.5, 0.9])
+def test_a_failure_gives_a_trainer_that_commits_already_no_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_after: float
+) -> None:
+    monkeypatch.setattr(agents, "COMMIT_SECONDS", float("inf"))
+    told = 30.0
+    cluster = agents.make_cluster(tmp_path, {}, signals=dict.fromkeys(range(agents.RANKS), told))
+    grace, rule = cluster.run.config.cluster.grace_seconds, cluster.rule
+
+    def rule_while_another_agent_fails(name: str) -> int | None:
+        if cluster.time >= told + failed_after * grace:
+            Events(cluster.paths, cluster.views[4]).publish("failed", "agent.4")
+        return rule(name)
+
+    monkeypatch.setattr(cluster, "rule", rule_while_another_agent_fails)
+    end_of_trainer = cluster.start(monkeypatch)[1]
+    assert (end_of_trainer == "preempted") == (failed_after > 1)
+    assert cluster.children["trainer.0"].asked == pytest.approx(told + grace, abs=1)

@@ -18,6 +18,8 @@ from pipeline.training.workers import tensor_files, worker
 from pipeline.training.workers.model import build
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import Worker
+from pipeline.weights.wire import Layout, Parameter
+from tests.fakes.full_disk import room_for
 from tests.fakes.shards import rank_of
 
 SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 19, "head_dim": 8}
@@ -131,14 +133,49 @@ def test_a_critic_needs_no_head(folder: Path) -> None:
     assert torch.equal(critic.layers[1].mlp.down_proj.weight, load_file(folder / "model.safetensors")[DOWN])
 
 
-def test_files_that_are_torn_or_not_there_are_refused(folder: Path) -> None:
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+def test_files_that_are_torn_or_not_there_are_refused_with_a_mend(folder: Path) -> None:
+    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{path} cannot be read: .*; copy the whole model"):
         built(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{folder} has no model\.safetensors.*No such file.*; model\.path must"):
         built(folder)
+    for text in ("[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}'):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{index} has no weight_map.*; copy the whole model"):
+            built(folder)
+    index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(
+        CheckpointError, match=rf"{folder}/model-1\.safetensors cannot be read: .*; copy the whole model"
+    ):
+        built(folder)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda files: files.whole(DOWN), lambda files: files.slice(DOWN)[:1]],
+    ids=["whole", "slice"],
+)
+def test_a_file_that_is_cut_while_it_is_read_is_named_with_a_mend(
+    folder: Path, read: Callable[[tensor_files.TensorFiles], Tensor]
+) -> None:
+    path = folder / "model.safetensors"
+    files = tensor_files.TensorFiles(folder)
+    with path.open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(CheckpointError, match=rf"{path} cannot be read: .*; copy the whole model"):
+        read(files)
+
+
+def test_a_file_that_the_disk_does_not_take_is_named_with_a_mend(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(1000)}
+    layout = Layout(tuple(Parameter.of(name, tensor) for name, tensor in tensors.items()))
+    with (
+        room_for(1000),
+        pytest.raises(CheckpointError, match=rf"{tmp_path}/model\.safetensors cannot be written: .*; make room there"),
+    ):
+        tensor_files.write_tensors(tmp_path, layout, tensors.items())
 
 
 FAMILIES = [
@@ -265,6 +302,6 @@ def test_a_model_that_cannot_be_written_has_been_gathered_all_the_same(
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 1)
     monkeypatch.setattr(tensor_files.os, "fsync", full)
     for one in shards(folder, 1, monkeypatch):
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CheckpointError, match="disk full"):
             one.save_hf_model(folder.parent / "out")
         assert len(calls) == len(one.layout.parameters) > 1

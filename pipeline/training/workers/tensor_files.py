@@ -1,8 +1,8 @@
 """Tensors in the safetensors files of a directory, read and written piece by piece.
 
 Owns which files of a model directory hold its weights, and the form of those that are written. Promises that reading
-brings into memory what is asked for and no page of a file beside it, and that writing holds one tensor at a time. Must
-not know what the tensors are.
+brings into memory what is asked for and no page of a file beside it, that writing holds one tensor at a time, and that
+what a disk refuses is a `CheckpointError` with the file and the mend. Must not know what the tensors are.
 
     files = TensorFiles(directory)
     files.keys, files.shape(key), files.slice(key)[100:200]
@@ -17,6 +17,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ from pipeline.weights.wire import Layout, Parameter
 FILE_BYTES = 4 << 30
 """A file is no larger than this, unless one tensor is."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_COPY = "copy the whole model to that directory again, or set model.path to one that is whole"
+_PROVIDE = (
+    "model.path must hold all weights as safetensors: copy the whole model there, have transformers convert older "
+    "forms (save_pretrained), or ask for random weights (model.init=random)"
+)
+_RESUME = "make room there, or mend the disk, and resume: then it is written anew"
 _TYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -45,49 +52,69 @@ _TYPES = {
 
 
 class TensorFiles:
-    """The weights of a model directory, by key; files are opened once and stay open."""
+    """The weights of a model directory, by key; files are opened once and stay open. `CheckpointError` for a file that
+    is missing or torn, or that the disk gives no more."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers; `CheckpointError` if a file is missing or torn."""
-        self._directory = directory
-        self._opened: dict[str, Any] = {}
+        """Read the headers."""
+        self._opened: dict[str, tuple[Path, Any]] = {}
         for name in _names(directory):
-            try:
-                opened: Any = safe_open(directory / name, "pt", backend="pread")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{directory / name} cannot be read: {error}") from error
-            self._opened |= dict.fromkeys(opened.keys(), opened)
+            path = directory / name
+            with _named(path, "read", _COPY):
+                opened: Any = safe_open(path, "pt", backend="pread")
+            self._opened |= dict.fromkeys(opened.keys(), (path, opened))
 
     @property
     def keys(self) -> list[str]:
         return list(self._opened)
 
-    def slice(self, key: str) -> Any:
+    def slice(self, key: str) -> "TensorSlice":
         """The tensor of that key, of which what it is indexed with is read."""
-        return self._opened[key].get_slice(key)
+        path, opened = self._opened[key]
+        return TensorSlice(path, opened.get_slice(key))
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.slice(key).get_shape())
 
     def whole(self, key: str) -> Tensor:
-        tensor: Tensor = self._opened[key].get_tensor(key)
+        path, opened = self._opened[key]
+        with _named(path, "read", _COPY):
+            tensor: Tensor = opened.get_tensor(key)
+        return tensor
+
+
+class TensorSlice:
+    """One tensor of a file; reads what it is indexed with."""
+
+    def __init__(self, path: Path, opened: Any) -> None:
+        self._path, self._opened = path, opened
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._opened.get_shape()
+        return shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with _named(self._path, "read", _COPY):
+            tensor: Tensor = self._opened[index]
         return tensor
 
 
 def write_tensors(directory: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors of this layout, and for more than one file the index that names them; all are on disk then.
 
-    Each tensor may change, or go, as soon as the next one is asked for.
+    Each tensor may change, or go, as soon as the next one is asked for. `CheckpointError` if the disk does not take it.
     """
     files = list(_cut(layout.parameters, FILE_BYTES))
     names = [_WHOLE] if len(files) == 1 else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in _count(files)]
     coming = iter(tensors)
     for name, parameters in zip(names, files, strict=True):
-        _write_file(directory / name, parameters, coming)
+        with _named(directory / name, "written", _RESUME):
+            _write_file(directory / name, parameters, coming)
     if len(files) > 1:
         places = {p.name: name for name, parameters in zip(names, files, strict=True) for p in parameters}
         index = {"metadata": {"total_size": sum(p.bytes for p in layout.parameters)}, "weight_map": places}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        with _named(directory / _INDEX, "written", _RESUME):
+            (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _count(files: list[Any]) -> range:
@@ -101,9 +128,26 @@ def _names(directory: Path) -> list[str]:
     try:
         index = json.loads((directory / _INDEX).read_text())
         return sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        found = " ".join(str(error).split())
-        raise CheckpointError(f"{directory} has no {_WHOLE}, and its {_INDEX} cannot be read: {found}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory} has no {_WHOLE}, and its {_INDEX} cannot be read: {_said(error)}; {_PROVIDE}"
+        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / _INDEX} has no weight_map from tensors to files; {_COPY}") from error
+
+
+@contextmanager
+def _named(path: Path, done: str, mend: str) -> Iterator[None]:
+    """What the disk refuses, with the file and the mend."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be {done}: {_said(error)}; {mend}") from error
+
+
+def _said(error: Exception) -> str:
+    """On one line; without the path, which the message has."""
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
 def _cut(parameters: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
@@ -131,7 +175,10 @@ def _write_file(path: Path, parameters: list[Parameter], tensors: Iterator[tuple
         for parameter in parameters:
             name, tensor = next(tensors)
             if Parameter.of(name, tensor) != parameter:
-                raise CheckpointError(f"{path}: {name!r} came where the header says {parameter}")
+                found = f"{path} is not whole: {name!r} came where its header says {parameter}"
+                raise CheckpointError(
+                    f"{found}; this is a mistake of Rollcall's, not of yours: report it with model.path"
+                )
             file.write(_bytes(tensor))
             del tensor
         file.flush()
