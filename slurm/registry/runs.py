@@ -34,6 +34,8 @@ from slurm.scheduler.protocol import PENDING, QueuedJob, Scheduler
 
 PACKAGES = ("pipeline", "slurm", "conf")
 """What an attempt runs from its snapshot."""
+ENTRANCES = ("slurm/node/agent.py", "slurm/batch/requeue.py", "slurm/batch/controller.py")
+"""The modules of a snapshot that a launcher, which may be newer, has its job start."""
 
 
 def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:
@@ -251,6 +253,11 @@ def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
         if run.attempts.exists():
             raise _unreadable(run, run.config)
         return
+    if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
+        made = identity(run).revision if run.run.exists() else ""
+        mend = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
+        expected = f"a run whose code has {absent[0]}, which this version starts"
+        raise RunStateError("name", config.name, expected, f"{mend}name={config.name}-2")
     old, new = _kept_config(run), _settled(config)
     if digest(old) != digest(new):
         changes = "; ".join(differences(old, new))

@@ -184,7 +184,7 @@ def test_a_prompt_that_cannot_travel_says_so_and_costs_no_worker(tmp_path: Path)
 
 def test_a_task_that_a_worker_cannot_load_ends_the_actor_with_the_reason(tmp_path: Path) -> None:
     async def start() -> None:
-        async with TaskPool(a_setup(tmp_path, name="tests.unit.user_tasks:Raises"), 60):
+        async with TaskPool(a_setup(tmp_path, name="tests.unit.tasks.user_tasks:Raises"), 60):
             raise AssertionError("it was loaded")
 
     with pytest.raises(TaskError, match="cannot load it"):

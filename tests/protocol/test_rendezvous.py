@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.system.directory import FileDirectory
 from pipeline.world.plan import Card, World
-from slurm import beacon as beacons
+from slurm.rendezvous import beacon as beacons
 from slurm.rendezvous.beacon import CALLERS, Beacon, find_addresses
 from slurm.rendezvous.meeting import Claim, Lease
 from tests.fakes.ranks import make_cards

@@ -19,7 +19,7 @@ from pipeline.tasks import Episode, Policy, Prompt, Task, ask
 from pipeline.tasks.chat import Chat
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
-from tests.unit.test_tasks import TINY, Said
+from tests.unit.tasks.test_tasks import TINY, Said
 
 CHAT = Chat(TINY)
 FOUR = tuple(CHAT.encode("4$"))

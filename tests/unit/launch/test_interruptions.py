@@ -26,7 +26,7 @@ from slurm.launch import train
 from slurm.launch.hearing import NOTICE, SIGNALS, heard
 from slurm.launch.train import Interruption, QueuedTrainer, Trainer, executor_of, run_here
 from tests.fakes.configs import make_config
-from tests.unit.test_jobs import SFT
+from tests.unit.training.test_jobs import SFT
 
 RANK = """
 import sys, time
@@ -117,7 +117,7 @@ from typing import Any
 os.open(sys.argv[1], os.O_RDWR)  # the terminal of this session from now on, which sends HUP when it is closed
 from slurm.launch.train import run_here
 from tests.fakes.configs import make_config
-from tests.unit.test_interruptions import OneRank
+from tests.unit.launch.test_interruptions import OneRank
 sys.exit(run_here(OneRank(Path(sys.argv[2]), make_config(), says="tells")))
 """
 

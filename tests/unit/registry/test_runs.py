@@ -109,6 +109,13 @@ def test_a_submission_killed_before_it_wrote_the_identity_is_completed(tmp_path:
         assert runs.identity(run).run_id.startswith("demo-")
 
 
+def test_a_run_whose_code_is_of_another_version_is_refused(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        (run.code / "slurm" / "batch" / "requeue.py").rename(run.code / "slurm" / "requeue.py")
+    with pytest.raises(RunStateError, match=r"slurm/batch/requeue.py, .*; submit it from the checkout .*name=demo-2"):
+        runs.examine(demo(tmp_path))
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))

@@ -16,7 +16,7 @@ from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, Valu
 from pipeline.losses.penalties import ESTIMATORS
 from tests.fakes.configs import make_config
 from tests.integration.oracle_losses import divergence
-from tests.unit.losses_by_hand import (
+from tests.unit.losses.losses_by_hand import (
     BOUNDS,
     FORMULAS,
     NAMES,

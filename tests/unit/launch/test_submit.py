@@ -87,7 +87,7 @@ def test_a_model_config_that_is_none_is_refused(
 def test_a_users_task_that_cannot_be_used_is_refused(
     kind: str, arguments: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in answer(capsys, tmp_path, f"task.name=tests.unit.user_tasks:{kind}", *arguments.split())
+    assert said in answer(capsys, tmp_path, f"task.name=tests.unit.tasks.user_tasks:{kind}", *arguments.split())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import SFT, PolicyObjective, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.measures import combine, means
-from tests.unit.losses_by_hand import NAMES, N, everything, measured, numbers, rows_of, tokens, value_tokens
+from tests.unit.losses.losses_by_hand import NAMES, N, everything, measured, numbers, rows_of, tokens, value_tokens
 
 
 @pytest.mark.parametrize("name", [*NAMES, "sft"])

@@ -22,7 +22,7 @@ from pipeline.training.workers.lora import (
     save_adapter,
 )
 
-TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
+TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 TOKENS_BT = torch.tensor([[1, 5, 6, 7, 11, 4]])
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.rundir.paths import AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPELLED = (".json", ".jsonl", ".html", ".lock")
 SHARED = frozenset({"config.json"})
 """Names that other things than a run have, too: here, models."""

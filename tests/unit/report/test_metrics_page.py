@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.losses import SFT, ValueObjective, total_value
 from pipeline.losses.measures import means
-from tests.unit.losses_by_hand import NAMES, N, everything, measured, numbers, tokens, value_tokens
+from tests.unit.losses.losses_by_hand import NAMES, N, everything, measured, numbers, tokens, value_tokens
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
 LOGGED_BY = [*sorted((ROOT / "pipeline" / "training").rglob("*.py")), ROOT / "pipeline" / "roles" / "session.py"]
 NAME = re.compile(r"[a-z_]+/[a-z_]+")

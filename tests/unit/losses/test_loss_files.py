@@ -11,9 +11,9 @@ from pipeline.config import LossConfig
 from pipeline.config.rules import check_config
 from pipeline.losses import POLICY_LOSSES, LossTokens, total
 from slurm.launch import compose
-from tests.unit.losses_by_hand import NAMES
+from tests.unit.losses.losses_by_hand import NAMES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
 
 
 def chosen(name: str) -> LossConfig:

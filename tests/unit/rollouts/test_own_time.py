@@ -12,8 +12,8 @@ from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Episode, Policy, Prompt, Task
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.fakes.scripted_server import Script, client_and, works
-from tests.unit.test_groups import Answering, a_builder, a_task
-from tests.unit.test_tasks import Said
+from tests.unit.rollouts.test_groups import Answering, a_builder, a_task
+from tests.unit.tasks.test_tasks import Said
 
 HOUR = 3600.0
 

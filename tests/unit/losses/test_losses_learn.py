@@ -12,7 +12,7 @@ from pipeline.groups.advantages import advantages
 from pipeline.losses import SFT, LossTokens, PolicyObjective, total
 from pipeline.training.rows import Batch, Row
 from slurm.launch import compose
-from tests.unit.losses_by_hand import NAMES
+from tests.unit.losses.losses_by_hand import NAMES
 
 LENGTH, VOCABULARY, PROMPTS, SAMPLES, STEPS = 3, 6, 4, 8, 40
 TARGET = torch.tensor([4, 0, 2])
