@@ -17,9 +17,10 @@ from pipeline.process import Child, tail
 from pipeline.records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
 from pipeline.streams import Streams
 from pipeline.waiting import wait_for
+from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
 from tests.integration.attempts import Attempt, an_attempt
-from tests.integration.policy_server import ADDRESS, PolicyServer, a_policy_server, broken, disconnected, refused
+from tests.integration.policy_server import PolicyServer, a_policy_server, broken, disconnected, refused
 from tests.integration.redis_attempts import copy_of, go_back, running_redis
 
 pytestmark = pytest.mark.integration
