@@ -62,7 +62,7 @@ class AttemptPaths:
 
     @property
     def rendezvous(self) -> Path:
-        """Cards, claims and `world.json`: read and written by `slurm.rendezvous` only."""
+        """Cards, claims and `world.json`: read and written by `slurm/rendezvous/` only."""
         return self.run / "rendezvous" / self.run_id / self.attempt
 
     @property

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.server import ABORT_ROUTE, ROUTE, Completion
+from tests.fakes.async_server import ADDRESS, serving
 
 T = TypeVar("T")
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -95,28 +96,12 @@ class Script:
 
 
 @asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[Script]:
-    app = web.Application()
-    app.router.add_post(ROUTE, script.respond)
-    app.router.add_post(ABORT_ROUTE, script.interrupt)
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    script.endpoint = f"{host}:{port}"
-    try:
-        yield script
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def client_and(*scripts: Script, **settings: Any) -> AsyncIterator[InferenceClient]:
     """A client of these servers, all at version 5."""
     async with AsyncExitStack() as stack:
         for script in scripts:
-            await stack.enter_async_context(serving(script))
+            port = await stack.enter_async_context(serving({ROUTE: script.respond, ABORT_ROUTE: script.interrupt}))
+            script.endpoint = f"{ADDRESS}:{port}"
         endpoints = [script.endpoint for script in scripts]
         seconds = settings.pop("seconds", 5.0)
         client = await stack.enter_async_context(InferenceClient(endpoints, "s3cret", seconds, **settings))

@@ -7,43 +7,38 @@ server.history("demo-1f3a")                     # its rows, in order
 
 import gzip
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from tests.fakes.http_server import HttpServer, Request
 
 HISTORY = "wandb-history.jsonl"
 
 
-class WandbServer:
+class WandbServer(HttpServer):
     """Serves from its construction to the end of its block."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, dict[int, str]]] = {}
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = Thread(target=self._http.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
+        super().__init__()
 
     def variables(self) -> dict[str, str]:
         """What makes a client come here."""
-        address = f"http://127.0.0.1:{self._http.server_address[1]}"
-        return {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
+        return {
+            "WANDB_BASE_URL": f"http://{self.endpoint}",
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_ERROR_REPORTING": "false",
+        }
 
     def history(self, run: str) -> list[dict[str, Any]]:
         """The rows of a run by their line; a line that was sent twice is there once, as its last sender had it."""
         return [json.loads(line) for _, line in sorted(self.files[run].get(HISTORY, {}).items())]
 
-    def answer(self, path: str, body: bytes) -> Any:
+    def respond(self, request: Request) -> tuple[int, bytes]:
+        zipped = request.headers.get("Content-Encoding") == "gzip"
+        body = gzip.decompress(request.body) if zipped else request.body
+        return 200, json.dumps(self._answer(request.route, body)).encode()
+
+    def _answer(self, path: str, body: bytes) -> Any:
         """What a request gets."""
         if path == "/graphql":
             asked = json.loads(body)
@@ -93,31 +88,3 @@ class WandbServer:
         for name, part in files.items():
             lines = self.files.setdefault(run, {}).setdefault(name, {})
             lines |= {part["offset"] + index: line for index, line in enumerate(part["content"])}
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.do_POST()
-
-            def do_PUT(self) -> None:
-                self.do_POST()
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                answer = json.dumps(server.answer(self.path, body)).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                return
-
-        return Handler

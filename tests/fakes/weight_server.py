@@ -11,19 +11,18 @@ with WeightServer("127.0.0.5") as server:
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
 from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
+from tests.fakes.http_server import HttpServer, Request
 
 
-class WeightServer:
+class WeightServer(HttpServer):
     """One server; serves from its construction to the end of its block.
 
     Attributes:
@@ -39,20 +38,7 @@ class WeightServer:
         self._gates: dict[str, tuple[Event, Event]] = {}
         self._address, self._password = address, ""
         self._group: Group | None = None
-        self._http = ThreadingHTTPServer((address, 0), self._handler())
-        self.endpoint = f"{address}:{self._http.server_address[1]}"
-        self._thread = Thread(target=self._http.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
+        super().__init__(address)
 
     @contextmanager
     def held(self, route: str) -> Iterator[Event]:
@@ -69,7 +55,12 @@ class WeightServer:
         """The tensors that were loaded last."""
         return dict(self._layout.views(self._buffer))
 
-    def answer(self, route: str, body: dict[str, Any]) -> bytes:
+    def respond(self, request: Request) -> tuple[int, bytes]:
+        self._password = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        answer = self._answer(request.route, json.loads(request.body) if request.body else {})
+        return 500 if request.route in self.failing else 200, answer
+
+    def _answer(self, route: str, body: dict[str, Any]) -> bytes:
         """Do what `route` asks for; the answer's body."""
         self.calls.append(route)
         if route in self._gates:
@@ -130,30 +121,3 @@ class WeightServer:
 
         self._reception = Thread(target=receive)
         self._reception.start()
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.do_POST()
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                route = self.path.partition("?")[0]
-                server._password = self.headers.get("Authorization", "").removeprefix("Bearer ")
-                answer = server.answer(route, json.loads(body) if body else {})
-                self.send_response(500 if route in server.failing else 200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                try:
-                    self.wfile.write(answer)
-                except OSError:
-                    self.close_connection = True
-
-            def log_message(self, format: str, *args: Any) -> None:
-                return
-
-        return Handler

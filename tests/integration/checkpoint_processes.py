@@ -1,4 +1,4 @@
-"""What the processes of `test_checkpoints` run: importable by name, so that spawned processes find it."""
+"""What the processes of the tests of checkpoints run: importable by name, so that spawned processes find it."""
 
 import os
 from collections.abc import Iterator

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fsspec
 import pytest
 
 from tests.integration.redis_servers import redis_servers, taken_first
@@ -55,3 +56,21 @@ def config(model: Path) -> "RunConfig":
     from tests.integration.job_cases import config_of
 
     return config_of(model)
+
+
+@pytest.fixture(params=["disk", "object store"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty place for checkpoints."""
+    if request.param == "disk":
+        yield str(tmp_path / "checkpoints")
+        return
+    memory = fsspec.filesystem("memory")
+    yield "memory://bucket/checkpoints"
+    if memory.exists("/bucket"):
+        memory.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    """An empty place for checkpoints, on the disk alone."""
+    return str(tmp_path / "checkpoints")

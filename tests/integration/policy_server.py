@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ from pipeline.config.models import BUILT_IN
 from pipeline.rollouts.server import ROUTE
 from pipeline.tasks.arithmetic import evaluate
 from pipeline.tasks.chat import Chat
+from tests.fakes.async_server import serving
 
-ADDRESS = "127.0.0.1"
 CHAT = Chat(BUILT_IN / "tiny_qwen3")
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -94,24 +94,15 @@ def _choice(index: int, text: str, version: int) -> dict[str, Any]:
 def a_policy_server() -> Iterator[PolicyServer]:
     """A running server; ends with the block."""
     server, loop = PolicyServer(), asyncio.new_event_loop()
-    application = web.Application()
-    application.router.add_post(ROUTE, server.answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-
-    async def start() -> None:
-        await runner.setup()
-        site = web.TCPSite(runner, ADDRESS, 0)
-        await site.start()
-        server.port = runner.addresses[0][1]
-
-    loop.run_until_complete(start())
+    stack = AsyncExitStack()
+    server.port = loop.run_until_complete(stack.enter_async_context(serving({ROUTE: server.answer})))
     thread = threading.Thread(target=loop.run_forever, name="policy server")
     thread.start()
     try:
         yield server
     finally:
         server.hold.set()
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()

@@ -17,9 +17,10 @@ from pipeline.streams import Streams
 from pipeline.streams.board import Board
 from pipeline.system.process import Child, tail
 from pipeline.system.waiting import wait_for
+from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
 from tests.integration.attempts import Attempt, an_attempt
-from tests.integration.policy_server import ADDRESS, PolicyServer, a_policy_server, broken, disconnected, refused
+from tests.integration.policy_server import PolicyServer, a_policy_server, broken, disconnected, refused
 from tests.integration.redis_attempts import copy_of, go_back, running_redis
 from tests.patience import WAIT_SECONDS
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.worker import Worker
 from tests.integration.forked_ranks import run_ranks
-from tests.integration.worker_scenarios import (
+from tests.integration.worker_cases import (
     MICRO_BATCHES,
     OPTIM,
     assert_equal,

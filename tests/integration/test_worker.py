@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.forked_ranks import run_ranks
-from tests.integration.worker_scenarios import ALONE, TOGETHER, Scenario, copies_of_a_shard_count_once, write_config
+from tests.integration.worker_cases import write_config
+from tests.integration.worker_scenarios import ALONE, TOGETHER, Scenario, copies_of_a_shard_count_once
 
 pytestmark = pytest.mark.integration
 

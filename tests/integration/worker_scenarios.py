@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,94 +11,29 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
+from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.losses import SFT, Objective, ValueObjective
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import Kind, ModelSpec
+from pipeline.losses import SFT, ValueObjective
 from pipeline.training.workers import attention, model, worker
 from pipeline.training.workers.worker import Worker
-
-OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
-WORDS = 23
-ENTROPY = LossConfig(name="grpo")
-
-
-def write_config(path: Path, **changed: Any) -> Path:
-    """A model directory without weights."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": WORDS}
-    tree = {"model_type": "qwen3", "initializer_range": 0.2, "tie_word_embeddings": False, **heads, **size, **changed}
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(tree))
-    (path / "tokenizer.json").write_text("{}")
-    return path
-
-
-@contextmanager
-def world(shards: int | None = None) -> Iterator[DeviceMesh]:
-    """The mesh over which this rank's models are sharded: over all ranks, or groups of `shards` of them."""
-    dist.init_process_group("gloo")
-    try:
-        ranks = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (ranks // (shards or ranks), shards or ranks), mesh_dim_names=("copy", "shard"))
-        yield mesh["shard"]
-    finally:
-        dist.destroy_process_group()
-
-
-def spec_of(path: Path, kind: Kind = "policy", *, lora: int = 0, dtype: str = "float32", **changed: Any) -> ModelSpec:
-    config = ModelConfig(path=str(path), init="random", dtype=dtype, lora=LoraConfig(rank=lora))  # type: ignore[arg-type]
-    return ModelSpec(kind, config, **{"optim": OPTIM, "steps": 4, **changed})
-
-
-def batch_of(*lengths: int, seed: int = 0) -> Batch:
-    draw = np.random.default_rng(seed)
-    rows = []
-    for length in lengths:
-        mask = np.ones(length, np.uint8)
-        mask[0] = 0
-        tokens = draw.integers(0, WORDS, length).astype(np.int32)
-        values, returns = draw.normal(size=(2, length)).astype(np.float32)
-        rows.append(Row(tokens, mask, 1.0, values=values, returns=returns))
-    return Batch.of(rows, "token")
-
-
-MICRO_BATCHES = [batch_of(3, 9, 7), batch_of(12, 5, seed=1), Batch((), ())]
-
-
-class Counted:
-    """A function, and how often it was called."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.calls, self._function = 0, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self._function(*args, **kwargs)
-
-
-def train(rank: Worker, steps: int = 2, objective: Objective = SFT) -> list[float]:
-    """The losses and gradient norms of some steps."""
-    seen = []
-    for _ in range(steps):
-        seen.append(rank.forward_backward(MICRO_BATCHES, True, objective)["loss"])
-        seen.append(rank.optim_step().grad_norm)
-    return seen
-
-
-def parameters(rank: Worker) -> dict[str, torch.Tensor]:
-    return dict(rank.full_parameters())
-
-
-def assert_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert some.keys() == others.keys()
-    assert all(torch.equal(some[name], others[name]) for name in some)
+from tests.integration.worker_cases import (
+    ENTROPY,
+    MICRO_BATCHES,
+    OPTIM,
+    WORDS,
+    Counted,
+    assert_equal,
+    assert_rows,
+    batch_of,
+    parameters,
+    spec_of,
+    train,
+    world,
+    write_config,
+)
 
 
 def offloaded_in_the_middle_it_trains_to_the_same_bits(rank: int, path: Path) -> None:
@@ -230,10 +164,6 @@ def a_model_without_an_optimizer_only_answers(rank: int, path: Path) -> None:
         assert reference.state().keys() == {"model"}
         policy = Worker(spec_of(path), mesh)
         assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
-
-
-def assert_rows(some: list[NDArray[np.float32]], others: list[NDArray[np.float32]]) -> None:
-    assert all(np.array_equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def a_copy_answers_as_its_source(rank: int, path: Path) -> None:

@@ -121,14 +121,13 @@ class Form:
         left = []
         for module, initialize in _initializers(self._twin):
             drawn = _drawn(module, initialize, seed_of(names[module]))
-            while drawn:
-                leaf, tensor = drawn.popitem()
+            for leaf in list(drawn):
                 name = names[module] + leaf
-                if name in self.tensors and tensor.sum().isnan():
+                if name in self.tensors and drawn[leaf].sum().isnan():
                     left.append(name)
                 elif name in self.tensors:
-                    yield name, tensor
-                del tensor  # before the next is drawn
+                    yield name, drawn.pop(leaf)  # which lets its memory go when the taker does
+            del drawn  # before the next are
         if left:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed_of(""))

@@ -19,10 +19,12 @@ from torch import Tensor
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.workers.form import Form, Fused, Tensors
+from pipeline.training.workers.offload import give_back_heap
 from pipeline.training.workers.shards import holds, put
 from pipeline.training.workers.tensor_files import TensorFiles
 
 _NAMED = 5
+_LARGE = 1 << 20
 _COPY = "copy the whole model there again, with the config.json that belongs to it"
 
 
@@ -55,6 +57,8 @@ class Weights:
                 put(targets[name], source)
                 filled.add(name)
             del source  # before the next is made
+            if name in targets and targets[name].nbytes >= _LARGE:
+                give_back_heap()  # glibc keeps what is below 32 MiB, in holes that the next may not fit into
         self._refuse("every tensor of the model", "not", set(self.form.missing(filled)) & targets.keys())
         for name, key in self.form.twice.items():
             if self._files and name in targets and not holds(targets[name], self._files.slice(key)):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import InferenceConfig, ModelConfig
 from pipeline.system.process import hold_port
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers import worker
+from pipeline.training.workers import loading, shards, worker
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import Worker
 from pipeline.weights.link import Meeting
@@ -81,6 +81,28 @@ def test_a_rank_that_loads_its_shards_holds_little_beside_them(folder: Path, mes
     with Held() as held:
         one = Worker(spec_of(folder, init), mesh)
     assert held_by(one) < held.peak < held_by(one) + MARGIN * one.layout.bytes
+
+
+def test_free_memory_goes_back_to_the_system_after_each_large_tensor(
+    folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[weakref.ref[Tensor]] = []
+    given_back: list[int] = []
+
+    def put(target: Tensor, source: Tensor) -> None:
+        sources.append(weakref.ref(source))
+        shards.put(target, source)
+
+    def give_back() -> None:
+        assert all(source() is None for source in sources)
+        given_back.append(len(sources))
+
+    monkeypatch.setattr(loading, "put", put)
+    monkeypatch.setattr(loading, "give_back_heap", give_back)
+    monkeypatch.setattr(loading, "_LARGE", 4 * SIZE["vocab_size"] * SIZE["hidden_size"])
+    Worker(spec_of(folder, "random"), mesh)
+    assert len(given_back) >= 2, "for the embedding and the head"
+    assert len(given_back) < len(sources), "for none of the norms"
 
 
 def test_a_rank_that_writes_the_model_holds_a_tensor_at_a_time(folder: Path, mesh: DeviceMesh) -> None:
