@@ -1,0 +1,23 @@
+"""Post-training of language models: what a run is, and what each of its processes does.
+
+| room | what is in it |
+|---|---|
+| `report` | the page of a run: its history, drawn |
+| `roles` | one module for each kind of process: redis, trainer, inference, actor, preprocessor |
+| `training` | the algorithm, the dispatch below it, the workers below that; jobs that stand alone |
+| `rollouts` | requests to the servers, episodes, groups, evaluation |
+| `tasks` | prompts and rewards, and the processes that run them |
+| `losses` | losses as functions of tensors |
+| `tracking` | wandb, in a process of its own |
+| `streams` | the topics between actor, preprocessor and trainer, and the board beside them |
+| `weights` | the way of weights to the servers, on both sides |
+| `checkpoints` | commits: written, verified, fenced, pruned |
+| `world` | the plan that a config asks for, and who gets which part of it |
+| `config` | the keys, their rules, the copy that a run keeps |
+| `rundir` | where the files of a run lie, and what they say |
+| `groups` | what flows from actor to trainer, and its rules: ledger, staleness, advantages |
+| `system` | files, waiting, processes, addresses, logs, heartbeats |
+| `errors` | every error that a user sees |
+
+A room imports those below it only; `.importlinter` holds it. How the data goes through them: `docs/concepts.md`.
+"""

@@ -1,0 +1,14 @@
+"""The job: how it gets onto a cluster, or onto one machine, and what keeps it there.
+
+| room | what is in it |
+|---|---|
+| `launch` | the commands of a user: submit, sweep, follow, cancel, train |
+| `watch` | the terminal views of runs that live |
+| `batch` | one job: its batch file, its executors, and what becomes of it after an attempt |
+| `node` | one rank: the agent, and the roles that it starts, watches and ends |
+| `registry` | which runs and sweeps there are, and which job or launcher has each |
+| `rendezvous` | how the ranks of an attempt find each other |
+| `scheduler` | Slurm's commands and variables, behind a protocol |
+
+A room imports those below it, and `pipeline`; never the reverse. `.importlinter` holds it.
+"""
