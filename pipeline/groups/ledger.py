@@ -1,6 +1,6 @@
 """Which prompt is whose turn, and what became of it.
 
-Owns the order of prompts and the ledger [C5]: every position of the run and whether it is settled. A position is a
+Owns the order of prompts and the ledger: every position of the run and whether it is settled. A position is a
 place in the issue order, 0, 1, 2, …; epoch `position // size` is a permutation of all `size` prompts that depends on
 the seed alone. A position is settled once: trained, filtered or failed. Pure: no I/O and no clock.
 

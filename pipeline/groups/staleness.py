@@ -1,6 +1,6 @@
 """How far generation may run ahead of training.
 
-Owns the rule of `training.max_lag` [C4]: at admission (`Gate`, in the actor) and at the trainer (`lag`). A pure
+Owns the rule of `training.max_lag`: at admission (`Gate`, in the actor) and at the trainer (`lag`). A pure
 state machine: numbers in, a limit out; it owns no task, client or clock, and is neither backpressure nor completion.
 
 Words: the trainer's version v is the steps it has done; one step trains P groups. A group is outstanding from

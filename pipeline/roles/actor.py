@@ -1,7 +1,7 @@
-"""The actor role: samples groups of attempts and publishes them; answers evaluations [C2, C3].
+"""The actor role: samples groups of attempts and publishes them; answers evaluations.
 
 Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
-posts its first weights; stopped by INT alone, which its agent sends when it hears of an end, never by a count [B7]. A
+posts its first weights; stopped by INT alone, which its agent sends when it hears of an end, never by a count. A
 task that never succeeds ends it with exit code 1 and the reason as the last line of its log; so does any other failure,
 with its traceback.
 """

@@ -1,4 +1,4 @@
-"""The inference role: one vLLM server [E1, E2].
+"""The inference role: one vLLM server.
 
 Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
 placement's address only, asks for the world's password on every route that can do anything, and starts without the

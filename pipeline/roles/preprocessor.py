@@ -1,4 +1,4 @@
-"""The preprocessor role: groups in, groups ready to train out [C6].
+"""The preprocessor role: groups in, groups ready to train out.
 
 Owns what becomes of a group: its advantages, or the reason why it is not trained. Promises one `PreparedGroup` for
 every `Group`, published together with acknowledging its input; that no group, however short or odd, ends it; and that

@@ -1,4 +1,4 @@
-"""The redis role: one Redis server for the streams of an attempt [B5].
+"""The redis role: one Redis server for the streams of an attempt.
 
 Owns where the server's binary is found, how it is configured, and when it is ready. Promises that it asks for the
 world's password, listens on its placement's address only, writes to its attempt's folder only, starts from the newest

@@ -2,7 +2,7 @@
 
 Owns the wiring of the controller: which jobs run on which dispatch, with which streams, servers, checkpoints and sinks,
 and the order of the end: last commit, exported model, weight groups torn down, device memory given back, and only then
-the event [B7, B8]. Must not know losses, ranks or how weights travel.
+the event. Must not know losses, ranks or how weights travel.
 """
 
 import logging
@@ -152,8 +152,8 @@ class Session:
         self._sinks.log("eval", "rl", version, metrics)
 
     def _pulse(self) -> None:
-        """While something waits between two operations: show the ranks that the controller lives, and give up what a
-        commit covers that became durable meanwhile.
+        """Called while the controller waits between two operations: show the ranks that it lives, and acknowledge the
+        stream entries that a commit covers once it is durable.
 
         Raises `Interrupted` when the attempt is ending; that comes first, since the last commit makes up for one that
         failed. Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.

@@ -1,4 +1,4 @@
-"""The trainer role: one torchrun over its nodes, rank 0 the controller [D1, D6].
+"""The trainer role: one torchrun over its nodes, rank 0 the controller.
 
 Owns its command line and its processes. What the controller does is `pipeline.roles.session`.
 """

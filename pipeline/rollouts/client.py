@@ -1,4 +1,4 @@
-"""The client of all inference servers [C2, C3].
+"""The client of all inference servers.
 
 Owns which server gets a request, and what happens when it does not work: least loaded first, transient failures again
 elsewhere, without limit, with growing pauses. Promises that only servers with recent enough weights are asked, and

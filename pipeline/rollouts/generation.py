@@ -1,6 +1,6 @@
 """Groups without end, as fast as the servers and the trainer allow.
 
-Owns what is issued when, and where it goes [C3, C4, C5]. Promises that positions are issued in order, under the
+Owns what is issued when, and where it goes. Promises that positions are issued in order, under the
 staleness gate and at most `rollout.concurrency` at a time; that a full topic holds up groups and nothing else; and that
 a position is never lost: what was in flight when an actor died, was refused by the trainer, or is gone with the last
 writes of a streams' backend, is issued again. Never decides that training is over. Must not know what a task or a

@@ -1,6 +1,6 @@
 """How the roles talk: topics of records, read once, and small values that only matter now.
 
-Owns the streams between the roles [C1]. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
+Owns the streams between the roles. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
 default) and files in the run directory (`files`, no Redis node). Promises:
 
 - A record is safe when `publish` has returned: it survives its writer, its reader and a restart of the backend, and is

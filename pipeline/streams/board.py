@@ -1,6 +1,6 @@
 """The board: the few values that the trainer posts and the actor watches.
 
-Owns their names and types in the streams' state [C4, C5, E3]. Promises that a reader sees one posted value or none,
+Owns their names and types in the streams' state. Promises that a reader sees one posted value or none,
 never a mixture, and none of an earlier attempt. Knows nothing of how they are used: see `pipeline.groups.staleness` and
 `pipeline.groups.ledger`.
 

@@ -1,6 +1,6 @@
 """Which data the Redis of an attempt starts from.
 
-Owns the inheritance of Redis's persistence between the attempts of a run [B5]. Each attempt has its own folder, so a
+Owns the inheritance of Redis's persistence between the attempts of a run. Each attempt has its own folder, so a
 Redis of an earlier attempt that still lives (a cut-off node) can write only where nobody looks any more. A new attempt
 copies the newest earlier data first. Promises that a copy is taken whole or not at all; that a Redis that restarts
 within its attempt finds its own data untouched, whatever became of the document that says so; and that the data of an

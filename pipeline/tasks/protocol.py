@@ -1,6 +1,6 @@
 """What a task is.
 
-Owns the words between a task and the rest of Rollcall [C7]: `Prompt`, `Demonstration`, `Policy`, `Episode` and the base
+Owns the words between a task and the rest of Rollcall: `Prompt`, `Demonstration`, `Policy`, `Episode` and the base
 class `Task`. A task says what is asked, how an episode runs and what it is worth. It must not know servers, streams,
 weights or training; the tokens it handles are those that the policy was given and gave.
 

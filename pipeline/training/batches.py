@@ -1,6 +1,6 @@
 """Where RL's data comes from: the stream of prepared groups.
 
-Owns the cutting of batches [C4, C5]. Promises that a batch of groups holds each position once, none older than
+Owns the cutting of batches. Promises that a batch of groups holds each position once, none older than
 `max_lag`, nothing that cannot be trained, and nothing that the ledger has settled; that what is not trained is settled
 with its reason or asked for again; and that stream entries are acknowledged only after the commit that covers them.
 Must not know models or ranks.

@@ -1,7 +1,7 @@
 """Where the trainer left off, and where it goes on.
 
 Owns the commit of everything that moves together: the parameters and optimizers of all models of the job, the ledger,
-the position [F1]. Promises that what is restored is one commit whole, that at most one commit is under way, that what a
+the position. Promises that what is restored is one commit whole, that at most one commit is under way, that what a
 commit covers is given up only once it is durable, and that after `restore` `ledger.jsonl` and `metrics.jsonl` hold
 exactly what that commit covers.
 

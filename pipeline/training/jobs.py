@@ -1,4 +1,4 @@
-"""What a trainer is asked to do [D7].
+"""What a trainer is asked to do.
 
 Owns the form of a job, as a file and as a value, and which jobs a run's config asks for, in order. A job says what is
 done: kind, inputs, what it starts from, where its results go, its log, its schedule. How it is done (model, loss,
@@ -77,10 +77,10 @@ class _Job(Section):
     """What both kinds of job say.
 
     Attributes:
-        checkpoint: directory of a model, or with `model.lora.rank` > 0 of an adapter, to start from; empty: what the
-            run has by then, or alone what the config's model is.
-        optimizer_state: folder or URL with the optimizer's state, which belongs to jobs of this kind alone: it is read
-            when it is there, and committed with the model's own state.
+        checkpoint: directory to start from: of a model, or of an adapter where `model.lora.rank` > 0. Empty: in a run,
+            the weights that the job before it left; for a job that stands alone, the config's model.
+        optimizer_state: folder or URL of the optimizer's state. Jobs of this kind share it: it is read if it is there,
+            and committed with the model's own state.
         output: directory that becomes the trained model, or adapter.
         log: file of `pipeline.training.standalone.log`.
     """

@@ -1,6 +1,6 @@
 """The trainer's weights on their way to the servers.
 
-Owns gathering the policy's parameters and handing them to the sender after every step [E1]. Promises that the
+Owns gathering the policy's parameters and handing them to the sender after every step. Promises that the
 trainer goes on while the servers take a version; that they took it, or are evicted, before the next one is handed over;
 and that the actor can see which server has what. Must not know how the bytes travel, nor where the servers are.
 """

@@ -1,8 +1,8 @@
 """The loop that every job runs in.
 
 Owns progress, commits, metrics and the orderly end of a job, and knows no algorithm: an algorithm is something with a
-`step`. Promises that a job ends at exactly its number of steps, or with an error after a commit of what was done
-[B7, F2]; and that the last commit of a job, and of an attempt that ends early, is durable before anything else happens.
+`step`. Promises that a job ends at exactly its number of steps, or with an error after a commit of what was
+done; and that the last commit of a job, and of an attempt that ends early, is durable before anything else happens.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The `gloo` weight-transfer engine that runs inside a vLLM server on a CPU [E2].
+"""The `gloo` weight-transfer engine that runs inside a vLLM server on a CPU.
 
 Owns the server's side of an update. Promises that generation goes on while the bytes arrive (a thread fills a staging
 buffer), that the model changes at once or not at all, and that no wait is longer than the trainer's deadline. Only

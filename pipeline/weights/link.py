@@ -1,4 +1,4 @@
-"""The trainer's side of one server: how it gets new weights [E1, E3].
+"""The trainer's side of one server: how it gets new weights.
 
 Owns the order of an update and the states of a server. Promises that a server which is `current` serves exactly the
 version that it says, that a server which was paused is resumed whatever happened, and that nothing outlasts the

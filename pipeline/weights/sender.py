@@ -1,4 +1,4 @@
-"""Keeps every inference server at the trainer's newest weights [E1, E3].
+"""Keeps every inference server at the trainer's newest weights.
 
 Owns the trainer's store, one thread for each server, and the rule of whom `settle` waits for: every server that was
 current when the version was started, and at least one. Promises that a server which fails or misses the deadline is

@@ -52,10 +52,10 @@ def decide(facts: Facts, job: QueuedJob | None, cluster: ClusterConfig, now: flo
 
     Whose the job is comes first: when the scheduler ends it, or has queued it again, what happened in the attempt has
     no say. An attempt is barren if it committed no new steps and failed, or ran out of the job's own time, which would
-    not suffice the next time either. To make room for another is neither, so preemptions alone use up `max_restarts`
-    and nothing else. A rank that is lost may be its node's fault, and an attempt that was told to end may have failed
-    for that, so these get `max_barren` tries, as does any failure of a run that has a commit. Whatever else fails
-    before the first commit would fail again.
+    not suffice the next time either. A preemption is neither: it counts for `max_restarts` and nothing else. A rank
+    that is lost may be its node's fault, and an attempt that was told to end may have failed for that, so these get
+    `max_barren` tries, as does any failure of a run that has a commit. Whatever else fails before the first commit
+    would fail again.
     """
     barren = 0 if facts.advanced else facts.barren
     if facts.finished:

@@ -1,4 +1,4 @@
-"""What a process hears that is told to end, but has something to put in order first.
+"""Signals that tell a process to end, for a process that first has something to put in order.
 
 Owns the signals by which schedulers, shells and users say so, and their handlers for the length of a block. Promises
 that the first of them is only noted, with one line for people, and that a second Ctrl-C ends the process as it would

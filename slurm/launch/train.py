@@ -106,8 +106,8 @@ def forget_earlier(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Trainer(Checkpointable):
-    """What every backend calls on the node; it ends when the jobs are done, or told to end, when what is done is
-    committed. Called again, it does what is left."""
+    """The function that every backend calls on the node. It returns when all jobs are done; told to end, it commits
+    what is done and returns. Called again, it does the rest."""
 
     path: Path
     config: RunConfig

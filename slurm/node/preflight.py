@@ -33,9 +33,9 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """The least that a node must have.
 
     Attributes:
-        disk, memory: free bytes. free_gpus: whether the run uses GPUs, so that those which others hold are a problem.
-        How many a rank needs is not
-            known before it has a role: `pipeline.world.assignment` counts them.
+        disk, memory: free bytes.
+        free_gpus: whether the run uses GPUs, so that GPUs held by others are a problem. How many a rank needs is known
+            only once it has a role: `pipeline.world.assignment` counts them.
         busy: share of a GPU's memory above which it counts as held.
     """
 

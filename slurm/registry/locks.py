@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError
 
 _WITHOUT = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 _LOOKS, _PAUSE = 5, 0.02
-"""Who looks whether a lock is held holds it itself for a moment: one that cannot be taken is tried again."""
+"""Looking whether a lock is held takes it for a moment. So a lock that cannot be taken is tried again."""
 
 
 def take(descriptor: int, path: Path) -> bool:

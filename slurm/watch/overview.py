@@ -76,8 +76,8 @@ class _Run:
 class Overview:
     """All runs below `output`, or those of one sweep; a run that finished is read only once.
 
-    The scheduler gets one question a look, for all jobs that it did not call over before. `source` says what the lines
-    of the last look rest on.
+    Each look asks the scheduler one question, about all jobs that it has not yet called over. `source` says what the
+    lines of the last look are based on.
     """
 
     def __init__(self, output: Path, sweep: str = "", scheduler: Callable[[], Scheduler] | None = None) -> None:

@@ -45,7 +45,8 @@ class Control:
     def beside(
         self, name: str, theirs: Operation, arguments: tuple[Any, ...], rest: Operation, left: tuple[Any, ...]
     ) -> Iterator[None]:
-        """While the other ranks run `theirs`, the body does this rank's part of it, and then `rest` what it left.
+        """The other ranks run the operation `theirs`; the body is this rank's part of it, and `rest` runs what the body
+        left undone.
 
         What the body raises is this rank's failure of the operation: the others are not waited for beyond the grace.
         """

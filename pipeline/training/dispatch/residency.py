@@ -29,7 +29,7 @@ Purpose = Literal[
     "load_checkpoint",
     "pass_through",
 ]
-"""What an operation wants of a model. One that wants nothing of any, such as `remove_model`, moves nothing."""
+"""Where an operation wants a model. An operation that wants none anywhere, such as `remove_model`, moves nothing."""
 Place = Literal["device", "offloaded"]
 State = Literal["device", "offloaded", "unknown"]
 """`unknown`: a move began, and not all ranks said that it ended. A plan moves such a part whichever way it has to go,
@@ -38,7 +38,7 @@ Holding = tuple[str, Part]
 """A part of a model, by the model's name."""
 States = Mapping[Holding, State]
 Needs = Mapping[str, Purpose]
-"""What an operation wants of each model, by name."""
+"""Where an operation wants each model, by name."""
 
 _NOTHING: Final[frozenset[Part]] = frozenset()
 _MODEL: Final[frozenset[Part]] = frozenset({"model"})

@@ -1,6 +1,6 @@
 """Executing jobs that stand alone: from the file of a job, or a folder of them, to the announcement that it is done.
 
-Owns the order of an execution and of its end [D7]. Promises that nothing is trained before all that the job names is
+Owns the order of an execution and of its end. Promises that nothing is trained before all that the job names is
 there and checked; that an execution which is cut short anywhere before its announcement can be started again, and goes
 on from its last commit; and that by the time a job is announced as finished
 
