@@ -141,9 +141,9 @@ def _adapters_are_there(config: RunConfig) -> None:
 
 def _groups_can_succeed(config: RunConfig) -> None:
     rollout = config.rollout
-    if rollout.min_samples > rollout.attempts:
-        expected = f"at most rollout.attempts ({rollout.attempts})"
-        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise attempts")
+    if rollout.min_samples > rollout.samples:
+        expected = f"at most rollout.samples ({rollout.samples})"
+        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise samples")
 
 
 def _turns_leave_room_for_prompts(config: RunConfig) -> None:
@@ -162,9 +162,9 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
 
 def _groups_fit_streams(config: RunConfig) -> None:
     sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
-    least = 2 * config.rollout.attempts * sample
+    least = 2 * config.rollout.samples * sample
     if config.streams.budget_bytes < least:
-        expected = f"at least {least}, two of the largest groups (rollout.attempts × model.max_length tokens)"
+        expected = f"at least {least}, two of the largest groups (rollout.samples × model.max_length tokens)"
         raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
 
 

@@ -214,7 +214,7 @@ class TrainingConfig(Section):
 class RolloutConfig(Section):
     """How the actor samples."""
 
-    attempts: Annotated[int, Field(ge=2)] = Field(8, description="Samples per prompt (the group's size).")
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group's size).")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
     max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
     concurrency: Positive = Field(64, description="Groups in flight over all servers.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pipeline.config import RunConfig
 from pipeline.groups.records import EvalRequest, EvalResult, Sample
-from pipeline.rollouts.rollout import Sampling, Servers, attempt, sample_of
+from pipeline.rollouts.rollout import Sampling, Servers, roll_out, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
@@ -61,7 +61,7 @@ class Evaluation:
             asked = await self._calls.render(prompt)
             if isinstance(asked, str):
                 return asked
-            (ended,) = await attempt(self._task, self._chat, self._servers, self._sampling, asked, 1)
+            (ended,) = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, 1)
             if ended.episode is None:
                 return ended.reason
             (reward,) = await self._calls.rewards(prompt, [ended.episode.text])

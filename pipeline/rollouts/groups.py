@@ -1,7 +1,7 @@
-"""All attempts at the prompt of a position, as one group.
+"""All rollouts of the prompt of a position, as one group.
 
 Owns the building of groups and the patience with a task that fails. Promises that `build` always returns a group, of
-samples and of reasons that together are `rollout.attempts`; it raises only `TaskError`, when `rollout.give_up_after`
+samples and of reasons that together are `rollout.samples`; it raises only `TaskError`, when `rollout.give_up_after`
 samples in a row failed.
 """
 
@@ -13,7 +13,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import TaskError
 from pipeline.groups.ledger import prompt_of
 from pipeline.groups.records import Group, Sample
-from pipeline.rollouts.rollout import Attempted, Sampling, Servers, attempt, kind_of, sample_of
+from pipeline.rollouts.rollout import Rollout, Sampling, Servers, kind_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
@@ -44,7 +44,7 @@ class GroupBuilder:
         """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
-        self._seed, self._attempts = config.seed, rollout.attempts
+        self._seed, self._size = config.seed, rollout.samples
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
         self.patience = Patience(rollout.give_up_after)
@@ -59,14 +59,14 @@ class GroupBuilder:
     async def _samples(self, index: int) -> tuple[list[Sample], list[str]]:
         asked = await self._calls.prompt(index)
         if isinstance(asked, str):
-            return [], [asked] * self._attempts
-        attempts = await attempt(self._task, self._chat, self._servers, self._sampling, asked, self._attempts)
-        return await self.scored(asked.prompt, attempts)
+            return [], [asked] * self._size
+        rollouts = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, self._size)
+        return await self.scored(asked.prompt, rollouts)
 
-    async def scored(self, prompt: Prompt, attempts: Sequence[Attempted]) -> tuple[list[Sample], list[str]]:
-        """The samples of a prompt's attempts, and the reasons of those that failed."""
-        failures = [ended.reason for ended in attempts if ended.episode is None]
-        ended = [(done.episode, done.seconds) for done in attempts if done.episode is not None]
+    async def scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
+        """The samples of a prompt's rollouts, and the reasons of those that failed."""
+        failures = [ended.reason for ended in rollouts if ended.episode is None]
+        ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
         rewards = await self._calls.rewards(prompt, [episode.text for episode, _ in ended]) if ended else []
         samples = []
         for (episode, seconds), reward in zip(ended, rewards, strict=True):

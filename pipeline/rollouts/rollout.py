@@ -1,9 +1,9 @@
-"""One attempt at a prompt.
+"""One rollout of a prompt.
 
 Owns how an episode of a task meets the servers: the policy that the task samples from, and what becomes of an
 episode: a reward and a wire record, or a reason. Promises that a task which raises, returns nonsense or overruns costs
 one sample, with its reason, and nothing else; that no wait for the servers, however long, costs a sample; and that the
-attempts of a group share one request for their first turn.
+rollouts of a group share one request for their first turn.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Attempted:
-    """An attempt's end: its `episode` and how long it took (seconds), or the `reason` why there is none."""
+class Rollout:
+    """A rollout's end: its `episode` and how long it took (seconds), or the `reason` why there is none."""
 
     episode: Episode | None = None
     reason: str = ""
@@ -55,21 +55,21 @@ class Attempted:
 
 
 class Sampler:
-    """Samples turns for the attempts at one prompt."""
+    """Samples turns for the rollouts of one prompt."""
 
-    def __init__(self, servers: Servers, chat: Chat, sampling: Sampling, prompt: Sequence[int], attempts: int) -> None:
+    def __init__(self, servers: Servers, chat: Chat, sampling: Sampling, prompt: Sequence[int], count: int) -> None:
         self._servers, self._chat, self.sampling = servers, chat, sampling
-        self._prompt, self._attempts = prompt, attempts
+        self._prompt, self._count = prompt, count
         self._opening: asyncio.Task[Sequence[Turn]] | None = None
 
-    def policy(self, index: int, own_time: OwnTime) -> "AttemptPolicy":
-        """The policy of attempt `index`, which stops the task's `own_time` while it is asked."""
-        return AttemptPolicy(self, self._chat, self._prompt, index, own_time)
+    def policy(self, index: int, own_time: OwnTime) -> "RolloutPolicy":
+        """The policy of rollout `index`, which stops the task's `own_time` while it is asked."""
+        return RolloutPolicy(self, self._chat, self._prompt, index, own_time)
 
     async def opening(self, index: int) -> Turn:
-        """The first turn of attempt `index`; one request brings those of all attempts."""
+        """The first turn of rollout `index`; one request brings those of all."""
         if self._opening is None:
-            self._opening = asyncio.create_task(self._generate(self._prompt, self._attempts))
+            self._opening = asyncio.create_task(self._generate(self._prompt, self._count))
         turns = await asyncio.shield(self._opening)
         return turns[index]
 
@@ -96,8 +96,8 @@ class Sampler:
         )
 
 
-class AttemptPolicy:
-    """The `Policy` of one attempt."""
+class RolloutPolicy:
+    """The `Policy` of one rollout."""
 
     def __init__(self, sampler: Sampler, chat: Chat, prompt: Sequence[int], index: int, own_time: OwnTime) -> None:
         self._sampler, self._chat, self._index, self._own_time = sampler, chat, index, own_time
@@ -119,14 +119,14 @@ class AttemptPolicy:
         return self._chat.decode(tokens)
 
 
-async def attempt(
+async def roll_out(
     task: Task, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int
-) -> list[Attempted]:
-    """`count` attempts at a prompt, all at once; one `Attempted` each, in order."""
+) -> list[Rollout]:
+    """`count` rollouts of a prompt, all at once; one `Rollout` each, in order."""
     try:
         tokens = await _tokens(chat, asked.text)
     except Exception as error:  # noqa: BLE001 a task's text meets a model's tokenizer: whatever they raise is the reason
-        return [Attempted(reason=reason("prompt could not be tokenised", error))] * count
+        return [Rollout(reason=reason("prompt could not be tokenised", error))] * count
     sampler = Sampler(servers, chat, sampling, tokens, count)
     try:
         return await asyncio.gather(*(_episode(task, asked.prompt, sampler, index) for index in range(count)))
@@ -139,19 +139,19 @@ async def _tokens(chat: Chat, text: str) -> list[int]:
     return chat.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(chat.encode, text)
 
 
-async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Attempted:
+async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:
     started = time.monotonic()
     own_time = OwnTime(sampler.sampling.seconds)
     try:
         episode = await own_time.limit(task.rollout(prompt, sampler.policy(index, own_time)))
     except DeadlineError as error:
-        return Attempted(reason=reason("rollout took too long", error))
+        return Rollout(reason=reason("rollout took too long", error))
     except RolloutError as error:
-        return Attempted(reason=reason("request refused", error))
+        return Rollout(reason=reason("request refused", error))
     except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
-        return Attempted(reason=reason("rollout raised", error))
+        return Rollout(reason=reason("rollout raised", error))
     wrong = _unusable(episode, sampler.sampling.max_length)
-    return Attempted(reason=wrong) if wrong else Attempted(episode, seconds=time.monotonic() - started)
+    return Rollout(reason=wrong) if wrong else Rollout(episode, seconds=time.monotonic() - started)
 
 
 def _unusable(episode: Any, max_length: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
-ATTEMPTS, PROMPTS = 8, 16
+SAMPLES, PROMPTS = 8, 16
 SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
 
@@ -95,7 +95,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         "training.eval_every=0",
         "training.checkpoint_every=100000",
         "optim.lr=1e-5",
-        f"rollout.attempts={ATTEMPTS}",
+        f"rollout.samples={SAMPLES}",
         f"rollout.max_tokens={chosen.tokens}",
         "inference.max_sequences=512",
         f"inference.api_processes={chosen.api}",
@@ -121,7 +121,7 @@ def rates(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     if len(settled) < 2:
         return {}
     seconds = settled[-1]["time"] - settled[0]["time"]
-    found = {"samples_per_second": (len(settled) - 1) * PROMPTS * ATTEMPTS / seconds}
+    found = {"samples_per_second": (len(settled) - 1) * PROMPTS * SAMPLES / seconds}
     names = [name for name, value in settled[-1].items() if "/" in name and isinstance(value, int | float)]
     return found | {name: statistics.median(row[name] for row in settled if name in row) for name in names}
 

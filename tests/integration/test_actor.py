@@ -26,7 +26,7 @@ from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
-PROMPTS, ATTEMPTS, MAX_LAG = 4, 4, 1
+PROMPTS, SAMPLES, MAX_LAG = 4, 4, 1
 LIMIT = PROMPTS * (MAX_LAG + 1)
 
 
@@ -99,7 +99,7 @@ def a_trainer(
         model={"path": "tiny_qwen3", "init": "random", "max_length": 64},
         task={"name": task},
         training={"steps": 100, "prompts_per_step": PROMPTS, "max_lag": MAX_LAG},
-        rollout={"attempts": ATTEMPTS, "max_tokens": 8, "concurrency": 16, **rollout},
+        rollout={"samples": SAMPLES, "max_tokens": 8, "concurrency": 16, **rollout},
     )
     running = [stack.enter_context(a_policy_server()) for _ in range(servers)]
     attempt = stack.enter_context(an_attempt(run, config, tuple((ADDRESS, server.port) for server in running)))
@@ -132,7 +132,7 @@ def test_groups_come_in_order_and_stop_at_the_staleness_limit(trainer: Trainer) 
     trainer.wait_for_number("gate_blocked", 1.0)
     first = trainer.take(LIMIT)
     assert positions(first) == list(range(LIMIT))
-    assert all(len(group.samples) == ATTEMPTS and not group.failures for group in first)
+    assert all(len(group.samples) == SAMPLES and not group.failures for group in first)
     assert {sample.reward for sample in first[0].samples} == {0.0, 1.0}
     trainer.update(1)
     second = trainer.take(LIMIT)
@@ -171,7 +171,7 @@ def test_a_refused_request_fails_its_group_and_the_next_goes_on(trainer: Trainer
     failed = [group for group in groups if group.failures]
     assert len(failed) == 2
     assert all(not group.samples and "too long" in group.failures[0] for group in failed)
-    trainer.wait_for_number("failed/request refused RolloutError", 2 * ATTEMPTS)
+    trainer.wait_for_number("failed/request refused RolloutError", 2 * SAMPLES)
 
 
 def test_rewards_that_fail_are_counted_by_reason_and_training_goes_on(stack: ExitStack, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_rewards_that_fail_are_counted_by_reason_and_training_goes_on(stack: Exi
     trainer.attempt.start("actor")
     trainer.begin()
     groups = trainer.take(LIMIT)
-    assert all(len(group.samples) + len(group.failures) == ATTEMPTS for group in groups)
+    assert all(len(group.samples) + len(group.failures) == SAMPLES for group in groups)
     reasons = Counter(failure.partition(":")[0] for group in groups for failure in group.failures)
     assert reasons.keys() == {"reward is not finite", "reward is no number", "reward raised ZeroDivisionError"}
     for reason, count in reasons.items():

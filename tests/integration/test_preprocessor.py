@@ -24,7 +24,7 @@ def a_config(advantage: str = "group", **training: Any) -> RunConfig:
         model={"path": "tiny_qwen3", "init": "random"},
         loss={"name": "grpo", "advantage": advantage},
         training={"steps": 1, "prompts_per_step": 1, **training},
-        rollout={"attempts": 4, "min_samples": 2},
+        rollout={"samples": 4, "min_samples": 2},
     )
 
 

@@ -67,7 +67,7 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
         (["loss=reinforce_pp", "training.zero_advantage=drop"], "samples that score alike teach there"),
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
-        (["rollout.min_samples=9"], "at most rollout.attempts (8)"),
+        (["rollout.min_samples=9"], "at most rollout.samples (8)"),
         (["training.micro_batch_tokens=8"], "so that every sample fits"),
         (["resources.device=cuda"], "resources.trainer.gpus=0: expected 1 with resources.device=cuda"),
     ],

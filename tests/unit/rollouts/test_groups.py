@@ -64,7 +64,7 @@ class Refusing(Answering):
 
 def config(**rollout: Any) -> RunConfig:
     return make_config(
-        model={"path": "tiny_qwen3", "max_length": 32}, rollout={"attempts": 4, "max_tokens": 8, **rollout}
+        model={"path": "tiny_qwen3", "max_length": 32}, rollout={"samples": 4, "max_tokens": 8, **rollout}
     )
 
 
