@@ -33,7 +33,7 @@ _NAME = re.compile(rf"({'|'.join(JOBS)})-(\d+)")
 _log = logging.getLogger(__name__)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CommitManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`manifest.json`: what a checkpoint consists of, who wrote it, with how many ranks, and when."""
 
     job: Job
@@ -56,7 +56,7 @@ class Checkpoint:
     """A committed checkpoint below the URL `root`."""
 
     root: str
-    manifest: Manifest
+    manifest: CommitManifest
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ def commit(
     folder = f"{name}/{attempt}"
     data = encode_state(state)
     storage.put(f"{folder}/{STATE}", data)
-    manifest = Manifest(
+    manifest = CommitManifest(
         job=state.job,
         step=state.step,
         attempt=attempt,
@@ -241,7 +241,7 @@ def _whole(storage: Storage, name: str, attempt: str) -> Checkpoint:
     return Checkpoint(storage.url(), manifest)
 
 
-def _check_sizes(storage: Storage, folder: str, manifest: Manifest) -> None:
+def _check_sizes(storage: Storage, folder: str, manifest: CommitManifest) -> None:
     sizes = storage.sizes(folder)
     for file, record in manifest.files.items():
         if sizes.get(file) != record.size:
@@ -270,14 +270,14 @@ def _refuse_older_form(storage: Storage, name: str) -> None:
         raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")
 
 
-def _read_manifest(storage: Storage, folder: str, commit: Commit) -> Manifest:
+def _read_manifest(storage: Storage, folder: str, commit: Commit) -> CommitManifest:
     body = storage.get(f"{folder}/{MANIFEST}")
     if body is None:
         raise DamagedError(f"{folder}/{MANIFEST} is missing")
     if hashlib.sha256(body).hexdigest() != commit.manifest_sha256:
         raise DamagedError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMMIT}")
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=CommitManifest)
     except msgspec.DecodeError as error:
         raise DamagedError(f"{folder}/{MANIFEST} is of another form: {error}") from error
     if manifest.version != MANIFEST_VERSION:

@@ -16,7 +16,7 @@ from pipeline.config import RunConfig, known_keys
 
 
 @dataclass(frozen=True)
-class Reader:
+class KeyReader:
     """What reads a key: that `key` has one of `values`, or without values a number above 0."""
 
     key: str
@@ -34,17 +34,17 @@ class Reader:
         return f"{self.key}={among}" if self.values else f"{self.key} above 0"
 
 
-_CLIPPED = Reader("loss.name", ("ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "reinforce_pp"))
-_CRITIC = Reader("loss.advantage", ("gae",))
-_KL, _LORA = Reader("loss.kl"), Reader("model.lora.rank")
+_CLIPPED = KeyReader("loss.name", ("ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "reinforce_pp"))
+_CRITIC = KeyReader("loss.advantage", ("gae",))
+_KL, _LORA = KeyReader("loss.kl"), KeyReader("model.lora.rank")
 
-READ_WITH: Mapping[str, Reader] = {
+READ_WITH: Mapping[str, KeyReader] = {
     "loss.clip_low": _CLIPPED,
     "loss.clip_high": _CLIPPED,
-    "loss.ratio_cap": Reader("loss.name", ("reinforce", "rloo")),
-    "loss.beta": Reader("loss.name", ("dro",)),
-    "loss.correction": Reader("loss.proximal", ("recompute",)),
-    "loss.correction_cap": Reader("loss.correction", ("truncate", "mask")),
+    "loss.ratio_cap": KeyReader("loss.name", ("reinforce", "rloo")),
+    "loss.beta": KeyReader("loss.name", ("dro",)),
+    "loss.correction": KeyReader("loss.proximal", ("recompute",)),
+    "loss.correction_cap": KeyReader("loss.correction", ("truncate", "mask")),
     "loss.kl_in": _KL,
     "loss.kl_estimator": _KL,
     "loss.reference_every": _KL,
@@ -57,7 +57,7 @@ READ_WITH: Mapping[str, Reader] = {
 }
 
 
-def unread(config: RunConfig) -> Iterator[tuple[str, Any, Reader]]:
+def unread(config: RunConfig) -> Iterator[tuple[str, Any, KeyReader]]:
     """The keys that have another value than their default and that nothing reads: key, value, what would read it."""
     for key, reader in READ_WITH.items():
         value = value_of(config, key)

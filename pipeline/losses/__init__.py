@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.losses.correction import corrected
-from pipeline.losses.objectives import SFT, Level, Objective, PolicyObjective, Supervised, ValueObjective
+from pipeline.losses.objectives import SFT, Level, Objective, PolicyObjective, SupervisedObjective, ValueObjective
 from pipeline.losses.penalties import ESTIMATORS, k3
 from pipeline.losses.policy import POLICY_LOSSES, PolicyLoss, Terms
 from pipeline.losses.tokens import LossTokens, ValueTokens
@@ -28,7 +28,7 @@ __all__ = [
     "LossTokens",
     "Objective",
     "PolicyObjective",
-    "Supervised",
+    "SupervisedObjective",
     "ValueObjective",
     "ValueTokens",
     "total",
@@ -46,7 +46,9 @@ def total(tokens: LossTokens, objective: PolicyObjective, level: Level = "basic"
     extremes over the tokens, every other one is a plain sum over the counted tokens. At level `none` there is only
     `loss`; `with_entropy` needs `entropy_N`, which is watched wherever it is there.
     """
-    loss_N, watched = _supervised(tokens) if isinstance(objective, Supervised) else _reinforced(tokens, objective)
+    loss_N, watched = (
+        _supervised(tokens) if isinstance(objective, SupervisedObjective) else _reinforced(tokens, objective)
+    )
     if level == "with_entropy":
         _entropy(tokens)
     if tokens.entropy_N is not None:

@@ -13,7 +13,7 @@ Level = Literal["none", "basic", "with_entropy"]
 """What is measured: only the loss; all that costs no further computation; the entropy of every distribution too."""
 
 
-class Supervised:
+class SupervisedObjective:
     """Asks for the cross-entropy of the counted tokens (SFT); it has no settings."""
 
     name: Final = "sft"
@@ -28,6 +28,6 @@ class ValueObjective:
     name: Final = "value"
 
 
-PolicyObjective = LossConfig | Supervised
+PolicyObjective = LossConfig | SupervisedObjective
 Objective = PolicyObjective | ValueObjective
-SFT = Supervised()
+SFT = SupervisedObjective()

@@ -21,7 +21,7 @@ from pipeline.system import heartbeat
 from pipeline.system.outages import OUTAGE_SECONDS, insist
 from pipeline.tracking.sinks import tracking_sinks
 from pipeline.training.batches import GroupBatches, Interrupted
-from pipeline.training.commits import Commits, Position
+from pipeline.training.commits import Commits, JobPosition
 from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.release import release
@@ -32,7 +32,7 @@ from pipeline.training.rl import ReinforcementLearning
 from pipeline.training.runner import Algorithm, Runner, tells_more
 from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.speed import machine_of
-from pipeline.weights.link import Meeting
+from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import CPU, WeightSender
 
 log = logging.getLogger(__name__)
@@ -91,12 +91,12 @@ class Session:
         context, config = self._context, self._config
         servers = [placement.endpoint for placement in context.world.of_role("inference")]
         place = context.world.of_role("trainer")[0]
-        meeting = Meeting(place.address, place.ports[1], context.world.password)
+        meeting = MeetingPoint(place.address, place.ports[1], context.world.password)
         patience, told = config.cluster.startup_seconds, self._board.post_server
         device = self._dispatch.device if config.weights_backend == "nccl" else CPU
         return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device)
 
-    def _run_jobs(self, position: Position) -> None:
+    def _run_jobs(self, position: JobPosition) -> None:
         done = position.done
         for job in (position.job, *position.rest):
             write_job(self._context.run.training_job(job.name), job)

@@ -23,7 +23,7 @@ from pipeline.rollouts.groups import GroupBuilder
 from pipeline.rollouts.issue import Issue
 from pipeline.rollouts.meters import Share
 from pipeline.streams import AsyncStreams
-from pipeline.streams.board import Board, Progress
+from pipeline.streams.board import Board, TrainerProgress
 from pipeline.system.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Generation:
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._changed = asyncio.Condition()
-        self._progress = Progress(version=0, settled=0)
+        self._progress = TrainerProgress(version=0, settled=0)
         self._refusals: dict[int, list[str]] = {}
         self._blocked, self._full = Share(), Share()
         self.counts = Counts()
@@ -130,7 +130,7 @@ class Generation:
                 await self._find_lost()
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def _advance(self, progress: Progress, slowest: int | None) -> None:
+    async def _advance(self, progress: TrainerProgress, slowest: int | None) -> None:
         async with self._changed:
             self._progress = progress
             self._gate.advance(progress.version, slowest)

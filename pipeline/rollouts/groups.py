@@ -20,7 +20,7 @@ from pipeline.tasks.chat import Chat
 
 
 @dataclass
-class Patience:
+class FailureStreak:
     """Counts samples that failed in a row; one that succeeds starts the count again."""
 
     limit: int
@@ -47,7 +47,7 @@ class GroupBuilder:
         self._seed, self._size = config.seed, rollout.samples
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
-        self.patience = Patience(rollout.give_up_after)
+        self.patience = FailureStreak(rollout.give_up_after)
 
     async def build(self, position: int) -> Group:
         """The group at a position; `TaskError` when the task keeps failing."""

@@ -24,7 +24,7 @@ PROGRESS = "progress"
 SERVERS = "servers/"
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the trainer is: its weight version (RL steps done) and how many positions it has settled in all."""
 
     version: int
@@ -49,7 +49,7 @@ class Board:
 
     def post_progress(self, version: int, settled: int) -> None:
         """Replace the trainer's progress."""
-        self._streams.put_json(PROGRESS, Progress(version=version, settled=settled))
+        self._streams.put_json(PROGRESS, TrainerProgress(version=version, settled=settled))
 
     def post_server(self, server: str, version: int | None) -> None:
         """Say which weights `server` (`host:port`) serves, or None: not to be used."""
@@ -59,9 +59,9 @@ class Board:
         """The last posted ledger."""
         return self._streams.get(LEDGER)
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> TrainerProgress | None:
         """The trainer's progress; None before its first weights are published."""
-        return self._streams.get_json(PROGRESS, Progress)
+        return self._streams.get_json(PROGRESS, TrainerProgress)
 
     def servers(self) -> dict[str, int | None]:
         """Every server that was posted and its weight version."""

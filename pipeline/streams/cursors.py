@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from pipeline.errors import StreamError
-from pipeline.streams.segments import Position
+from pipeline.streams.segments import SegmentPosition
 from pipeline.system import files
 
-_ORIGIN = Position(0, 0)
+_ORIGIN = SegmentPosition(0, 0)
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +28,9 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     reader: str = ""
-    settled: Position = _ORIGIN
-    read: Position = _ORIGIN
-    beyond: tuple[Position, ...] = ()
+    settled: SegmentPosition = _ORIGIN
+    read: SegmentPosition = _ORIGIN
+    beyond: tuple[SegmentPosition, ...] = ()
 
 
 def newest(folder: Path) -> Cursor:

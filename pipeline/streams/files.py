@@ -36,7 +36,7 @@ from pipeline.streams.interface import (
     Rejected,
     Streams,
 )
-from pipeline.streams.segments import Frame, Position, SegmentWriter, frame_bytes
+from pipeline.streams.segments import Frame, SegmentPosition, SegmentWriter, frame_bytes
 from pipeline.system import files
 from pipeline.system.waiting import wait_for
 
@@ -156,7 +156,7 @@ class FileReader(Reader[R], Generic[R]):
         self._file = CursorFile(folder, name)
         self._at = self._settled = self._file.cursor.settled
         self._acknowledged = set(self._file.cursor.beyond)
-        self._delivered: dict[Position, Position] = {}
+        self._delivered: dict[SegmentPosition, SegmentPosition] = {}
         self._state = threading.Lock()
 
     def read(self, limit: int, seconds: float) -> list[Entry[R]]:
@@ -236,12 +236,12 @@ def _id(frame: Frame) -> str:
     return f"{frame.start.segment}-{frame.start.offset}"
 
 
-def _position(id: str) -> Position:
+def _position(id: str) -> SegmentPosition:
     try:
         segment, offset = map(int, id.split("-"))
     except ValueError:
         raise StreamError(f"{id!r} is no entry id of a file stream") from None
-    return Position(segment, offset)
+    return SegmentPosition(segment, offset)
 
 
 def _entry(frame: Frame, kind: type[R]) -> Entry[R]:

@@ -30,14 +30,14 @@ _TRIES = 5
 log = logging.getLogger(__name__)
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class DataGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """The place of an attempt's data in the run's history, and the attempt it was copied from (empty: none)."""
 
     number: int
     origin: str = ""
 
 
-def inherit(folder: Path) -> Generation:
+def inherit(folder: Path) -> DataGeneration:
     """Make `folder` (of one attempt) ready for its Redis: with its own data, else with the newest of its siblings.
 
     The siblings before that one are removed.
@@ -52,7 +52,7 @@ def inherit(folder: Path) -> Generation:
     number = earlier[origin].number if origin else 0
     if origin:
         _copy(folder.parent / origin, folder)
-    made = Generation(number=number + 1, origin=origin)
+    made = DataGeneration(number=number + 1, origin=origin)
     files.write_document(folder / _MARK, made)
     for name, generation in earlier.items():
         if generation.number < number:
@@ -70,19 +70,19 @@ def data_bytes(folder: Path) -> int:
     return sum((folder / name).stat().st_size for name in _listing(folder))
 
 
-def _generations(root: Path) -> dict[str, Generation]:
+def _generations(root: Path) -> dict[str, DataGeneration]:
     """The generation of every attempt whose data is whole.
 
     One whose document cannot be read has the number that the others leave for it: that before the attempt which was
     copied from it, or, if none was, that after all.
     """
-    read = {mark.parent.name: files.read_document(mark, Generation) for mark in root.glob(f"*/{_MARK}")}
+    read = {mark.parent.name: files.read_document(mark, DataGeneration) for mark in root.glob(f"*/{_MARK}")}
     known = {name: generation for name, generation in read.items() if generation is not None}
     newest = max((generation.number for generation in known.values()), default=0)
     before = {generation.origin: generation.number - 1 for generation in known.values()}
     for name in read.keys() - known.keys():
         log.error("%s cannot be read; the data beside it is used all the same", root / name / _MARK)
-        known[name] = Generation(number=before.get(name, newest + 1))
+        known[name] = DataGeneration(number=before.get(name, newest + 1))
     return known
 
 

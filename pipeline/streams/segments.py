@@ -29,7 +29,7 @@ HEADER = struct.Struct("<II")
 log = logging.getLogger(__name__)
 
 
-class Position(NamedTuple):
+class SegmentPosition(NamedTuple):
     """A place in a topic: segment number and byte offset. Ordered as the entries are."""
 
     segment: int
@@ -39,12 +39,12 @@ class Position(NamedTuple):
 class Frame(NamedTuple):
     """An entry where it lies; `end` is where the next one begins."""
 
-    start: Position
+    start: SegmentPosition
     data: bytes
 
     @property
-    def end(self) -> Position:
-        return Position(self.start.segment, self.start.offset + HEADER.size + len(self.data))
+    def end(self) -> SegmentPosition:
+        return SegmentPosition(self.start.segment, self.start.offset + HEADER.size + len(self.data))
 
 
 def frame_bytes(payload: bytes) -> int:
@@ -65,7 +65,7 @@ def segments(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d{9})\.log", name)))
 
 
-def frames(folder: Path, start: Position) -> Iterator[Frame]:
+def frames(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
     """The whole entries of one segment from `start` on; ends at its end or at an entry that is not complete (yet).
 
     Opens the file anew, because NFS shows the growth of a file to those who open it.
@@ -86,14 +86,14 @@ def frames(folder: Path, start: Position) -> Iterator[Frame]:
             start = frame.end
 
 
-def walk(folder: Path, start: Position) -> Iterator[Frame]:
+def walk(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
     """The whole entries of all segments from `start` on, as they are now."""
     for number in segments(folder):
         if number >= start.segment:
-            yield from frames(folder, start if number == start.segment else Position(number, 0))
+            yield from frames(folder, start if number == start.segment else SegmentPosition(number, 0))
 
 
-def take(folder: Path, start: Position, limit: int) -> tuple[list[Frame], Position]:
+def take(folder: Path, start: SegmentPosition, limit: int) -> tuple[list[Frame], SegmentPosition]:
     """Up to `limit` entries from `start` on, and where to go on; follows the segments as they end."""
     taken: list[Frame] = []
     while len(taken) < limit:
@@ -106,11 +106,11 @@ def take(folder: Path, start: Position, limit: int) -> tuple[list[Frame], Positi
         if successor is None:
             break
         _tell_of_torn_tail(folder, start)
-        start = Position(successor, 0)
+        start = SegmentPosition(successor, 0)
     return taken, start
 
 
-def size_after(folder: Path, start: Position) -> int:
+def size_after(folder: Path, start: SegmentPosition) -> int:
     """Bytes in the segments from `start` on, torn tails included."""
     total = 0
     for number in segments(folder):
@@ -127,7 +127,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _tell_of_torn_tail(folder: Path, end: Position) -> None:
+def _tell_of_torn_tail(folder: Path, end: SegmentPosition) -> None:
     path = segment_path(folder, end.segment)
     if (torn := _size(path) - end.offset) > 0:
         log.warning("%s: its last %d bytes are no whole entry; its writer was stopped there", path, torn)

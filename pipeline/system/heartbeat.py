@@ -38,7 +38,7 @@ _RECORD = struct.Struct("<qQQd64s")
 
 
 @dataclass(frozen=True)
-class Record:
+class Heartbeat:
     """What one process told last.
 
     Attributes:
@@ -55,7 +55,7 @@ class Record:
     doing: str
 
 
-class Board:
+class HeartbeatBoard:
     """The agent's side: the records of a role's processes, and the stacks that they write."""
 
     def __init__(self, processes: int) -> None:
@@ -68,11 +68,11 @@ class Board:
         """What the role's processes need in their environment to find it."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._records} /proc/{os.getpid()}/fd/{self._stacks}"}
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[Heartbeat]:
         """What each process told last. A record that is read while it is written may mix two: it changes again."""
         data = os.pread(self._records, self._processes * _RECORD.size, 0)
         return [
-            Record(pid, ticks, beats, seconds, doing.rstrip(b"\0").decode(errors="replace"))
+            Heartbeat(pid, ticks, beats, seconds, doing.rstrip(b"\0").decode(errors="replace"))
             for pid, ticks, beats, seconds, doing in _RECORD.iter_unpack(data)
         ]
 

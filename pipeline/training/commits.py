@@ -40,12 +40,12 @@ from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.spec import models_of
 
 LAST_SECONDS = 10.0
-"""The longest that a commit may be under way once a rank is lost; until then it is `Patience.commit`."""
+"""The longest that a commit may be under way once a rank is lost; until then it is `Deadlines.commit`."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Position:
+class JobPosition:
     """The job to go on with, how many of its steps are done, and the jobs after it."""
 
     job: Job
@@ -80,7 +80,7 @@ class Commits:
         self._flight: Flight | None = None
         self._durable = ""
 
-    def restore(self) -> Position:
+    def restore(self) -> JobPosition:
         """Make the models as the newest commit left them, or new; take the right to write from earlier attempts.
 
         A commit that is found damaged while it is loaded is given up for the one before it. From then on none counts
@@ -104,9 +104,9 @@ class Commits:
         self._make_models(jobs[0])
         self._roll_back(jobs[0], 0, 0)
         self.fence.keep([])
-        return Position(jobs[0], 0, jobs[1:])
+        return JobPosition(jobs[0], 0, jobs[1:])
 
-    def _resume(self, checkpoint: Checkpoint) -> Position:
+    def _resume(self, checkpoint: Checkpoint) -> JobPosition:
         """Go on from a commit; `DamagedError` if it is not what was committed."""
         state, jobs = checkpoint.state(), jobs_of(self._config)
         index = next((index for index, job in enumerate(jobs) if job.name == state.job), 0)
@@ -114,7 +114,7 @@ class Commits:
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
         self._roll_back(jobs[index], state.step, state.ledger_bytes)
-        return Position(jobs[index], state.step, jobs[index + 1 :])
+        return JobPosition(jobs[index], state.step, jobs[index + 1 :])
 
     def _make_models(self, job: Job) -> Iterable[str]:
         models = models_of(self._config, job.name, job.optim, job.steps)

@@ -20,7 +20,7 @@ class Refused(WeightSyncError):
     """The server answered that it did not do it."""
 
 
-class Control:
+class ServerControl:
     """One connection to a server (`host:port`), opened at the first call."""
 
     def __init__(self, server: str, password: str) -> None:

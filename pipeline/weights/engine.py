@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
 from pipeline.weights.adapters import AdapterFolder
-from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
+from pipeline.weights.wire import SERVER, TransferGroup, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
         group: name of the groups to meet in, used once: the process of rank r meets in `group/r`.
         address: this server's own address, for the group to listen on.
         seconds: deadline of each wait for the trainer.
-        layout: `Layout.plain()` of every update.
+        layout: `WeightLayout.plain()` of every update.
         adapter: what the tensors are: the settings of an adapter, or nothing for a whole model's weights.
     """
 
@@ -66,13 +66,13 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 class Reception:
     """One update on its way into the staging buffer, in a thread of its own."""
 
-    def __init__(self, group: Group, staging: Tensor, seconds: float) -> None:
+    def __init__(self, group: TransferGroup, staging: Tensor, seconds: float) -> None:
         self._version: Future[int] = Future()
         self._deadline = Deadline("weights from the trainer", seconds)
         # Not a pool: its threads would keep an ending server alive until the deadline.
         Thread(target=self._run, args=(group, staging), name="weights", daemon=True).start()
 
-    def _run(self, group: Group, staging: Tensor) -> None:
+    def _run(self, group: TransferGroup, staging: Tensor) -> None:
         try:
             self._version.set_result(group.receive(staging, self._deadline))
         except WeightSyncError as error:
@@ -96,7 +96,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
     supports_draft_weight_update = False
 
     version: int | None = None
-    _group: Group | None = None
+    _group: TransferGroup | None = None
     _reception: Reception | None = None
     _adapter: AdapterFolder | None = None
 
@@ -105,13 +105,13 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         if self.parallel_config.world_size > 1:
             raise WeightSyncError("the gloo backend feeds servers of one process; use nccl for larger ones")
         self.shutdown()
-        self._seconds, self._layout = init_info.seconds, Layout.parse(init_info.layout)
+        self._seconds, self._layout = init_info.seconds, WeightLayout.parse(init_info.layout)
         self._adapter = self._folder(init_info.adapter)
         self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
         store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), init_info.seconds)
         name = f"{init_info.group}/0"
         announce(store, name)
-        self._group = Group(store, name, SERVER, init_info.address, init_info.seconds)
+        self._group = TransferGroup(store, name, SERVER, init_info.address, init_info.seconds)
 
     def start_weight_update(self) -> None:
         if self._group is None:

@@ -34,9 +34,9 @@ from torch._C._distributed_c10d import Store
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.system.waiting import Deadline, wait_for
-from pipeline.weights.control import Control, Refused
+from pipeline.weights.control import Refused, ServerControl
 from pipeline.weights.nccl import NcclGroup
-from pipeline.weights.wire import TRAINER, Group, Layout, is_announced, visit_store
+from pipeline.weights.wire import TRAINER, TransferGroup, WeightLayout, is_announced, visit_store
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Payload:
     """
 
     version: int
-    layout: Layout
+    layout: WeightLayout
     buffer: Tensor
     adapter: Mapping[str, Any]
     ready: torch.cuda.Event | None = None
@@ -90,7 +90,7 @@ def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingPoint:
     """Where groups meet: the trainer's store; and the world's password, which every server asks for and
     which signs what is in the store."""
 
@@ -110,7 +110,7 @@ class Link:
     def __init__(
         self,
         server: str,
-        meeting: Meeting,
+        meeting: MeetingPoint,
         config: InferenceConfig,
         on_change: Callable[[str, int | None], None],
     ) -> None:
@@ -120,7 +120,7 @@ class Link:
     server: str
     state: LinkState
     version: int | None
-    _groups: Sequence[Group | NcclGroup] = ()
+    _groups: Sequence[TransferGroup | NcclGroup] = ()
     _paused: bool = False
 
     def bring(self, payload: Payload) -> None:
@@ -133,7 +133,7 @@ class Link:
         awaited = f"{self.server} to load weights {payload.version}"
         deadline = Deadline(awaited, self._config.update_seconds)
         try:
-            with Control(self.server, self._meeting.password) as control:
+            with ServerControl(self.server, self._meeting.password) as control:
                 if joining:
                     self._groups = self._meet(control, payload, deadline)
                 self._transfer(control, payload, deadline)
@@ -152,7 +152,7 @@ class Link:
         if self.state != "current":
             return
         try:
-            with Control(self.server, self._meeting.password) as control:
+            with ServerControl(self.server, self._meeting.password) as control:
                 told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
         except WeightSyncError:
             return
@@ -167,10 +167,10 @@ class Link:
         self._groups = ()
         if met:
             deadline = Deadline(f"{self.server} to leave its group", seconds)
-            with Control(self.server, self._meeting.password) as control:
+            with ServerControl(self.server, self._meeting.password) as control:
                 _ask(control, "leave_weights", deadline)
 
-    def _meet(self, control: Control, payload: Payload, deadline: Deadline) -> list[Group | NcclGroup]:
+    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> list[TransferGroup | NcclGroup]:
         """New groups with the server's processes, one each, whatever became of earlier ones."""
         processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
@@ -193,16 +193,16 @@ class Link:
         return groups
 
     def _join(
-        self, control: Control, payload: Payload, name: str, store: Store, deadline: Deadline
-    ) -> Group | NcclGroup:
+        self, control: ServerControl, payload: Payload, name: str, store: Store, deadline: Deadline
+    ) -> TransferGroup | NcclGroup:
         wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
         if control.answered:
             control.end(deadline)
         if payload.buffer.is_cuda:
             return NcclGroup(store, name, TRAINER, payload.buffer.device, deadline)
-        return Group(store, name, TRAINER, self._meeting.address, deadline.left)
+        return TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
 
-    def _transfer(self, control: Control, payload: Payload, deadline: Deadline) -> None:
+    def _transfer(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
         if not self._groups:
             raise WeightSyncError(f"{self.server}: no group")
         try:
@@ -215,7 +215,7 @@ class Link:
         for group in self._groups:
             group.send(payload.version, payload.buffer, deadline)
 
-    def _swap(self, control: Control, payload: Payload, deadline: Deadline) -> None:
+    def _swap(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
         """Change the model of a server that has the bytes; over gloo, or for other reasons, it is paused meanwhile."""
         mode, recompute = self._config.update, self._config.recompute_kv
         clear = recompute or mode != "keep"
@@ -234,14 +234,14 @@ class Link:
             control.post("/resume", deadline)
             self._paused = False
 
-    def _told(self, control: Control, deadline: Deadline) -> list[int | None]:
+    def _told(self, control: ServerControl, deadline: Deadline) -> list[int | None]:
         """The version that each process of the server says it holds."""
         return [version for (version,) in _ask(control, "served_weights", deadline)]
 
     def _resume(self) -> None:
         """Let a server go on that failed while it was paused: it may hold others' requests."""
         self._paused = False
-        with Control(self.server, self._meeting.password) as control:
+        with ServerControl(self.server, self._meeting.password) as control:
             try:
                 control.post("/resume", Deadline(f"{self.server} to resume", RESUME_SECONDS))
             except WeightSyncError as error:
@@ -275,7 +275,7 @@ class Link:
         self.state = after(self.state, event)
 
 
-def _processes(control: Control, deadline: Deadline) -> int:
+def _processes(control: ServerControl, deadline: Deadline) -> int:
     """How many processes share the server's model."""
     answer = control.get("/get_world_size", deadline)
     if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
@@ -283,7 +283,7 @@ def _processes(control: Control, deadline: Deadline) -> int:
     return int(answer["world_size"])
 
 
-def _ask(control: Control, method: str, deadline: Deadline) -> list[list[Any]]:
+def _ask(control: ServerControl, method: str, deadline: Deadline) -> list[list[Any]]:
     """What each process of a server answers to a method of `extension.WeightsExtension`: a list of one."""
     answer = control.post("/collective_rpc", deadline, method=method)
     results = answer.get("results") if isinstance(answer, dict) else None

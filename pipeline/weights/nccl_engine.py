@@ -32,7 +32,7 @@ from pipeline.system.waiting import Deadline
 from pipeline.weights.copies import CopyPlan, NoPlan
 from pipeline.weights.engine import reload_model
 from pipeline.weights.nccl import NcclGroup
-from pipeline.weights.wire import SERVER, Layout, announce, visit_store
+from pipeline.weights.wire import SERVER, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         """Meet the trainer. May be called again: the earlier group is dropped, the proven copies stay if they can."""
         self.shutdown()
         deadline = Deadline("the trainer's group", init_info.seconds)
-        self._stage(Layout.parse(init_info.layout))
+        self._stage(WeightLayout.parse(init_info.layout))
         self._seconds = init_info.seconds
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
         store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), deadline.left)
@@ -127,7 +127,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         """Not this way (older releases of vLLM ask for the method)."""
         raise NotImplementedError("the trainer sends by pipeline.weights.sender")
 
-    def _stage(self, layout: Layout) -> None:
+    def _stage(self, layout: WeightLayout) -> None:
         """A staging buffer of this layout, and what was learned about it kept as long as the layout is the same."""
         if getattr(self, "_layout", None) == layout:
             return

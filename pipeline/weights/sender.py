@@ -6,7 +6,7 @@ evicted, not waited for until it is back; that servers which are late, restarted
 background, to the newest weights, before anybody may ask them; and that every failure is told. Must not know models,
 streams or placements.
 
-    meeting = Meeting(trainer.address, trainer.ports[1], world.password)
+    meeting = MeetingPoint(trainer.address, trainer.ports[1], world.password)
     with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:
         sender.start(version, [("model.norm.weight", tensor), …])
         ...                                                       # the servers swap meanwhile
@@ -26,8 +26,8 @@ import torch
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
-from pipeline.weights.link import RESUME_SECONDS, Link, Meeting, Payload, adapter_settings
-from pipeline.weights.wire import Layout, NamedTensors, host_store
+from pipeline.weights.link import RESUME_SECONDS, Link, MeetingPoint, Payload, adapter_settings
+from pipeline.weights.wire import NamedTensors, WeightLayout, host_store
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class WeightSender:
     def __init__(
         self,
         servers: Sequence[str],
-        meeting: Meeting,
+        meeting: MeetingPoint,
         config: InferenceConfig,
         patience: float,
         on_change: Callable[[str, int | None], None],
@@ -156,7 +156,7 @@ class WeightSender:
         self.start(version, parameters)
         return self.settle(pulse)
 
-    def start(self, version: int, parameters: NamedTensors, layout: Layout | None = None) -> None:
+    def start(self, version: int, parameters: NamedTensors, layout: WeightLayout | None = None) -> None:
         """Hand a version over to the servers' threads; the tensors may change as soon as this returns.
 
         Names are those of a Hugging Face checkpoint, the same every time, else `WeightSyncError`; a tied head is not
@@ -170,7 +170,7 @@ class WeightSender:
             layout = self._payload.layout
         elif layout is None:
             parameters = list(parameters)
-            layout = Layout.of(parameters)
+            layout = WeightLayout.of(parameters)
         payload = Payload(version, layout, layout.pack(parameters, self._device), self._adapter, self._mark())
         with self._changed:
             self._payload = payload

@@ -49,18 +49,18 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Which tensor lies where in the buffer: in order, each at a multiple of `ALIGNMENT` bytes."""
 
     parameters: tuple[Parameter, ...]
 
     @classmethod
-    def of(cls, tensors: NamedTensors) -> "Layout":
+    def of(cls, tensors: NamedTensors) -> "WeightLayout":
         """The layout of these tensors in this order."""
         return cls(tuple(Parameter.of(name, tensor) for name, tensor in tensors))
 
     @classmethod
-    def parse(cls, plain: Sequence[Sequence[Any]]) -> "Layout":
+    def parse(cls, plain: Sequence[Sequence[Any]]) -> "WeightLayout":
         """The layout that `plain()` wrote."""
         return cls(tuple(Parameter(name, dtype, tuple(shape)) for name, dtype, shape in plain))
 
@@ -134,7 +134,7 @@ def is_announced(store: Store, name: str) -> bool:
         raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
 
 
-class Group:
+class TransferGroup:
     """Two members that exchange weights. Any error leaves it unusable: drop it and meet again under another name.
 
     Dropping it closes its connections, so the peer's wait ends at once.

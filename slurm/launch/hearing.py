@@ -23,7 +23,7 @@ NOTICE = signal.SIGUSR2
 _WORDS = "ending after this step, which is committed; Ctrl-C ends at once"
 
 
-class Told:
+class EndSignal:
     """`by`: the first signal that was heard, or None."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -43,9 +43,9 @@ class Told:
 
 
 @contextmanager
-def heard(act: Callable[[], None]) -> Iterator[Told]:
+def heard(act: Callable[[], None]) -> Iterator[EndSignal]:
     """Call `act` at the first signal of the block. Only for the main thread."""
-    told, before = Told(act), dict[signal.Signals, Any]()
+    told, before = EndSignal(act), dict[signal.Signals, Any]()
     try:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -24,7 +24,7 @@ from pipeline.system import files
 from pipeline.world.plan import Plan
 from slurm.launch.compose import Expansion, compose_config
 from slurm.registry import locks, manifest, runs
-from slurm.registry.manifest import Manifest, Point
+from slurm.registry.manifest import Point, SweepManifest
 from slurm.scheduler.protocol import Scheduler
 
 Check = Callable[[RunConfig], Plan]
@@ -38,7 +38,7 @@ _MANY = 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedPoint:
     """A point of this command: its config, and where it stands; `plan` is None unless it is open."""
 
     point: Point
@@ -57,16 +57,16 @@ class Prepared:
     """
 
     paths: SweepPaths
-    found: Manifest | None
-    manifest: Manifest
-    entries: tuple[Entry, ...]
+    found: SweepManifest | None
+    manifest: SweepManifest
+    entries: tuple[PlannedPoint, ...]
 
     @property
     def local(self) -> bool:
         return self.entries[0].config.cluster.kind == "local"
 
     @property
-    def open(self) -> list[tuple[Entry, Plan]]:
+    def open(self) -> list[tuple[PlannedPoint, Plan]]:
         return [(entry, entry.plan) for entry in self.entries if entry.plan is not None]
 
 
@@ -161,7 +161,7 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
             raise ConfigError("sweep", told, "points that differ", "these two are the same run: leave out one")
 
 
-def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> Entry:
+def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
     run = RunPaths(config.directory)
     old = kept_config(run)
     changes = differences(old, config.model_copy(update={"model": located(config.model)})) if old else []
@@ -169,10 +169,10 @@ def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindSchedul
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)
     if run.finished.exists():
-        return Entry(point, config, "finished")
+        return PlannedPoint(point, config, "finished")
     if _is_live(run, config, scheduler):
-        return Entry(point, config, "live")
-    return Entry(point, config, "open", check(config))
+        return PlannedPoint(point, config, "live")
+    return PlannedPoint(point, config, "open", check(config))
 
 
 def _is_live(run: RunPaths, config: RunConfig, scheduler: FindScheduler) -> bool:

@@ -27,7 +27,7 @@ from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.following import conclude, follow_job, interrupts, print_job
-from slurm.launch.sweep import Launch, sweep
+from slurm.launch.sweep import PointLauncher, sweep
 from slurm.node.agent import Agent
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
@@ -187,9 +187,9 @@ def run_here(config: RunConfig, plan: Plan) -> int:
         return conclude(paths, attempt, interrupted)
 
 
-def one_run() -> Launch:
+def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
-    return Launch(
+    return PointLauncher(
         check=partial(check, accepted=[]),
         show=lambda config, plan, whole: print_plan(config, plan, _warnings(config), script=whole),
         run=run_here,

@@ -2,7 +2,7 @@
 
 Owns the order of a sweep's submission: look at every point, then submit what is open. Promises that nothing is
 submitted unless every point is right; that the same command again submits what is unfinished and nothing else; and that
-the manifest always says how far a submission came. Must not know how one run is submitted: that is its `Launch`.
+the manifest always says how far a submission came. Must not know how one run is submitted: that is its `PointLauncher`.
 
     sweep(["experiment=demo", "loss=grpo,gspo", "cluster=slurm"], launch)
 """
@@ -25,13 +25,13 @@ from pipeline.world.plan import Plan
 from slurm.launch.compose import expand
 from slurm.launch.following import INTERRUPTS, called, interrupts
 from slurm.launch.points import Check, FindScheduler, Prepared, claimed, prepare
-from slurm.registry.manifest import Manifest, Point
+from slurm.registry.manifest import Point, SweepManifest
 from slurm.watch.overview import Overview
 from slurm.watch.table import follow, show
 
 
 @dataclass(frozen=True)
-class Launch:
+class PointLauncher:
     """How one run is checked, shown and submitted.
 
     Attributes:
@@ -49,7 +49,7 @@ class Launch:
     scheduler: FindScheduler
 
 
-def sweep(overrides: Sequence[str], launch: Launch, *, dry_run: bool = False, detach: bool = False) -> int:
+def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = False, detach: bool = False) -> int:
     """Submit the points that these overrides describe; the exit code: 0, or 1 when a point failed or was refused.
 
     A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
@@ -74,7 +74,7 @@ def sweep(overrides: Sequence[str], launch: Launch, *, dry_run: bool = False, de
     return watched(prepared, launch)
 
 
-def run_all(prepared: Prepared, launch: Launch) -> int:
+def run_all(prepared: Prepared, launch: PointLauncher) -> int:
     """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
     kept, failed = prepared.manifest, 0
     for entry, plan in prepared.open:
@@ -95,7 +95,7 @@ def run_all(prepared: Prepared, launch: Launch) -> int:
     return 1 if failed else 0
 
 
-def submit_all(prepared: Prepared, launch: Launch) -> bool:
+def submit_all(prepared: Prepared, launch: PointLauncher) -> bool:
     """Submit the open points in order; False after the first that is refused, which the manifest then says.
 
     A signal ends it between two points, never between a job and its record.
@@ -120,7 +120,7 @@ def submit_all(prepared: Prepared, launch: Launch) -> bool:
     return complete
 
 
-def watched(prepared: Prepared, launch: Launch) -> int:
+def watched(prepared: Prepared, launch: PointLauncher) -> int:
     """Follow all points of the command until none is live; 1 unless all finished, 0 when the watcher is left."""
     mine = {entry.point.name for entry in prepared.entries}
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
@@ -133,7 +133,7 @@ def watched(prepared: Prepared, launch: Launch) -> int:
     return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
 
 
-def _noted(paths: SweepPaths, kept: Manifest, point: Point, *, job: str = "", refused: str = "") -> Manifest:
+def _noted(paths: SweepPaths, kept: SweepManifest, point: Point, *, job: str = "", refused: str = "") -> SweepManifest:
     """Write down what became of a point's submission."""
     if job:
         point = msgspec.structs.replace(point, job=job, submitted=time.time())
@@ -142,7 +142,7 @@ def _noted(paths: SweepPaths, kept: Manifest, point: Point, *, job: str = "", re
     return kept
 
 
-def _show(prepared: Prepared, launch: Launch) -> int:
+def _show(prepared: Prepared, launch: PointLauncher) -> int:
     """The plan of every open point, once for equal ones; of the first one all that would be submitted."""
     shown: list[Plan] = []
     for entry, plan in prepared.open:

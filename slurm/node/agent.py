@@ -45,7 +45,7 @@ OWNER_SECONDS = 180.0
 _SLACK_SECONDS = 5.0
 
 
-class Told(RollcallError):
+class EndedBeforeWorld(RollcallError):
     """The attempt was told to end before this rank had a world."""
 
 
@@ -119,7 +119,7 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
     with ExitStack() as held:
         try:
             world = _meet(paths, config, environment, notice, held)
-        except Told as reason:
+        except EndedBeforeWorld as reason:
             events = Events(paths, FileDirectory(paths.root, LAST_SECONDS))
             if events.seen("failed"):
                 return "failed"
@@ -215,7 +215,7 @@ def _off_network(addresses: Sequence[str], wanted: str) -> list[str]:
 
 
 class AlertClock(Clock):
-    """The clock of a rendezvous: a pause ends with `Told` when there is no point in meeting any more."""
+    """The clock of a rendezvous: a pause ends with `EndedBeforeWorld` when there is no point in meeting any more."""
 
     def __init__(self, paths: AttemptPaths, notice: Notice, ranks: int) -> None:
         self._listener, self._notice = Listener(Events(paths), ranks), notice
@@ -225,7 +225,7 @@ class AlertClock(Clock):
         heard = self._listener.heard()
         ending = heard.get("failed") or heard.get("draining")
         if self._notice.reason or ending:
-            raise Told(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
+            raise EndedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
 
 
 def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:

@@ -53,7 +53,7 @@ _STUCK = "; the kernel keeps it, as if it waited for a device or a file system t
 
 
 @dataclass
-class Supervised:
+class SupervisedRole:
     """One role of this rank and where it is in its life."""
 
     context: RoleContext
@@ -122,10 +122,10 @@ class Supervisor:
         self._end: End | None = None
         self._ending_since = 0.0
 
-    def _supervised(self, context: RoleContext) -> Supervised:
+    def _supervised(self, context: RoleContext) -> SupervisedRole:
         launch = launch_of(context)
         vitals = Vitals(context.placement.name, launch, self._cluster.silence_seconds, self._clock)
-        return Supervised(context, launch, vitals)
+        return SupervisedRole(context, launch, vitals)
 
     def run(self) -> End:
         """Start all roles and return how the attempt ended on this rank, when everything here is down."""
@@ -178,7 +178,7 @@ class Supervisor:
         except DeadlineError as late:
             print(late, flush=True)
 
-    def _start(self, role: Supervised) -> None:
+    def _start(self, role: SupervisedRole) -> None:
         argv, log = role.launch.argv, self._log(role)
         variables = child_environment({**role.launch.env, **role.vitals.board.environment})
         role.child = insist("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
@@ -186,7 +186,7 @@ class Supervisor:
         self._advance(role, "start")
         role.vitals.probe.start()
 
-    def _watch(self, role: Supervised) -> None:
+    def _watch(self, role: SupervisedRole) -> None:
         code = role.child.poll() if role.child else None
         if code is not None:
             self._ended(role, code)
@@ -199,7 +199,7 @@ class Supervisor:
         elif role.state == "ready" and self._end is None and (hang := role.vitals.watch(role.pid)):
             self._hung(role, hang)
 
-    def _hung(self, role: Supervised, hang: Hang) -> None:
+    def _hung(self, role: SupervisedRole, hang: Hang) -> None:
         """Have all its processes tell where they are, those that hang and those that wait for them, then end it."""
         stacks = role.vitals.stacks(role.pid)
         failure = self._story(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MOST_LINES])
@@ -210,7 +210,7 @@ class Supervisor:
             _append(self._log(role), "".join(told).encode())
         self._failed(role, "hung", failure)
 
-    def _ended(self, role: Supervised, code: int) -> None:
+    def _ended(self, role: SupervisedRole, code: int) -> None:
         self._listen(at_once=role.reason is None)
         if role.state == "stopping":
             self._advance(role, "ended", process.describe_exit(code))
@@ -219,14 +219,16 @@ class Supervisor:
         elif code != 0 or not self._may_yet_hear_why(role):
             self._failed(role, "died", self._story(role, f"{process.describe_exit(code)}{_own_words(role)}", code))
 
-    def _may_yet_hear_why(self, role: Supervised) -> bool:
+    def _may_yet_hear_why(self, role: SupervisedRole) -> bool:
         """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and
         ends on all."""
         if role.reason is None:
             role.reason = Deadline(f"the reason why {role.name} ended", self._cluster.lateness, self._clock)
         return not role.reason.passed
 
-    def _story(self, role: Supervised, cause: str, code: int | None = None, stacks: Sequence[str] = ()) -> FirstFailure:
+    def _story(
+        self, role: SupervisedRole, cause: str, code: int | None = None, stacks: Sequence[str] = ()
+    ) -> FirstFailure:
         return FirstFailure(
             role=role.name,
             rank=role.context.placement.rank,
@@ -238,10 +240,10 @@ class Supervisor:
             stacks=tuple(stacks),
         )
 
-    def _log(self, role: Supervised) -> Path:
+    def _log(self, role: SupervisedRole) -> Path:
         return self._paths.log(role.context.placement.role, role.context.placement.index)
 
-    def _failed(self, role: Supervised, happening: lifecycle.Happening, failure: FirstFailure) -> None:
+    def _failed(self, role: SupervisedRole, happening: lifecycle.Happening, failure: FirstFailure) -> None:
         """Record the first failure of the attempt, and end what is left of the role.
 
         While an attempt comes down, only the failure of a trainer that was ready still counts: it was to commit.
@@ -263,7 +265,7 @@ class Supervisor:
                 if role.child is not None:
                     role.child.terminate()
 
-    def _may_stop(self, role: Supervised) -> bool:
+    def _may_stop(self, role: SupervisedRole) -> bool:
         placement = role.context.placement
         if self._ending_for() > self._patience(lifecycle.stage_of(placement.role)):
             return True
@@ -293,10 +295,10 @@ class Supervisor:
         last_call = self._patience(len(lifecycle.DESCENT) - 1) + stop / 2
         return max(_LEAST_TIME_TO_STOP, min(stop, last_call - self._ending_for()))
 
-    def _kill(self, role: Supervised) -> None:
+    def _kill(self, role: SupervisedRole) -> None:
         self._advance(role, "ended", f"killed after {role.deadline.seconds:g} s{role.kill()}")
 
-    def _advance(self, role: Supervised, happening: lifecycle.Happening, detail: str = "") -> None:
+    def _advance(self, role: SupervisedRole, happening: lifecycle.Happening, detail: str = "") -> None:
         role.state = lifecycle.advance(role.name, role.state, happening)
         rank = role.context.placement.rank
         line = {"time": time.time(), "role": role.name, "rank": rank, "state": role.state, "detail": detail}
@@ -306,7 +308,7 @@ class Supervisor:
             self._outbox.say(lambda: self._attempt.replace(down_mark(role.name), role.state))
 
 
-def _own_words(role: Supervised) -> str:
+def _own_words(role: SupervisedRole) -> str:
     """What the role itself said of its failure, if it could."""
     status = role.context.status()
     return f": {status.detail}" if status is not None and status.state == "failed" else ""

@@ -95,7 +95,7 @@ class Vitals:
     """Of one role on this rank: `start` with its process, `watch` from when it is ready, `close` when it is down."""
 
     def __init__(self, name: str, launch: Launch, seconds: float, clock: Clock = CLOCK) -> None:
-        self.probe, self.board = Probe(launch.ready, name), heartbeat.Board(launch.beats)
+        self.probe, self.board = Probe(launch.ready, name), heartbeat.HeartbeatBoard(launch.beats)
         self._beats, self._seconds, self._clock = launch.beats, seconds, clock
         self._runs: list[Silence] = []
         self._works: list[Silence] = []

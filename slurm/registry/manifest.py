@@ -43,7 +43,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return f"point {self.number} ({' '.join(self.overrides) or 'no overrides'})"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class SweepManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`sweep.json`: the overrides that all points share, as they were given last, and all points by number."""
 
     base: tuple[str, ...]
@@ -54,18 +54,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         known = {_key(point.overrides): point for point in self.points}
         return [known[_key(one)] for one in overrides]
 
-    def noted(self, point: Point) -> "Manifest":
+    def noted(self, point: Point) -> "SweepManifest":
         """The manifest with a newer note on one of its points."""
         points = tuple(point if point.number == old.number else old for old in self.points)
         return msgspec.structs.replace(self, points=points)
 
 
-def load(paths: SweepPaths) -> Manifest | None:
+def load(paths: SweepPaths) -> SweepManifest | None:
     """The manifest, or None where there is no sweep; `RunStateError` if it is there and cannot be read."""
     why = "it is torn, or of another version"
     for _ in range(2):  # a file that is replaced while it is read is there at the second look
         try:
-            found = files.read_document(paths.manifest, Manifest)
+            found = files.read_document(paths.manifest, SweepManifest)
             if found is None and not paths.manifest.exists():
                 return None
         except OSError as error:
@@ -91,7 +91,7 @@ def find(value: str, output: Path | None = None) -> SweepPaths:
     raise ConfigError("sweep", value, expected, closest(value, (file.parent.name for file in below.glob(f"*/{SWEEP}"))))
 
 
-def extended(old: Manifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> Manifest:
+def extended(old: SweepManifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> SweepManifest:
     """The manifest after these points were asked for: known ones stay as they are, new ones get the next numbers."""
     points = list(old.points) if old else []
     known = {_key(point.overrides) for point in points}
@@ -99,7 +99,7 @@ def extended(old: Manifest | None, base: Sequence[str], overrides: Iterable[Sequ
         if _key(one) not in known:
             known.add(_key(one))
             points.append(Point(number=len(points), overrides=tuple(one), name=run_name(len(points), one)))
-    return Manifest(base=tuple(base), points=tuple(points))
+    return SweepManifest(base=tuple(base), points=tuple(points))
 
 
 def run_name(number: int, overrides: Iterable[str]) -> str:

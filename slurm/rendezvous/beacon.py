@@ -42,7 +42,7 @@ class Relay(msgspec.Struct, frozen=True):
     request: str
 
 
-class Request(msgspec.Struct, frozen=True):
+class BeaconRequest(msgspec.Struct, frozen=True):
     """What a caller asks: an answer for this nonce, or what another beacon answers."""
 
     nonce: str
@@ -105,7 +105,7 @@ class Beacon:
             finally:
                 self._callers.leave(caller)
 
-    def _reply(self, request: Request) -> bytes:
+    def _reply(self, request: BeaconRequest) -> bytes:
         if request.relay is None:
             return _answer_of(self._key, request.nonce)
         relay = request.relay
@@ -181,14 +181,14 @@ class _Callee:
     def answers(self, seconds: float) -> bool:
         """Whether the right beacon answers this process."""
         nonce = secrets.token_hex(8)
-        told = _exchange(self.address, self.port, _sealed(self.key, Request(nonce)), seconds)
+        told = _exchange(self.address, self.port, _sealed(self.key, BeaconRequest(nonce)), seconds)
         return hmac.compare_digest(told, _answer_of(self.key, nonce))
 
     def answers_to(self, witness: "_Callee", seconds: float) -> bool:
         """Whether it answers a witness, which passes request and answer on as they are."""
         nonce = secrets.token_hex(8)
-        relay = Relay(self.address, self.port, _sealed(self.key, Request(nonce)).decode())
-        request = _sealed(witness.key, Request(secrets.token_hex(8), relay))
+        relay = Relay(self.address, self.port, _sealed(self.key, BeaconRequest(nonce)).decode())
+        request = _sealed(witness.key, BeaconRequest(secrets.token_hex(8), relay))
         told = _exchange(witness.address, witness.port, request, 2 * seconds)
         return hmac.compare_digest(told, _answer_of(self.key, nonce))
 
@@ -228,18 +228,18 @@ def _key(run_id: str, attempt: str, rank: int, token: str) -> bytes:
     return f"rollcall {run_id} {attempt} {rank} {token}".encode()
 
 
-def _sealed(key: bytes, request: Request) -> bytes:
+def _sealed(key: bytes, request: BeaconRequest) -> bytes:
     """The line that asks."""
     body = msgspec.json.encode(request)
     return _tag(key, b"ask " + body) + b" " + body + b"\n"
 
 
-def _opened(key: bytes, line: bytes) -> Request | None:
+def _opened(key: bytes, line: bytes) -> BeaconRequest | None:
     """What a line asks; None for one that does not know the key."""
     tag, _, body = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(tag, _tag(key, b"ask " + body)):
         return None
-    return msgspec.json.decode(body, type=Request)
+    return msgspec.json.decode(body, type=BeaconRequest)
 
 
 def _answer_of(key: bytes, nonce: str) -> bytes:

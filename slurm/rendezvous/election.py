@@ -65,7 +65,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Event:
+class ElectionEvent:
     """What came of an action; `epoch` and `beat` belong to `saw`, `won` and `lost`."""
 
     name: EventName
@@ -147,7 +147,7 @@ def begin(rank: int, ranks: int, lease: float, now: float) -> tuple[Member, Acti
     return Member(rank=rank, ranks=ranks, lease=lease, moved=now), Action("join")
 
 
-def step(member: Member, event: Event, now: float) -> tuple[Member, Action]:
+def step(member: Member, event: ElectionEvent, now: float) -> tuple[Member, Action]:
     """The rank after `event`, seen at `now` (seconds of its own clock), and what it does next.
 
     `TransitionError` if the event cannot happen in the rank's phase.
@@ -169,7 +169,7 @@ def transition(phase: Phase, signal: Signal) -> Phase:
         raise TransitionError("election", phase, signal) from None
 
 
-def _signal(member: Member, event: Event, now: float) -> Signal:
+def _signal(member: Member, event: ElectionEvent, now: float) -> Signal:
     """What an event means to this rank: a look means different things to a leader and to an observer."""
     if event.name != "saw":
         return event.name
@@ -182,7 +182,7 @@ def _signal(member: Member, event: Event, now: float) -> Signal:
     return "vacant" if not moves and still >= member.patience() else "followed"
 
 
-def _informed(member: Member, event: Event, signal: Signal, now: float) -> Member:
+def _informed(member: Member, event: ElectionEvent, signal: Signal, now: float) -> Member:
     """The member with what the event tells about the newest leader."""
     if signal in ("won", "due"):
         # The renewal that follows writes this beat; counting before writing never repeats one.
@@ -192,6 +192,6 @@ def _informed(member: Member, event: Event, signal: Signal, now: float) -> Membe
     return member
 
 
-def _newer(member: Member, event: Event) -> bool:
+def _newer(member: Member, event: ElectionEvent) -> bool:
     """A listing may be older than what this rank already knows: only growth counts."""
     return (event.epoch, event.beat) > (member.epoch, member.beat)

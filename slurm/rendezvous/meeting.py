@@ -21,7 +21,7 @@ from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.world.assignment import assign, check_world
 from pipeline.world.plan import Card, Plan, World
 from slurm.rendezvous import beacon, election
-from slurm.rendezvous.election import Action, Event
+from slurm.rendezvous.election import Action, ElectionEvent
 from slurm.rendezvous.roster import FindAddresses, Roster, absentees, publish_card
 
 # Shares of the deadline: after the first a leader goes on without absent ranks if the spares suffice; after the
@@ -152,32 +152,32 @@ class Meeting:
         """The ranks that have published no card."""
         return absentees(self._directory, self._plan.ranks)
 
-    def _perform(self, action: Action) -> Event:
+    def _perform(self, action: Action) -> ElectionEvent:
         match action.name:
             case "join":
-                return Event("joined" if publish_card(self._directory, self._card) else "contested")
+                return ElectionEvent("joined" if publish_card(self._directory, self._card) else "contested")
             case "look":
                 return self._look()
             case "claim":
                 return self._claim(action.epoch)
             case "renew":
                 self._directory.replace(f"lease-{action.epoch}.json", Lease(epoch=action.epoch, beat=action.beat))
-                return Event("renewed")
+                return ElectionEvent("renewed")
             case "gather":
                 return self._gather(action.epoch)
             case "publish":
                 self._directory.create(WORLD, self._verdict)
-                return Event("published")
+                return ElectionEvent("published")
             case _:
-                return Event("rested")
+                return ElectionEvent("rested")
 
-    def _look(self) -> Event:
+    def _look(self) -> ElectionEvent:
         names = self._directory.names()
         if WORLD in names and self._read_verdict():
-            return Event("saw_verdict")
+            return ElectionEvent("saw_verdict")
         epoch = max((_epoch(name) for name in names), default=0)
         lease = self._directory.read(f"lease-{epoch}.json", Lease) if epoch else None
-        return Event("saw", epoch, lease.beat if lease else -1)
+        return ElectionEvent("saw", epoch, lease.beat if lease else -1)
 
     def _read_verdict(self) -> bool:
         """True once the world is read and fits; False while it cannot be read yet."""
@@ -193,18 +193,18 @@ class Meeting:
         self.world = world
         return True
 
-    def _claim(self, epoch: int) -> Event:
+    def _claim(self, epoch: int) -> ElectionEvent:
         claim = Claim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
         if not self._directory.create(f"claim-{epoch}.json", claim):
-            return Event("lost", epoch)
+            return ElectionEvent("lost", epoch)
         self._roster = self._new_roster()
-        return Event("won", epoch)
+        return ElectionEvent("won", epoch)
 
-    def _gather(self, epoch: int) -> Event:
+    def _gather(self, epoch: int) -> ElectionEvent:
         if self._roster.gather():
-            return Event("more")
+            return ElectionEvent("more")
         self._verdict = self._decide(epoch)
-        return Event("ready" if self._verdict else "waiting")
+        return ElectionEvent("ready" if self._verdict else "waiting")
 
     def _decide(self, epoch: int) -> World | Refusal | None:
         """The verdict on the cards that are there, or None while it is worth waiting for others."""

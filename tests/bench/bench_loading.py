@@ -29,7 +29,7 @@ from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.packing import Budget
 from pipeline.training.spec import ModelSpec
-from pipeline.weights.link import Meeting
+from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from tests.bench.tables import judge, markdown
 
@@ -129,7 +129,7 @@ def measure(dispatch: Dispatch, model: Path, dtype: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as out:
         phase("export", lambda: dispatch.save_hf_model("policy", Path(out)))
     with hold_port() as holder:
-        meeting = Meeting("127.0.0.1", holder.getsockname()[1], "s3cret")
+        meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], "s3cret")
         with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender:
             given = dispatch.full_parameters("policy")
             phase("first publication", lambda: sender.start(1, given, layout), layout.bytes)

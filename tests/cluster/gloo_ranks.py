@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from pipeline.system.network import interface_of
 from pipeline.system.waiting import Deadline
-from pipeline.weights.wire import TRAINER, Group, host_store, visit_store
+from pipeline.weights.wire import TRAINER, TransferGroup, host_store, visit_store
 
 SECONDS = 30.0
 
 
 def main(rank: int, address: str, store_address: str, port: int, bound: bool) -> None:
     store = (host_store if rank == TRAINER else visit_store)(store_address, port, "secret", SECONDS)
-    group, deadline = Group(store, "weights", rank, address, SECONDS), Deadline("the exchange", SECONDS)
+    group, deadline = TransferGroup(store, "weights", rank, address, SECONDS), Deadline("the exchange", SECONDS)
     buffer = torch.full((1000,), 7 if rank == TRAINER else 0, dtype=torch.uint8)
     if rank == TRAINER:
         group.send(3, buffer, deadline)

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
-from pipeline.weights.wire import SERVER, Group, Layout, announce, visit_store
+from pipeline.weights.wire import SERVER, TransferGroup, WeightLayout, announce, visit_store
 from tests.fakes.http_server import HttpServer, Request
 
 
@@ -37,7 +37,7 @@ class WeightServer(HttpServer):
         self.failing: set[str] = set()
         self._gates: dict[str, tuple[Event, Event]] = {}
         self._address, self._password = address, ""
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         super().__init__(address)
 
     @contextmanager
@@ -103,11 +103,11 @@ class WeightServer(HttpServer):
         layout: list[list[Any]],
         adapter: dict[str, Any],
     ) -> None:
-        self._layout, self.adapter = Layout.parse(layout), adapter
+        self._layout, self.adapter = WeightLayout.parse(layout), adapter
         self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)
         store = visit_store(host, port, self._password, seconds)
         announce(store, f"{group}/0")
-        self._group = Group(store, f"{group}/0", SERVER, address, seconds)
+        self._group = TransferGroup(store, f"{group}/0", SERVER, address, seconds)
 
     def _receive(self) -> None:
         group = self._group

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.config import ModelConfig
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Patience, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined
 from pipeline.training.dispatch.release import release
 from pipeline.training.packing import Budget
 from pipeline.training.spec import ModelSpec
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=WORKLOADS, default="0.6b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     given = parser.parse_args()
-    with joined(given.device, Patience(operation=120, control=240, grace=5)) as site:
+    with joined(given.device, Deadlines(operation=120, control=240, grace=5)) as site:
         if site.rank:
             site.serve()
             return

@@ -24,7 +24,7 @@ import torch
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Patience, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names as in WAYS")
     given = parser.parse_args()
-    with joined(given.device, Patience(operation=300, control=600, grace=5)) as site:
+    with joined(given.device, Deadlines(operation=300, control=600, grace=5)) as site:
         if site.rank:
             site.serve()
             return

@@ -28,7 +28,7 @@ from pipeline.config import InferenceConfig, RunConfig
 from pipeline.roles import inference
 from pipeline.system import process
 from pipeline.system.waiting import wait_for
-from pipeline.weights.link import Meeting
+from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         endpoints = started.enter_context(servers(model, chosen.servers, chosen.tensor, chosen.api))
         config = InferenceConfig(update_seconds=60)
         holder = started.enter_context(process.hold_port())
-        meeting = Meeting("127.0.0.1", holder.getsockname()[1], SECRET)
+        meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
         device = torch.device("cuda", 0)
         sender = started.enter_context(WeightSender(endpoints, meeting, config, 120, note, device=device))
         result = measure(sender, endpoints, model, chosen)

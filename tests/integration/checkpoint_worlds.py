@@ -28,7 +28,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.training.commits import LAST_SECONDS, Commits
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
-from pipeline.training.dispatch.ranks import Patience, Site
+from pipeline.training.dispatch.ranks import Deadlines, Site
 from pipeline.training.dispatch.saving import await_save, start_save
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.packing import Budget
@@ -42,8 +42,8 @@ from tests.patience import WAIT_SECONDS
 SAVED, STEPS, VOCABULARY = 3, 6, 17
 TINY = Path(__file__).parents[2] / "conf" / "models" / "tiny_qwen3"
 NAMES = ("policy", "reference", "critic")
-PATIENCE = Patience(operation=30, control=30, grace=2)
-SLOW = Patience(operation=6, control=30, grace=2)
+PATIENCE = Deadlines(operation=30, control=30, grace=2)
+SLOW = Deadlines(operation=6, control=30, grace=2)
 """A collective of training has less time than the commit of `commit_slowly` takes."""
 Algorithm = Callable[[Dispatch, Commits, Path], None]
 

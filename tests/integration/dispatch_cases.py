@@ -9,7 +9,7 @@ import torch
 from pipeline.config import LossConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch
 from tests.integration.training_cases import make_batch, policy_spec
@@ -17,7 +17,7 @@ from tests.integration.training_cases import make_batch, policy_spec
 Scenario = Callable[[Dispatch, Path], None]
 GRPO = LossConfig(name="grpo", clip_low=0.2, clip_high=0.3)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=1)
-PATIENCE = Patience(operation=30, control=4, grace=1)
+PATIENCE = Deadlines(operation=30, control=4, grace=1)
 BUDGET = Budget(96)
 
 

@@ -13,19 +13,19 @@ import torch
 from pipeline.config import InferenceConfig
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline
-from pipeline.weights.control import Control
-from pipeline.weights.link import Link, Meeting, Payload
-from pipeline.weights.wire import Layout, host_store
+from pipeline.weights.control import ServerControl
+from pipeline.weights.link import Link, MeetingPoint, Payload
+from pipeline.weights.wire import WeightLayout, host_store
 from tests.integration.servers import SECRET, TRAINER, a_model, parameters, port_of
 
 
 def main(point: str, server: str, model: str) -> None:
     """Meet the server, begin an update, and die when half of the bytes are sent, or when the server is paused."""
     tensors = parameters(a_model(Path(model), seed=0))
-    layout = Layout.of(tensors)
+    layout = WeightLayout.of(tensors)
     deadline = Deadline("half an update", 60)
-    with hold_port() as holder, Control(server, SECRET) as control:
-        meeting = Meeting(TRAINER, port_of(holder), SECRET)
+    with hold_port() as holder, ServerControl(server, SECRET) as control:
+        meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
         store = host_store(TRAINER, meeting.port, SECRET, 60)
         link = Link(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
         (group,) = link._meet(control, Payload(1, layout, layout.pack(tensors), {}), deadline)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
-from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.packing import Budget
 from pipeline.training.standalone.execute import Execution, execute
 from tests.integration.job_cases import STEPS, config_of
@@ -21,7 +21,7 @@ def execute_on_rank(rank: int, file: Path, model: Path, stop: bool = False) -> N
             stop_at_the_last_step(file.parent / KILLED_AT)
         execute(file, dispatch, config_of(model, checkpoint_every=1))
 
-    lead_or_serve(algorithm, Budget(tokens=64), patience=Patience(operation=30, control=30, grace=2))
+    lead_or_serve(algorithm, Budget(tokens=64), patience=Deadlines(operation=30, control=30, grace=2))
 
 
 def stop_at_the_last_step(mark: Path) -> None:

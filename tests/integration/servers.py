@@ -25,7 +25,7 @@ from pipeline.rollouts.server import Completion
 from pipeline.system import process
 from pipeline.system.waiting import wait_for
 from pipeline.training.workers.lora import checkpoint_name, is_trained
-from pipeline.weights.link import Meeting
+from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
@@ -119,7 +119,7 @@ def a_sender(
     config = InferenceConfig.model_validate({"update_seconds": 60, **settings})
     endpoints = [server.endpoint for server in servers]
     with process.hold_port() as holder:
-        meeting = Meeting(TRAINER, port_of(holder), SECRET)
+        meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
         with WeightSender(endpoints, meeting, config, patience, on_change, lora) as sender:
             yield sender
 

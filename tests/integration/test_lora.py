@@ -14,7 +14,7 @@ from pipeline.errors import RolloutError, WeightSyncError
 from pipeline.rollouts.server import ROUTE, Completion, Request
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.training.workers.lora import add_adapters, is_trained, save_adapter
-from pipeline.weights.control import Control
+from pipeline.weights.control import ServerControl
 from tests.integration.servers import (
     SECRET,
     Model,
@@ -99,7 +99,7 @@ def test_a_server_that_lost_its_adapter_gets_it_again_between_two_updates(server
     told: list[int | None] = []
     with a_sender([server], lambda _, version: told.append(version), LORA) as sender:
         publish_to_all(sender, 3, model)
-        with Control(server.endpoint, SECRET) as control:
+        with ServerControl(server.endpoint, SECRET) as control:
             control.post("/collective_rpc", Deadline("an answer", 10), method="leave_weights")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE

@@ -20,7 +20,7 @@ import pytest
 from pipeline.roles import Launch, inference, redis
 from pipeline.rundir.metrics import MetricSinks
 from pipeline.system import spawn
-from pipeline.system.heartbeat import Board
+from pipeline.system.heartbeat import HeartbeatBoard
 from pipeline.system.process import Child, hold_port, tail
 from pipeline.system.waiting import wait_for
 from pipeline.tracking.sinks import WandbSink
@@ -170,14 +170,14 @@ def test_actor_and_preprocessor_tell_that_their_work_goes_on(tmp_path: Path) -> 
     with ExitStack() as stack:
         attempt = stack.enter_context(an_attempt(tmp_path, config, (("127.0.0.1", 1),)))
         for role in ("preprocessor", "actor"):
-            board = stack.enter_context(closing(Board(launch_of(attempt.context(role)).beats)))
+            board = stack.enter_context(closing(HeartbeatBoard(launch_of(attempt.context(role)).beats)))
             child = attempt.start(role, board.environment)
             before = board.read()[0]
             assert before.pid == child.pid
             wait_for("further beats", partial(beats_beyond, board, before.beats + 2), WAIT_SECONDS)
 
 
-def beats_beyond(board: Board, beats: int) -> bool:
+def beats_beyond(board: HeartbeatBoard, beats: int) -> bool:
     return board.read()[0].beats > beats
 
 

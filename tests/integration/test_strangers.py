@@ -4,12 +4,12 @@ import pytest
 
 from pipeline.errors import ForgedError
 from pipeline.training.dispatch.dispatch import lead_or_serve
-from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.packing import Budget
 from tests.integration.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
-PATIENCE = Patience(operation=20, control=20, commit=20, grace=1)
+PATIENCE = Deadlines(operation=20, control=20, commit=20, grace=1)
 
 
 def test_a_rank_of_another_secret_meets_nobody() -> None:

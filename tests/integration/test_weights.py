@@ -19,7 +19,7 @@ from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.server import Completion
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline, wait_for
-from pipeline.weights.control import Control
+from pipeline.weights.control import ServerControl
 from pipeline.weights.sender import WeightSender
 from tests.integration.servers import (
     EOS,
@@ -199,7 +199,7 @@ def test_a_server_that_lost_its_weights_gets_them_again_between_two_updates(serv
     told: list[int | None] = []
     with a_sender([server], lambda _, version: told.append(version)) as sender:
         publish_to_all(sender, 3, model)
-        with Control(server.endpoint, SECRET) as control:
+        with ServerControl(server.endpoint, SECRET) as control:
             control.post("/collective_rpc", Deadline("an answer", 10), method="leave_weights")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE
@@ -209,7 +209,7 @@ def test_both_sides_leave_their_group_at_the_end(servers: list[Served]) -> None:
     with a_sender(servers) as sender:
         publish_to_all(sender, 0, a_model(servers[0].model, 1))
         assert sender.close() == []
-    with Control(servers[0].endpoint, SECRET) as control, pytest.raises(WeightSyncError):
+    with ServerControl(servers[0].endpoint, SECRET) as control, pytest.raises(WeightSyncError):
         control.post("/start_weight_update", Deadline("refusal", 10))
 
 
@@ -217,7 +217,7 @@ def test_a_stranger_can_neither_ask_nor_change_a_server(servers: list[Served]) -
     endpoint = servers[0].endpoint
     deadline = Deadline("refusal", 10)
     for route in ("/inference/v1/generate", "/pause?mode=abort", "/update_weights", "/init_weight_transfer_engine"):
-        with Control(endpoint, "guess") as control, pytest.raises(WeightSyncError, match="status 401"):
+        with ServerControl(endpoint, "guess") as control, pytest.raises(WeightSyncError, match="status 401"):
             control.post(route, deadline, anything=1)
     command_line = Path(f"/proc/{servers[0].child.pid}/cmdline").read_bytes()
     assert SECRET.encode() not in command_line
@@ -273,11 +273,11 @@ def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> 
 
 def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
     from pipeline.config import InferenceConfig
-    from pipeline.weights.link import Meeting
+    from pipeline.weights.link import MeetingPoint
     from tests.integration.servers import port_of
 
     with hold_port() as holder:
-        meeting = Meeting("127.0.0.2", port_of(holder), SECRET)
+        meeting = MeetingPoint("127.0.0.2", port_of(holder), SECRET)
         refused = pytest.raises(WeightSyncError, match=r"127\.0\.0\.9:9/get_world_size: ConnectionRefusedError")
         nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
         with nobody as sender, refused:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.losses import Supervised, ValueObjective
+from pipeline.losses import SupervisedObjective, ValueObjective
 from pipeline.training.rows import Row
 from tests.integration import oracle
 from tests.integration.oracle_losses import Goal, Sequence64
@@ -112,7 +112,7 @@ def excess(found: Errors, bounds: Errors) -> Errors:
 
 def goal_of(recipe: Recipe) -> Goal:
     objective = recipe.objective
-    if isinstance(objective, Supervised):
+    if isinstance(objective, SupervisedObjective):
         return Goal("sft", recipe.normalise, recipe.temperature, max_length=MAX_LENGTH)
     if isinstance(objective, ValueObjective):
         return Goal("value", recipe.normalise, value_clip=objective.clip, max_length=MAX_LENGTH)

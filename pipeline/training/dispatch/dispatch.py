@@ -21,7 +21,7 @@ Rows that several operations take are staged; see `staging`. Where models are co
 another computes; see `residency`.
 
 While the caller waits for something else, it calls `idle()` now and then: the ranks take a controller that is silent
-for `Patience.control` for dead. A heartbeat that the waiting code itself sends was chosen over an unbounded wait, and
+for `Deadlines.control` for dead. A heartbeat that the waiting code itself sends was chosen over an unbounded wait, and
 over a thread that beats, because those two would also hide a controller that hangs.
 """
 
@@ -42,7 +42,7 @@ from pipeline.losses import Level, Objective, measures
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import Device, Patience, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.packing import Budget
@@ -51,7 +51,7 @@ from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
 from pipeline.training.workers.worker import ModelInfo, Worker
-from pipeline.weights.wire import Layout
+from pipeline.weights.wire import WeightLayout
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -81,7 +81,7 @@ class Dispatch:
         return self._control.broken
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> Deadlines:
         """Its deadlines."""
         return self._site.patience
 
@@ -234,7 +234,7 @@ class Dispatch:
             for each in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
                 yield each
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> WeightLayout:
         """Names, types and shapes of what `full_parameters` yields; gathers nothing."""
         self._check(name)
         return self._site.worker(name).layout
@@ -347,7 +347,7 @@ def lead_or_serve(
     budget: Budget,
     *,
     device: Device = "cpu",
-    patience: Patience | None = None,
+    patience: Deadlines | None = None,
     colocated: bool = False,
     secret: str = "",
 ) -> None:
@@ -355,7 +355,7 @@ def lead_or_serve(
 
     `secret` is what strangers do not know; see `joined`.
     """
-    with joined(device, patience or Patience(), secret) as site:
+    with joined(device, patience or Deadlines(), secret) as site:
         if site.rank != 0:
             site.serve()
             return

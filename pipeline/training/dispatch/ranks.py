@@ -3,9 +3,9 @@
 Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports; the process
 groups that it does so in, with their deadlines; and the place (`Site`) where what outlives an operation is kept, models
 and staged rows. Promises that every rank runs the same operations in the same order; that a failure anywhere reaches
-the controller with its rank and traceback, within `Patience.grace` even when the others are stuck in a collective; that
-a rank which native code ends says where its Python threads were; and that ranks other than 0 leave only when the
-controller tells them, is gone, or is silent for `Patience.control`. Must not know what an operation does.
+the controller with its rank and traceback, within `Deadlines.grace` even when the others are stuck in a collective;
+that a rank which native code ends says where its Python threads were; and that ranks other than 0 leave only when the
+controller tells them, is gone, or is silent for `Deadlines.control`. Must not know what an operation does.
 
 How one operation goes:
 
@@ -17,10 +17,10 @@ connections break, and the controller, thrown out of the collective, finds the f
 
 | group | backend | carries | deadline |
 |---|---|---|---|
-| the world | gloo, with CUDA nccl too | what is not a model's | `Patience.operation` |
-| of models (see `Site.mesh_of`) | gloo or nccl | parameters and gradients | `Patience.operation` |
-| control | gloo | orders and outcomes | `Patience.control` |
-| background | gloo | commits, beside training | `Patience.commit` |
+| the world | gloo, with CUDA nccl too | what is not a model's | `Deadlines.operation` |
+| of models (see `Site.mesh_of`) | gloo or nccl | parameters and gradients | `Deadlines.operation` |
+| control | gloo | orders and outcomes | `Deadlines.control` |
+| background | gloo | commits, beside training | `Deadlines.commit` |
 """
 
 import faulthandler
@@ -85,7 +85,7 @@ def end_with_lost_ranks() -> None:
 
 
 @dataclass(frozen=True)
-class Patience:
+class Deadlines:
     """Deadlines of a world, in seconds.
 
     Attributes:
@@ -129,7 +129,7 @@ class Site:
     store: Store
     control: dist.ProcessGroup
     background: dist.ProcessGroup
-    patience: Patience
+    patience: Deadlines
     workers: dict[str, Worker] = field(default_factory=dict)
     staged: dict[int, list[Shares]] = field(default_factory=dict)
     number: int = 0
@@ -235,7 +235,7 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 @contextmanager
-def joined(device: Device, patience: Patience, secret: str = "") -> Iterator[Site]:
+def joined(device: Device, patience: Deadlines, secret: str = "") -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;

@@ -2,7 +2,7 @@
 
 Owns the layout of the tensors in every checkpoint, of a run or of a job that stands alone: `<model>/<part>`, where the
 parts are those of `Worker.state`. Promises that models may change as soon as `stage_models` returned, and that a save
-is given up only after `Patience.commit`, however slow one of its parts is. Must not know jobs, ledgers, nor when to
+is given up only after `Deadlines.commit`, however slow one of its parts is. Must not know jobs, ledgers, nor when to
 save.
 
     parts = stage_models(dispatch, state.models)           # only this holds training up
@@ -42,7 +42,7 @@ def start_save(
 
 
 def await_save(dispatch: Dispatch, what: str) -> None:
-    """Wait until no save is under way; `DeadlineError` naming `what` after `Patience.commit` seconds."""
+    """Wait until no save is under way; `DeadlineError` naming `what` after `Deadlines.commit` seconds."""
 
     def is_over() -> bool:
         dispatch.idle()

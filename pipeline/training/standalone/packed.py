@@ -54,7 +54,7 @@ class Array(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class PackedManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`manifest.json`: what the folder holds; it is written last."""
 
     version: int
@@ -64,7 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[str, Array]
 
 
-def write_packed(folder: Path, rows: Sequence[Row], vocabulary: int) -> Manifest:
+def write_packed(folder: Path, rows: Sequence[Row], vocabulary: int) -> PackedManifest:
     """Write the rows, whose tokens are below `vocabulary`, to a folder that is not there yet, or has no manifest.
 
     Raises `TrainingError` for a row that could not be trained; then nothing was written.
@@ -77,7 +77,7 @@ def write_packed(folder: Path, rows: Sequence[Row], vocabulary: int) -> Manifest
         row.check(f"row {index}")
     arrays = _arrays(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(
+    manifest = PackedManifest(
         version=PACKED_VERSION,
         vocabulary=vocabulary,
         rows=len(rows),
@@ -251,7 +251,7 @@ def _by_prompt(prompts: NDArray[np.int64]) -> list[list[int]]:
     return list(found.values())
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> PackedManifest:
     path = folder / MANIFEST
     if not path.exists():
         raise TrainingError(f"{folder} holds no packed rows: there is no {MANIFEST}, which is written last")
@@ -261,7 +261,7 @@ def _read_manifest(folder: Path) -> Manifest:
     if header.get("version") != PACKED_VERSION:
         raise TrainingError(f"{path} has version {header.get('version')}; this code reads version {PACKED_VERSION}")
     try:
-        manifest = msgspec.convert(header, Manifest)
+        manifest = msgspec.convert(header, PackedManifest)
     except msgspec.ValidationError as error:
         raise TrainingError(f"{path} is of another form: {error}") from None
     types = {name: array.dtype for name, array in manifest.arrays.items()}

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.workers.tensor_files import write_tensors
-from pipeline.weights.wire import Layout
+from pipeline.weights.wire import WeightLayout
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -33,7 +33,7 @@ def adapter_name(name: str) -> str:
 
 
 def write_model(
-    path: Path, network: Any, layout: Layout, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
+    path: Path, network: Any, layout: WeightLayout, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
 ) -> None:
     """Write the directory; `tensors` come whole, one by one, of the type `config.dtype`, as `layout` says."""
     path.mkdir(parents=True, exist_ok=True)

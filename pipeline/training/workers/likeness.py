@@ -24,7 +24,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.rows import Batch, Row
 from pipeline.training.workers.collate import collate
-from pipeline.training.workers.model import Policy, build
+from pipeline.training.workers.model import PolicyModel, build
 from pipeline.training.workers.small import SIZES, VOCABULARY, smaller
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def measure(config: Any) -> Likeness:
     with TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
         policy = build(ModelConfig(path=folder, init="random"), seed=0)
-    assert isinstance(policy, Policy)
+    assert isinstance(policy, PolicyModel)
     _redraw(policy)
     rows = _rows()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def measure(config: Any) -> Likeness:
     return Likeness(*((each - alone).abs().max().item() for each in (packed, padded)))
 
 
-def _redraw(policy: Policy) -> None:
+def _redraw(policy: PolicyModel) -> None:
     """Matrices that pass on about as much as they get, so that every layer has a say: models often start with less."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def _rows() -> list[Row]:
     return [Row(draw.integers(0, VOCABULARY, len(mask)).astype(np.int32), mask) for mask in masks]
 
 
-def _answers(policy: Policy, rows: list[Row], packed: bool) -> Tensor:
+def _answers(policy: PolicyModel, rows: list[Row], packed: bool) -> Tensor:
     """Ours [times, N], with another seed each time: once, or `_DRAWS` times of a model that draws random numbers, as
     some routers of experts do while they are trained."""
     answers: list[Tensor] = []
@@ -130,7 +130,7 @@ def _answers(policy: Policy, rows: list[Row], packed: bool) -> Tensor:
     return torch.stack(answers)
 
 
-def _ours(policy: Policy, rows: list[Row], packed: bool) -> Tensor:
+def _ours(policy: PolicyModel, rows: list[Row], packed: bool) -> Tensor:
     micro = collate(Batch.of(rows), packed, torch.device("cpu"))
     logprobs_N: Tensor = policy(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, 1.0, False)[0]
     return logprobs_N

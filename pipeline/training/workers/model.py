@@ -76,7 +76,7 @@ class Model(nn.Module):
         return states_NE
 
 
-class Policy(Model):
+class PolicyModel(Model):
     """A transformers causal model whose forward returns log-probabilities of given tokens."""
 
     @property
@@ -149,7 +149,7 @@ def outline(config: ModelConfig, kind: Kind = "policy") -> Model:
             return Critic(network.get_decoder()).train()
         if config.lora.rank:
             _lora().add_adapters(network, config.lora)
-    return Policy(network).train()
+    return PolicyModel(network).train()
 
 
 def _without_dropout(module: nn.Module) -> None:

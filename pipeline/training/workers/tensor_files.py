@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
-from pipeline.weights.wire import Layout, Parameter
+from pipeline.weights.wire import Parameter, WeightLayout
 
 FILE_BYTES = 4 << 30
 """A file is no larger than this, unless one tensor is."""
@@ -99,7 +99,7 @@ class TensorSlice:
         return tensor
 
 
-def write_tensors(directory: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(directory: Path, layout: WeightLayout, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors of this layout, and for more than one file the index that names them; all are on disk then.
 
     Each tensor may change, or go, as soon as the next one is asked for. `CheckpointError` if the disk does not take it.

@@ -30,11 +30,19 @@ from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate
 from pipeline.training.workers.export import adapter_name, refuse_unwritable, write_model
 from pipeline.training.workers.loading import Weights
-from pipeline.training.workers.model import Model, Policy, compile_layers, fill, outline, recompute_activations, stored
+from pipeline.training.workers.model import (
+    Model,
+    PolicyModel,
+    compile_layers,
+    fill,
+    outline,
+    recompute_activations,
+    stored,
+)
 from pipeline.training.workers.offload import Memory, Movable, Part, allocated, empty_cache, local
 from pipeline.training.workers.optimizer import Optimizer, Step
 from pipeline.training.workers.shards import gathered
-from pipeline.weights.wire import Layout
+from pipeline.weights.wire import WeightLayout
 
 LAYER_UNIT = 1 << 20
 
@@ -148,7 +156,7 @@ class Worker:
 
         A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
         """
-        whole = isinstance(self.model, Policy) and isinstance(other.model, Policy)
+        whole = isinstance(self.model, PolicyModel) and isinstance(other.model, PolicyModel)
         targets, sources = (dict(_copied(each.model, whole)) for each in (self, other))
         missing = [name for name, p in targets.items() if name not in sources or _shape(sources[name]) != _shape(p)]
         if missing:
@@ -168,7 +176,7 @@ class Worker:
         return self._gathered(self.compute)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> WeightLayout:
         """What `full_parameters` yields, told without gathering anything."""
         return self._layout(self.compute)
 
@@ -203,7 +211,7 @@ class Worker:
         Of a policy with adapters, the directory of its adapter, for peft and vLLM; always in float32, so that a job
         which goes on from it loses nothing. Whole models are written in compute type.
         """
-        if not isinstance(self.model, Policy):
+        if not isinstance(self.model, PolicyModel):
             raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
         dtype = torch.float32 if self._config.lora.rank else self.compute
         tensors = self._gathered(dtype)
@@ -237,11 +245,11 @@ class Worker:
         """Give memory that is free, but held by the allocator, back to the device."""
         empty_cache(self.device)
 
-    def _layout(self, dtype: torch.dtype) -> Layout:
+    def _layout(self, dtype: torch.dtype) -> WeightLayout:
         def shape(tensor: Tensor, dtype: torch.dtype) -> Tensor:
             return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
-        return Layout.of(self._public(dtype, shape))
+        return WeightLayout.of(self._public(dtype, shape))
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for each in self._public(dtype, gathered):
@@ -253,7 +261,7 @@ class Worker:
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that leaves the trainer, by its public name; `whole` makes it of what this rank has."""
         adapted = self._config.lora.rank > 0
-        if adapted or not isinstance(self.model, Policy):
+        if adapted or not isinstance(self.model, PolicyModel):
             for name, parameter in self.model.named_parameters():
                 own_name = name.removeprefix("network.")
                 if parameter.requires_grad:
@@ -291,7 +299,7 @@ class Worker:
         return [] if self.optimizer is None else self.optimizer.moments()
 
     def _answer(self, micro: MicroBatch, temperature: float) -> Tensor:
-        if isinstance(self.model, Policy):
+        if isinstance(self.model, PolicyModel):
             return self._logprobs(micro, temperature, False)[0]
         return self._values(micro)
 
@@ -305,8 +313,8 @@ class Worker:
         return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
 
     def _refuse_loss(self, objective: Objective) -> None:
-        if isinstance(objective, ValueObjective) == isinstance(self.model, Policy):
-            kind = "policy" if isinstance(self.model, Policy) else "critic"
+        if isinstance(objective, ValueObjective) == isinstance(self.model, PolicyModel):
+            kind = "policy" if isinstance(self.model, PolicyModel) else "critic"
             raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 
     def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

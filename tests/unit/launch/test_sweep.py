@@ -20,7 +20,7 @@ from pipeline.world.plan import Plan, make_plan
 from slurm.launch import submit
 from slurm.launch.compose import compose_config
 from slurm.launch.points import directory_of
-from slurm.launch.sweep import Launch, sweep
+from slurm.launch.sweep import PointLauncher, sweep
 from slurm.registry import manifest, runs
 from slurm.registry.manifest import LONGEST_NAME, Point, extended, run_name
 from slurm.scheduler.protocol import Scheduler
@@ -43,8 +43,8 @@ class FakeLaunch:
     shown: list[tuple[str, bool]] = field(default_factory=list)
 
     @property
-    def launch(self) -> Launch:
-        return Launch(self.check, self.show, self.run, self.submit, self.find)
+    def launch(self) -> PointLauncher:
+        return PointLauncher(self.check, self.show, self.run, self.submit, self.find)
 
     def check(self, config: RunConfig) -> Plan:
         runs.examine(config, self.find)
@@ -184,7 +184,7 @@ def test_a_signal_ends_a_submission_between_two_points(tmp_path: Path, fake: Fak
             signal.raise_signal(signal.SIGINT)
         return fake.submit(config, plan)
 
-    assert sweep(command(tmp_path), Launch(one.check, one.show, one.run, queue, one.scheduler)) == 1
+    assert sweep(command(tmp_path), PointLauncher(one.check, one.show, one.run, queue, one.scheduler)) == 1
     assert fake.submitted == NAMES[:2]
     assert [point.job for point in kept(tmp_path)] == ["1", "2", "", ""]
 
@@ -266,7 +266,7 @@ def test_two_submissions_at_once_are_one_and_an_error(tmp_path: Path, fake: Fake
         return fake.submit(config, plan)
 
     one = fake.launch
-    assert sweep(command(tmp_path), Launch(one.check, one.show, one.run, queue, one.scheduler), detach=True) == 0
+    assert sweep(command(tmp_path), PointLauncher(one.check, one.show, one.run, queue, one.scheduler), detach=True) == 0
     assert fake.submitted == NAMES
 
 

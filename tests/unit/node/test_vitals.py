@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.roles import Launch
 from pipeline.system import heartbeat
-from pipeline.system.heartbeat import Board, Record
+from pipeline.system.heartbeat import Heartbeat, HeartbeatBoard
 from pipeline.system.waiting import wait_for
 from slurm.node.vitals import Vitals
 from tests.fakes.clock import FakeClock
@@ -27,7 +27,7 @@ class Watched:
     def __init__(self, processes: int) -> None:
         self.clock, self.answers = FakeClock(), True
         self.vitals = Vitals("role.0", Launch(("none",), lambda: True, processes), SECONDS, self.clock)
-        self.records = [Record(LEADER + slot, 0, 0, 0.0, "") for slot in range(processes)]
+        self.records = [Heartbeat(LEADER + slot, 0, 0, 0.0, "") for slot in range(processes)]
 
     def pass_time(self, seconds: int, tell: Callable[[], None]) -> str:
         """What is said of the role at the end, when something is told every second and looked at twice."""
@@ -54,7 +54,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Watched
 
     def make(processes: int) -> Watched:
         made.append(Watched(processes))
-        monkeypatch.setattr(Board, "read", lambda board: next(one.records for one in made if one.vitals.board is board))
+        monkeypatch.setattr(
+            HeartbeatBoard, "read", lambda board: next(one.records for one in made if one.vitals.board is board)
+        )
         return made[-1]
 
     yield make
@@ -78,7 +80,7 @@ def test_a_process_that_does_not_tick_hangs_whatever_it_declared(watched: Callab
 
 def test_a_process_that_never_told_anything_hangs_too(watched: Callable[[int], Watched]) -> None:
     role = watched(1)
-    role.records = [Record(0, 0, 0, 0.0, "")]
+    role.records = [Heartbeat(0, 0, 0, 0.0, "")]
     assert "its process 0 has shown no sign of life" in role.pass_time(62, lambda: None)
 
 
@@ -149,7 +151,7 @@ with heartbeat.during("outer", 7):
 
 
 def test_what_a_process_tells_and_where_it_is_reach_its_agent_and_a_fork_tells_nothing() -> None:
-    board = Board(2)
+    board = HeartbeatBoard(2)
     command = [sys.executable, "-c", TELLS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=board.environment) as child:
         try:

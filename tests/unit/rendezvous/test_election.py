@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TransitionError
-from slurm.rendezvous.election import ACTIONS, TRANSITIONS, Action, Event, Member, Phase, begin, step, transition
+from slurm.rendezvous.election import (
+    ACTIONS,
+    TRANSITIONS,
+    Action,
+    ElectionEvent,
+    Member,
+    Phase,
+    begin,
+    step,
+    transition,
+)
 
 LEASE = 2.0
 
@@ -15,24 +25,24 @@ LEASE = 2.0
 def watching(rank: int = 1, now: float = 100.0) -> Member:
     """A rank of four that has joined at `now`."""
     member, _ = begin(rank, 4, LEASE, now)
-    return step(member, Event("joined"), now)[0]
+    return step(member, ElectionEvent("joined"), now)[0]
 
 
 def leading(now: float = 100.0) -> Member:
     """Rank 0 that has won epoch 1 and renewed."""
     member = watching(0, now)
-    for event in (Event("saw"), Event("won", 1), Event("renewed")):
+    for event in (ElectionEvent("saw"), ElectionEvent("won", 1), ElectionEvent("renewed")):
         member, _ = step(member, event, now)
     return member
 
 
 def test_rank_zero_opens_the_first_epoch_at_once():
-    assert step(watching(0), Event("saw"), 100.0)[1] == Action("claim", 1, -1)
+    assert step(watching(0), ElectionEvent("saw"), 100.0)[1] == Action("claim", 1, -1)
 
 
 def test_other_ranks_leave_the_first_epoch_to_rank_zero_for_a_lease():
-    assert step(watching(1), Event("saw"), 100.0 + LEASE)[1].name == "rest"
-    assert step(watching(1), Event("saw"), 100.0 + 1.25 * LEASE)[1].name == "claim"
+    assert step(watching(1), ElectionEvent("saw"), 100.0 + LEASE)[1].name == "rest"
+    assert step(watching(1), ElectionEvent("saw"), 100.0 + 1.25 * LEASE)[1].name == "claim"
 
 
 def test_low_ranks_lose_patience_first():
@@ -43,77 +53,77 @@ def test_a_moving_lease_is_followed_however_long_it_takes():
     member, now = watching(), 100.0
     for beat in range(50):
         now += LEASE * 1.2
-        member, action = step(member, Event("saw", 1, beat), now)
+        member, action = step(member, ElectionEvent("saw", 1, beat), now)
         assert action.name == "rest"
-        member, _ = step(member, Event("rested"), now)
+        member, _ = step(member, ElectionEvent("rested"), now)
 
 
 def test_a_lease_that_stands_still_is_taken_over_in_the_next_epoch():
-    member, _ = step(watching(), Event("saw", 1, 7), 101.0)
-    member, _ = step(member, Event("rested"), 101.0)
-    member, action = step(member, Event("saw", 1, 7), 101.0 + 1.25 * LEASE)
+    member, _ = step(watching(), ElectionEvent("saw", 1, 7), 101.0)
+    member, _ = step(member, ElectionEvent("rested"), 101.0)
+    member, action = step(member, ElectionEvent("saw", 1, 7), 101.0 + 1.25 * LEASE)
     assert (member.phase, action.name, action.epoch) == (Phase.CLAIMING, "claim", 2)
 
 
 def test_a_claim_without_a_lease_is_taken_over_too():
-    member, _ = step(watching(), Event("saw", 1, -1), 100.0)
-    member, _ = step(member, Event("rested"), 100.0)
-    assert step(member, Event("saw", 1, -1), 100.0 + 1.25 * LEASE)[1].epoch == 2
+    member, _ = step(watching(), ElectionEvent("saw", 1, -1), 100.0)
+    member, _ = step(member, ElectionEvent("rested"), 100.0)
+    assert step(member, ElectionEvent("saw", 1, -1), 100.0 + 1.25 * LEASE)[1].epoch == 2
 
 
 def test_an_old_listing_does_not_turn_back_what_a_rank_knows():
-    member, _ = step(watching(), Event("saw", 2, 5), 101.0)
-    member, _ = step(member, Event("rested"), 101.0)
-    member, _ = step(member, Event("saw", 1, 9), 102.0)
+    member, _ = step(watching(), ElectionEvent("saw", 2, 5), 101.0)
+    member, _ = step(member, ElectionEvent("rested"), 101.0)
+    member, _ = step(member, ElectionEvent("saw", 1, 9), 102.0)
     assert (member.epoch, member.beat, member.moved) == (2, 5, 101.0)
 
 
 def test_who_loses_a_claim_watches_the_winner_for_a_whole_lease():
-    member, _ = step(watching(), Event("saw"), 110.0)
-    member, action = step(member, Event("lost", 1), 110.0)
+    member, _ = step(watching(), ElectionEvent("saw"), 110.0)
+    member, action = step(member, ElectionEvent("lost", 1), 110.0)
     assert (member.phase, member.epoch, action.name) == (Phase.WATCHING, 1, "look")
-    assert step(member, Event("saw", 0, -1), 111.0)[1].name == "rest"
+    assert step(member, ElectionEvent("saw", 0, -1), 111.0)[1].name == "rest"
 
 
 def test_a_new_leader_writes_its_lease_before_it_reads_cards():
-    member, _ = step(watching(0), Event("saw"), 100.0)
-    member, action = step(member, Event("won", 1), 100.0)
+    member, _ = step(watching(0), ElectionEvent("saw"), 100.0)
+    member, action = step(member, ElectionEvent("won", 1), 100.0)
     assert action.name == "renew"
-    assert step(member, Event("renewed"), 100.0)[1].name == "gather"
+    assert step(member, ElectionEvent("renewed"), 100.0)[1].name == "gather"
 
 
 def test_a_leader_renews_in_time_and_never_repeats_a_beat():
     member, beats = leading(), set()
     for second in range(1, 6):
-        member, action = step(member, Event("saw", 1, member.beat), 100.0 + second)
+        member, action = step(member, ElectionEvent("saw", 1, member.beat), 100.0 + second)
         assert action.name == "renew"
         assert action.beat not in beats
         beats.add(action.beat)
-        member, _ = step(member, Event("renewed"), 100.0 + second)
+        member, _ = step(member, ElectionEvent("renewed"), 100.0 + second)
 
 
 def test_a_leader_that_sees_a_later_epoch_steps_down():
-    member, action = step(leading(), Event("saw", 2, 0), 100.1)
+    member, action = step(leading(), ElectionEvent("saw", 2, 0), 100.1)
     assert (member.phase, member.epoch, action.name) == (Phase.WATCHING, 2, "rest")
 
 
 def test_a_verdict_settles_leaders_and_observers_alike():
     for member in (leading(), watching()):
-        after, action = step(member, Event("saw_verdict"), 101.0)
+        after, action = step(member, ElectionEvent("saw_verdict"), 101.0)
         assert (after.phase, action.name) == (Phase.SETTLED, "settle")
 
 
 def test_a_rank_whose_card_cannot_be_read_yet_joins_again():
     member, _ = begin(3, 4, LEASE, 0.0)
-    member, action = step(member, Event("contested"), 0.0)
+    member, action = step(member, ElectionEvent("contested"), 0.0)
     assert action.name == "rest"
-    assert step(member, Event("rested"), 0.1)[1] == Action("join")
+    assert step(member, ElectionEvent("rested"), 0.1)[1] == Action("join")
 
 
 @pytest.mark.parametrize("event", ["won", "renewed", "published", "joined"])
 def test_an_impossible_event_is_refused_by_name(event):
     with pytest.raises(TransitionError, match=f"'{event}' is not allowed in state") as caught:
-        step(watching(), Event(event), 100.0)
+        step(watching(), ElectionEvent(event), 100.0)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -135,9 +145,9 @@ def test_what_a_rank_knows_only_grows(sights):
     for epoch, beat, seconds in sights:
         now += seconds
         before = (member.epoch, member.beat)
-        member, action = step(member, Event("saw", epoch, beat), now)
+        member, action = step(member, ElectionEvent("saw", epoch, beat), now)
         assert (member.epoch, member.beat) >= before
         if action.name == "claim":
             assert action.epoch == member.epoch + 1
             return
-        member, _ = step(member, Event("rested"), now)
+        member, _ = step(member, ElectionEvent("rested"), now)

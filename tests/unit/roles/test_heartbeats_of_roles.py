@@ -15,7 +15,7 @@ from pipeline.roles.context import RoleContext
 from pipeline.system import heartbeat
 from pipeline.system.outages import OUTAGE_SECONDS, insist
 from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import STOP, Patience, Site
+from pipeline.training.dispatch.ranks import STOP, Deadlines, Site
 from pipeline.training.workers.worker import Worker
 from pipeline.world.plan import Placement, World
 from slurm.node.supervisor import launch_of
@@ -45,7 +45,7 @@ def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heart]:
 @pytest.fixture
 def site() -> Site:
     group = cast(dist.ProcessGroup, None)
-    return Site(0, 1, "cpu", dist.HashStore(), group, group, Patience(operation=100.0, control=1000.0))
+    return Site(0, 1, "cpu", dist.HashStore(), group, group, Deadlines(operation=100.0, control=1000.0))
 
 
 def test_an_operation_that_stands_still_is_told_before_its_peers_give_up(heart: Heart, site: Site) -> None:

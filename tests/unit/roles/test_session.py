@@ -18,7 +18,7 @@ from pipeline.roles.session import Session
 from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.jobs import jobs_of
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -29,7 +29,7 @@ COVERED = ("1-0", "2-0")
 class OneRank:
     """A dispatch whose only rank is this process."""
 
-    patience, broken = Patience(), False
+    patience, broken = Deadlines(), False
 
     def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
         worker = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}})

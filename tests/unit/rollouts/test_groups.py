@@ -11,7 +11,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import RolloutError, TaskError
 from pipeline.groups.records import EvalRequest, Group
 from pipeline.rollouts.evaluation import Evaluation
-from pipeline.rollouts.groups import GroupBuilder, Patience
+from pipeline.rollouts.groups import FailureStreak, GroupBuilder
 from pipeline.rollouts.issue import Issue
 from pipeline.rollouts.meters import Share
 from pipeline.rollouts.rollout import Servers
@@ -221,7 +221,7 @@ def test_a_task_that_always_fails_ends_with_its_reason() -> None:
 
 
 def test_one_success_starts_the_count_of_failures_again() -> None:
-    patience = Patience(limit=3)
+    patience = FailureStreak(limit=3)
     for _ in range(5):
         patience.note(0, ["reward raised ValueError: one"])
         patience.note(1, ["reward raised ValueError: two"])

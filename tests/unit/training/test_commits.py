@@ -16,7 +16,7 @@ from pipeline.rundir.metrics import MetricSinks, read_rows
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch import saving
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Patience
+from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.jobs import jobs_of
 from slurm.batch.facts import gather
 from tests.fakes.configs import make_config
@@ -27,7 +27,7 @@ from tests.fakes.run_directory import FakeRun
 class OneRank:
     """A dispatch whose only rank is this process, with models of one number."""
 
-    patience, broken = Patience(), False
+    patience, broken = Deadlines(), False
 
     def __init__(self) -> None:
         self.models: dict[str, torch.Tensor] = {}

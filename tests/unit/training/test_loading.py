@@ -18,7 +18,7 @@ from pipeline.training.workers import tensor_files, worker
 from pipeline.training.workers.model import build
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import Worker
-from pipeline.weights.wire import Layout, Parameter
+from pipeline.weights.wire import Parameter, WeightLayout
 from tests.fakes.full_disk import room_for
 from tests.fakes.shards import rank_of
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named_with_a_mend(
 
 def test_a_file_that_the_disk_does_not_take_is_named_with_a_mend(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(1000)}
-    layout = Layout(tuple(Parameter.of(name, tensor) for name, tensor in tensors.items()))
+    layout = WeightLayout(tuple(Parameter.of(name, tensor) for name, tensor in tensors.items()))
     with (
         room_for(1000),
         pytest.raises(CheckpointError, match=rf"{tmp_path}/model\.safetensors cannot be written: .*; make room there"),

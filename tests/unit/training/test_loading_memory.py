@@ -19,7 +19,7 @@ from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import loading, shards, worker
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import Worker
-from pipeline.weights.link import Meeting
+from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from tests.fakes.shards import rank_of
 
@@ -115,7 +115,7 @@ def test_a_rank_that_writes_the_model_holds_a_tensor_at_a_time(folder: Path, mes
 def test_the_first_version_for_the_servers_is_packed_a_tensor_at_a_time(folder: Path, mesh: DeviceMesh) -> None:
     one = Worker(spec_of(folder), mesh)
     with hold_port() as holder:
-        meeting = Meeting("127.0.0.2", holder.getsockname()[1], "s3cret")
+        meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "s3cret")
         with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender, Held() as held:
             sender.start(1, one.full_parameters(), one.layout)
     size = one.layout.bytes

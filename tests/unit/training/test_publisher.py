@@ -8,7 +8,7 @@ import torch
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.publisher import Publisher
 from pipeline.weights.sender import Report, WeightSender
-from pipeline.weights.wire import Layout
+from pipeline.weights.wire import WeightLayout
 
 
 class Recorder:
@@ -21,13 +21,13 @@ class Recorder:
         self.calls.append(f"gather {name}")
         yield "w", torch.ones(2)
 
-    def layout(self, name: str) -> Layout:
-        return Layout.of([("w", torch.empty(2, device="meta"))])
+    def layout(self, name: str) -> WeightLayout:
+        return WeightLayout.of([("w", torch.empty(2, device="meta"))])
 
     def finish_weight_sync(self, name: str) -> None:
         self.calls.append(f"finish {name}")
 
-    def start(self, version: int, parameters: Any, layout: Layout) -> None:
+    def start(self, version: int, parameters: Any, layout: WeightLayout) -> None:
         assert len(layout.pack(parameters)) == layout.bytes
         self.calls.append(f"start {version} with {len(layout.parameters)}")
 

@@ -15,7 +15,7 @@ from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.training.workers.export import refuse_unwritable, write_model
 from pipeline.training.workers.model import build
-from pipeline.weights.wire import Layout
+from pipeline.weights.wire import WeightLayout
 
 GREEDY = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
 
@@ -41,7 +41,7 @@ def written(base: Path, dtype: str = "bfloat16") -> Path:
     network = build(config, 0).network
     tensors = [(name, p.detach().to(getattr(torch, dtype))) for name, p in network.named_parameters()]
     refuse_unwritable(network, config)
-    write_model(base.parent / "written", network, Layout.of(tensors), tensors, config)
+    write_model(base.parent / "written", network, WeightLayout.of(tensors), tensors, config)
     return base.parent / "written"
 
 

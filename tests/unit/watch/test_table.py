@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError, SchedulerError
 from pipeline.rundir.paths import SweepPaths
 from pipeline.system import files
 from slurm.registry import locks, manifest, runs
-from slurm.registry.manifest import Manifest
+from slurm.registry.manifest import SweepManifest
 from slurm.scheduler.protocol import QueuedJob, Scheduler
 from slurm.watch import view
 from slurm.watch.overview import Line, Overview
@@ -40,7 +40,7 @@ def make_run(folder: Path, steps: int = 0, job: str = "1") -> FakeRun:
     return run
 
 
-def make_sweep(folder: Path, *overrides: str) -> Manifest:
+def make_sweep(folder: Path, *overrides: str) -> SweepManifest:
     sweep = manifest.extended(None, [], [[text] for text in overrides])
     files.write_document(SweepPaths(folder).manifest, sweep)
     return sweep

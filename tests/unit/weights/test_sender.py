@@ -14,7 +14,7 @@ from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import StreamError, TransitionError, WeightSyncError
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import wait_for
-from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, Meeting, after
+from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, MeetingPoint, after
 from pipeline.weights.sender import WeightSender
 from tests.fakes.weight_server import WeightServer
 
@@ -50,7 +50,7 @@ def a_sender(
     on_change = (lambda *change: told.append(change)) if isinstance(told, list) else told
     names = [servers] if isinstance(servers, str) else servers
     with hold_port() as holder:
-        meeting = Meeting("127.0.0.2", holder.getsockname()[1], "s3cret")
+        meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "s3cret")
         config = InferenceConfig.model_validate(settings)
         with WeightSender(names, meeting, config, patience, on_change, lora) as sender:
             yield sender

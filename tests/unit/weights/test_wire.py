@@ -19,8 +19,8 @@ from pipeline.weights.wire import (
     CHUNK_BYTES,
     SERVER,
     TRAINER,
-    Group,
-    Layout,
+    TransferGroup,
+    WeightLayout,
     announce,
     host_store,
     is_announced,
@@ -42,7 +42,7 @@ def test_a_buffer_holds_every_tensor_exactly_whatever_its_type_and_shape(
     specifications: list[tuple[tuple[int, ...], torch.dtype]],
 ) -> None:
     tensors = named(specifications)
-    layout = Layout.parse(Layout.of(tensors).plain())
+    layout = WeightLayout.parse(WeightLayout.of(tensors).plain())
     views = layout.views(layout.pack(tensors))
     assert [name for name, _ in views] == [name for name, _ in tensors]
     for (_, view), (_, tensor) in zip(views, tensors, strict=True):
@@ -53,13 +53,13 @@ def test_a_buffer_holds_every_tensor_exactly_whatever_its_type_and_shape(
 
 def test_a_transposed_tensor_is_packed_as_it_reads() -> None:
     tensors = [("t", torch.arange(6).reshape(2, 3).T)]
-    layout = Layout.of(tensors)
+    layout = WeightLayout.of(tensors)
     assert torch.equal(layout.views(layout.pack(tensors))[0][1], tensors[0][1])
 
 
 def test_a_packed_buffer_does_not_follow_the_tensors() -> None:
     weight = torch.ones(3)
-    layout = Layout.of([("w", weight)])
+    layout = WeightLayout.of([("w", weight)])
     buffer = layout.pack([("w", weight)])
     weight.zero_()
     assert torch.equal(layout.views(buffer)[0][1], torch.ones(3))
@@ -70,24 +70,24 @@ def test_a_packed_buffer_does_not_follow_the_tensors() -> None:
 )
 def test_parameters_that_changed_are_refused(other: list[tuple[str, torch.Tensor]]) -> None:
     with pytest.raises(WeightSyncError, match="not those that were announced"):
-        Layout.of([("w", torch.ones(3))]).pack(other)
+        WeightLayout.of([("w", torch.ones(3))]).pack(other)
 
 
 @contextmanager
-def two_members() -> Iterator[tuple[Group, Group]]:
+def two_members() -> Iterator[tuple[TransferGroup, TransferGroup]]:
     """A trainer's and a server's end of a group, in two threads of this process."""
     with hold_port() as holder:
         port = holder.getsockname()[1]
         store = host_store("127.0.0.2", port, "password", 10)
         visitor = visit_store("127.0.0.2", port, "password", 10)
-        ends: dict[int, Group] = {}
+        ends: dict[int, TransferGroup] = {}
 
         def join() -> None:
-            ends[SERVER] = Group(visitor, "g", SERVER, "127.0.0.3", 10)
+            ends[SERVER] = TransferGroup(visitor, "g", SERVER, "127.0.0.3", 10)
 
         thread = threading.Thread(target=join)
         thread.start()
-        ends[TRAINER] = Group(store, "g", TRAINER, "127.0.0.2", 10)
+        ends[TRAINER] = TransferGroup(store, "g", TRAINER, "127.0.0.2", 10)
         thread.join()
         yield ends[TRAINER], ends[SERVER]
 
@@ -117,7 +117,7 @@ def test_who_waits_for_bytes_that_do_not_come_is_told_at_the_deadline() -> None:
 def test_a_member_that_leaves_ends_the_others_wait_at_once() -> None:
     failures: list[float] = []
 
-    def wait(server: Group, started: float) -> None:
+    def wait(server: TransferGroup, started: float) -> None:
         with pytest.raises(WeightSyncError):
             server.receive(torch.zeros(8, dtype=torch.uint8), Deadline("the bytes", 10))
         failures.append(time.monotonic() - started)
@@ -158,7 +158,7 @@ def test_a_group_is_not_met_where_a_stranger_says() -> None:
         for key in ("0/0", "0"):
             stranger.set(f"g/{key}", "the address of the stranger")
         with pytest.raises(WeightSyncError, match="carries no signature with this world's secret"):
-            Group(store, "g", SERVER, "127.0.0.3", 1)
+            TransferGroup(store, "g", SERVER, "127.0.0.3", 1)
 
 
 def test_without_a_trainer_there_is_a_clear_error() -> None:
