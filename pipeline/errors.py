@@ -26,6 +26,19 @@ into one of these at the boundary where they appear. Must not import anything of
 
 from typing import Any
 
+LONGEST_LINE = 1000
+
+
+def one_line(error: BaseException) -> str:
+    """`ErrorName: what it says`, in one line; cut where the error of a library carries pages."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} …"
+
+
+def first_line(error: BaseException) -> str:
+    """`ErrorName: what it says first`, of an error that may carry the traceback of another rank."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
 
 class RollcallError(Exception):
     """Base of all errors of Rollcall. `exit_code` is what a command ends with when it reaches the top."""

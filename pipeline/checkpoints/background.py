@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.checkpoints.sharded import Tensors, save
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.store import Checkpoint, prune
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, one_line
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 60.0
@@ -83,7 +83,7 @@ class Saver:
             except CheckpointError as error:
                 fail(error)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `result` reports it)
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                reason = one_line(error)
                 fail(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
 
         def fail(error: CheckpointError) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, one_line
 
 _CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
@@ -32,7 +32,7 @@ def read_metadata(data: bytes, path: str) -> Metadata:
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # broken pickles raise whatever comes
-        raise _foreign(path, f"{type(error).__name__}: {error}") from error
+        raise _foreign(path, one_line(error)) from error
     if not isinstance(found, Metadata):
         raise _foreign(path, type(found).__name__)
     return found

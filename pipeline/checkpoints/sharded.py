@@ -29,7 +29,7 @@ from pipeline.checkpoints.shards import METADATA, RecordingWriter, VerifyingRead
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import Checkpoint, begin, commit, name_of
-from pipeline.errors import CheckpointError, DamagedError
+from pipeline.errors import CheckpointError, DamagedError, one_line
 
 Tensors = dict[str, Any]
 """A nested tree of tensors, sharded or not, and plain values."""
@@ -185,4 +185,4 @@ def _translate(what: str, error: CheckpointException) -> CheckpointError:
     )
     if isinstance(reason, CheckpointError):
         return reason
-    return CheckpointError(f"{what}: rank {rank}: {type(reason).__name__}: {' '.join(str(reason).split())}")
+    return CheckpointError(f"{what}: rank {rank}: {one_line(reason)}")

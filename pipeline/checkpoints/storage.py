@@ -13,7 +13,7 @@ from typing import IO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, one_line
 from pipeline.system import files
 from pipeline.system.outages import LAST_SECONDS, insist
 
@@ -104,7 +104,7 @@ class Storage:
         except OSError as error:
             raise CheckpointError(f"cannot {doing} {self.url(name)}: {error.strerror or error}") from error
         except Exception as error:  # each driver has errors of its own kind
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(error)
             raise CheckpointError(f"cannot {doing} {self.url(name)}: {reason}") from error
 
 

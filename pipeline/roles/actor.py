@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from pipeline.errors import RollcallError
+from pipeline.errors import RollcallError, one_line
 from pipeline.groups.records import EvalRequest
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> None:
 def _tell(context: RoleContext, error: BaseException) -> None:
     """Log and report why the role failed; an error that is not ours with its type and traceback."""
     ours = isinstance(error, RollcallError)
-    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    text = str(error) if ours else one_line(error)
     log.error("%s", text, exc_info=None if ours else error)
     context.report("failed", text)
 

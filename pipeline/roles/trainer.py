@@ -6,6 +6,7 @@ Owns its command line and its processes. What the controller does is `pipeline.r
 import os
 import sys
 
+from pipeline.errors import first_line
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.system.network import bound_to
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> None:
 
             Session(context, dispatch).run()
         except Exception as error:
-            context.report("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
+            context.report("failed", first_line(error))
             raise
 
     lead_or_serve_as(context.config, context.world.secret, lead)

@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import TimeoutError as TimedOut
 from redis.retry import Retry
 
-from pipeline.errors import RecordError, StreamError
+from pipeline.errors import RecordError, StreamError, one_line
 from pipeline.groups.records import R, decode
 from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import Acknowledging, Depth, Entry, Reader, Rejected, Streams
@@ -190,7 +190,7 @@ class RedisStreams(Streams):
 
     def _failure(self, error: RedisError) -> StreamError:
         advice = _MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
-        return StreamError(f"{self._name}: {type(error).__name__}: {error}{advice}")
+        return StreamError(f"{self._name}: {one_line(error)}{advice}")
 
     def _range(self, stream: str) -> Iterator[Raw]:
         page = self._page(stream, "-")

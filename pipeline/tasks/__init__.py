@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import TaskConfig, nearest
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, one_line
 from pipeline.tasks.episode import Episode, Turn
 from pipeline.tasks.protocol import Demonstration, Message, Policy, Prompt, Task, TaskOptions, ask
 
@@ -78,7 +78,7 @@ def _users_code(name: str, expected: str) -> Iterator[None]:
         raise
     except Exception as error:
         place = extract_tb(error.__traceback__)[-1]
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        what = one_line(error)
         mend = f"{what} ({Path(place.filename).name}, line {place.lineno})"
         raise ConfigError("task.name", name, expected, mend) from error
 

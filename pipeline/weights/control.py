@@ -10,7 +10,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from types import TracebackType
 from typing import Any, Self
 
-from pipeline.errors import WeightSyncError
+from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
 
 _LEAST_SECONDS = 0.001
@@ -88,7 +88,7 @@ class ServerControl:
 
     def _lost(self, error: Exception) -> WeightSyncError:
         self._http.close()
-        what = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        what = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
         return WeightSyncError(f"{self.server}{self._route}: {what}")
 
 

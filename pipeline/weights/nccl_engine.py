@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from pipeline.errors import WeightSyncError
+from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
 from pipeline.weights.copies import CopyPlan, NoPlan
 from pipeline.weights.engine import reload_model
@@ -141,7 +141,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             torch.cuda.set_device(self.device)
             arriving.set_result(group.receive(self._staging, Deadline("weights", self._seconds), self._taken))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: who waits for the bytes is told
-            told = error if isinstance(error, WeightSyncError) else WeightSyncError(f"{type(error).__name__}: {error}")
+            told = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
             arriving.set_exception(told)
 
     def _take(self) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from pipeline.config.kept import kept_config
 from pipeline.config.places import ClusterConfig
-from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError
+from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError, one_line
 from pipeline.report.history import read_history
 from pipeline.report.page import write_report
 from pipeline.rundir.documents import Outcome
@@ -238,7 +238,7 @@ def _report(run: RunPaths) -> None:
     try:
         write_report(read_history(run.root))
     except Exception as error:  # noqa: BLE001 (the job's end stands, whatever the report does)
-        print(f"rollcall: no report: {type(error).__name__}: {error}", flush=True)
+        print(f"rollcall: no report: {one_line(error)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.checkpoints import tell_newest
+from pipeline.errors import one_line
 from pipeline.report.history import RUNS, read_history
 from pipeline.report.page import write_report
 from pipeline.rundir.documents import Finished, Outcome
@@ -99,7 +100,7 @@ def conclude(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signa
     try:
         print(f"  report      {write_report(read_history(paths.root, alive=False))}", flush=True)
     except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = one_line(error)
         print(f"warning: the report could not be written: {reason}", file=sys.stderr)
     return code
 

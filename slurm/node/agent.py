@@ -18,7 +18,7 @@ from types import FrameType
 
 from pipeline.checkpoints import Fence, root_of
 from pipeline.config import RunConfig
-from pipeline.errors import DeadlineError, RendezvousError, RollcallError
+from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_line
 from pipeline.roles.context import RoleContext, read_config
 from pipeline.rundir.documents import Finished
 from pipeline.rundir.events import Events, Listener, look_seconds
@@ -230,7 +230,7 @@ class AlertClock(Clock):
 
 def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
     """Make this rank's failure the attempt's, unless another came first."""
-    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = one_line(error)
     failure = FirstFailure(role=agent_name(rank), rank=rank, cause=cause, time=time.time(), log="", exit_code=None)
     attempt = FileDirectory(paths.root, LAST_SECONDS)
     try:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from pipeline.errors import one_line
 from pipeline.roles import Launch
 from pipeline.system import heartbeat
 from pipeline.system.waiting import CLOCK, Clock, Deadline
@@ -60,7 +61,7 @@ class Probe:
             try:
                 self.answers += bool(self._ask())
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits for an answer tells it
-                self.trouble = f"{type(error).__name__}: {error}"
+                self.trouble = one_line(error)
 
 
 class Silence:

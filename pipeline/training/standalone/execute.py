@@ -30,7 +30,7 @@ from typing import Any
 
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
 from pipeline.config.models import model_directory
-from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError
+from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError, first_line
 from pipeline.system import folders
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
@@ -70,7 +70,7 @@ def serve(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None
         except (Interrupted, OvertakenError):
             raise
         except RollcallError as error:
-            queue.failed(file, one_line(error))
+            queue.failed(file, first_line(error))
             if dispatch.broken:
                 raise
     waits = [f"{file.name} waits for {needed}" for file, needed in queue.left.items()]
@@ -124,11 +124,11 @@ def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
     except Exception as error:
         forget_models(dispatch)
         try:
-            told.write("failed", error=one_line(error))
+            told.write("failed", error=first_line(error))
         except OSError as unwritable:
             log.error("%s does not say why its job failed: %s", told.path, unwritable)
         if isinstance(error, OSError):
-            raise TrainingError(f"rank 0: {one_line(error)}") from error
+            raise TrainingError(f"rank 0: {first_line(error)}") from error
         raise
 
 
@@ -258,11 +258,6 @@ def steps_taken(worker: Worker) -> int:
     return worker.optimizer.taken if worker.optimizer else 0
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of an error."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
 def main(arguments: list[str]) -> None:
     """One process of torchrun."""
     from pipeline.system import logs, process
@@ -284,7 +279,7 @@ def main(arguments: list[str]) -> None:
             log.info("%s", reason)
             stop.answer()
         except RollcallError as error:
-            log.error("%s", one_line(error))
+            log.error("%s", first_line(error))
             raise SystemExit(error.exit_code) from None
 
     lead_or_serve_as(config, secret, lead)

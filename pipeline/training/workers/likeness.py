@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from pipeline.config import ModelConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, one_line
 from pipeline.training.rows import Batch, Row
 from pipeline.training.workers.collate import collate
 from pipeline.training.workers.model import PolicyModel, build
@@ -83,7 +83,7 @@ def likeness(config: str) -> Likeness | str:
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 (any family may refuse any size, in its own way)
-                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                why = one_line(error)[:200]
     return why
 
 
