@@ -28,7 +28,7 @@ from pipeline.checkpoints.plain import read_metadata, read_value
 from pipeline.checkpoints.shards import METADATA, RecordingWriter, VerifyingReader
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import Checkpoint, begin, commit, name_of
+from pipeline.checkpoints.store import Checkpoint, begin_commit, commit, commit_name
 from pipeline.errors import CheckpointError, DamagedError, one_line
 
 Tensors = dict[str, Any]
@@ -47,15 +47,15 @@ def save(
     """
     ranks = Ranks(group)
     storage = Storage(root)
-    existing = ranks.first_decides(lambda: begin(storage, state, attempt))
+    existing = ranks.first_decides(lambda: begin_commit(storage, state, attempt))
     if existing is not None:
         return existing
-    folder = f"{name_of(state.job, state.step)}/{attempt}"
+    folder = f"{commit_name(state.job, state.step)}/{attempt}"
     shards = _write_shards(storage, folder, tensors, ranks)
     return ranks.first_decides(lambda: commit(storage, state, attempt, shards, ranks.count))
 
 
-def load(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
+def load_shards(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
     """Fill `tensors` in place from the checkpoint and return the position it was saved at.
 
     The top names of the tree say which part of the checkpoint is meant; the rest of it is not looked at. The ranks may

@@ -5,7 +5,7 @@ lies there; that a commit of which a file is missing, torn or another's is not r
 the commit that it is called for. Must not know torch: shards are files with a size and hashes here.
 
 To find a commit costs a few small files: sizes are compared with the manifest. The hashes of what is read are compared
-where it is read (`Checkpoint.read`, `sharded.load`): who finds a commit damaged goes on to the next of `committed`.
+where it is read (`Checkpoint.read`, `sharded.load_shards`): who finds a commit damaged goes on to the next of `committed`.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """`<job>-<step>`."""
-        return name_of(self.manifest.job, self.manifest.step)
+        return commit_name(self.manifest.job, self.manifest.step)
 
     @property
     def place(self) -> str:
@@ -104,7 +104,7 @@ class Checkpoint:
         return self.location
 
 
-def name_of(job: Job, step: int) -> str:
+def commit_name(job: Job, step: int) -> str:
     return f"{job}-{step}"
 
 
@@ -155,10 +155,10 @@ def prune(newest: Checkpoint, keep: int) -> list[str]:
     return doomed
 
 
-def begin(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
+def begin_commit(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
     """Prepare an empty folder for a save; or the checkpoint itself, when this attempt committed this step already."""
     Fence(storage.url(), attempt).check()
-    name = name_of(state.job, state.step)
+    name = commit_name(state.job, state.step)
     try:
         return _whole(storage, name, attempt)
     except DamagedError:
@@ -173,7 +173,7 @@ def commit(
 
     `CheckpointError` if one of them is not there any more, or not as long, or if another attempt took over.
     """
-    name = name_of(state.job, state.step)
+    name = commit_name(state.job, state.step)
     folder = f"{name}/{attempt}"
     data = encode_state(state)
     storage.put(f"{folder}/{STATE}", data)

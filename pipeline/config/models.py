@@ -43,7 +43,7 @@ def longest_sequence(model: ModelConfig) -> int | None:
     return positions if isinstance(positions, int) and not stretched else None
 
 
-def located(model: ModelConfig) -> ModelConfig:
+def located_model(model: ModelConfig) -> ModelConfig:
     """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; and absolute
     the path of the adapter to go on from."""
     adapter = model.lora.adapter and str(Path(model.lora.adapter).resolve())

@@ -51,7 +51,7 @@ def page(history: History) -> str:
     )
 
 
-def newest(history: History) -> Attempt | None:
+def newest_attempt(history: History) -> Attempt | None:
     """The last attempt of the job that was submitted last; None before its first."""
     return current(history.attempts[-1] if history.attempts else None, history.job)
 
@@ -59,7 +59,7 @@ def newest(history: History) -> Attempt | None:
 def state(history: History) -> State:
     """The run's state when its files were read."""
     finished = history.finished is not None
-    return state_of(newest(history), history.job, history.rows, finished=finished, alive=history.alive)
+    return state_of(newest_attempt(history), history.job, history.rows, finished=finished, alive=history.alive)
 
 
 def tiles(history: History) -> list[Tile]:
@@ -126,7 +126,7 @@ def _tiles(values: Iterable[Tile]) -> str:
 
 def _failure(history: History) -> str:
     """Why the run failed or is failing; of a job that is queued again the list of attempts tells."""
-    last = newest(history)
+    last = newest_attempt(history)
     if last is None or state(history) in ("queued", "left"):
         return ""
     if last.failure:

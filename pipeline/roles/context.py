@@ -72,6 +72,11 @@ class RoleContext:
     def _write(self, status: Status) -> None:
         files.write_document(self.paths.status(self.placement.name), status)
 
+    def is_ready(self) -> bool:
+        """Whether the role reported that it is ready."""
+        status = self.status()
+        return status is not None and status.state == "ready"
+
     def status(self) -> Status | None:
         """This role's last report; None also while the disk fails."""
         try:

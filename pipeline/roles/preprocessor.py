@@ -34,16 +34,10 @@ REPORT_SECONDS = 1.0
 def launch(context: RoleContext) -> Launch:
     """One process of one thread."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=lambda: is_ready(context))
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=context.is_ready)
 
 
-def is_ready(context: RoleContext) -> bool:
-    """Whether the preprocessor reported so."""
-    status = context.status()
-    return status is not None and status.state == "ready"
-
-
-def prepare(group: Group, config: RunConfig) -> PreparedGroup:
+def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
     """The group with its advantages, or with the reason why it is settled without training.
 
     With the baselines `batch` and `gae` its rewards stand in the place of advantages, which the trainer makes.
@@ -93,7 +87,7 @@ class Preprocessor:
                 self._pass_on(reader, entries, stopped)
 
     def _pass_on(self, reader: Reader[Group], entries: list[Entry[Group]], should_stop: Callable[[], bool]) -> None:
-        prepared = [prepare(entry.record, self._config) for entry in entries]
+        prepared = [prepare_group(entry.record, self._config) for entry in entries]
         done = (reader, [entry.id for entry in entries])
         with self._full:
             passed = self._streams.publish_many("prepared", prepared, acknowledging=done, should_stop=should_stop)

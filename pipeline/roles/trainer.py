@@ -33,8 +33,7 @@ def launch(context: RoleContext) -> Launch:
 def is_ready(context: RoleContext) -> bool:
     """Whether the controller reported so; the other nodes follow it."""
     master = RoleContext(context.paths, context.config, context.world, context.world.of_role("trainer")[0])
-    status = master.status()
-    return status is not None and status.state == "ready"
+    return master.is_ready()
 
 
 def main(arguments: list[str]) -> None:
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> None:
             raise
 
     lead_or_serve_as(context.config, context.world.secret, lead)
-    process.leave(0)
+    process.exit_at_once(0)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     beyond: tuple[SegmentPosition, ...] = ()
 
 
-def newest(folder: Path) -> Cursor:
+def newest_cursor(folder: Path) -> Cursor:
     """The state of the topic's reader; an empty one when it was never opened."""
     for number in reversed(_numbers(folder)):
         cursor = files.read_document(_path(folder, number), Cursor)
@@ -48,7 +48,7 @@ class CursorFile:
     def __init__(self, folder: Path, name: str) -> None:
         """Take the topic over; `StreamError` when its reader has another name."""
         self._folder = folder
-        found = newest(folder)
+        found = newest_cursor(folder)
         if found.reader not in ("", name):
             raise StreamError(f"{folder} is read by {found.reader!r}; a second reader {name!r} would lose entries")
         self.cursor = msgspec.structs.replace(found, reader=name)

@@ -91,7 +91,7 @@ class FileStreams(Streams):
     def depth(self, topic: str) -> Depth:
         folder = self._folder(topic)
         with translated(topic):
-            read = cursors.newest(folder).read
+            read = cursors.newest_cursor(folder).read
             held = [(frame.start, len(frame.data)) for frame in self._held(topic)]
             unread = sum(size for start, size in held if start >= read)
             return Depth(len(held), sum(size for _, size in held), unread, len(_rejections(folder)))
@@ -132,7 +132,7 @@ class FileStreams(Streams):
         if not ends or ends[-1] <= self._room[topic]:
             return payloads
         folder = self._folder(topic)
-        cursor = cursors.newest(folder)
+        cursor = cursors.newest_cursor(folder)
         if cursor.beyond:
             held = sum(frame_bytes(frame.data) for frame in self._held(topic))
         else:
@@ -142,7 +142,7 @@ class FileStreams(Streams):
         return fitting or payloads[: int(segments.size_after(folder, cursor.read) == 0)]
 
     def _held(self, topic: str) -> Iterator[Frame]:
-        cursor = cursors.newest(self._folder(topic))
+        cursor = cursors.newest_cursor(self._folder(topic))
         settled = set(cursor.beyond)
         return (frame for frame in segments.walk(self._folder(topic), cursor.settled) if frame.start not in settled)
 
@@ -177,7 +177,7 @@ class FileReader(Reader[R], Generic[R]):
     def _take(self, limit: int) -> list[Entry[R]]:
         with self._state, translated(self.topic):
             while True:
-                taken, self._at = segments.take(self._folder, self._at, limit)
+                taken, self._at = segments.take_entries(self._folder, self._at, limit)
                 entries = [entry for frame in taken for entry in self._accept(frame)]
                 self._save()
                 if entries or not taken:

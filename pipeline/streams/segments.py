@@ -93,7 +93,7 @@ def walk(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
             yield from frames(folder, start if number == start.segment else SegmentPosition(number, 0))
 
 
-def take(folder: Path, start: SegmentPosition, limit: int) -> tuple[list[Frame], SegmentPosition]:
+def take_entries(folder: Path, start: SegmentPosition, limit: int) -> tuple[list[Frame], SegmentPosition]:
     """Up to `limit` entries from `start` on, and where to go on; follows the segments as they end."""
     taken: list[Frame] = []
     while len(taken) < limit:

@@ -49,7 +49,7 @@ def candidate_addresses() -> tuple[str, ...]:
     return tuple(address for _, address in found) or ("127.0.0.1",)
 
 
-def within(addresses: Sequence[str], network: str) -> tuple[str, ...]:
+def addresses_on(addresses: Sequence[str], network: str) -> tuple[str, ...]:
     """Those of this machine's addresses that are on `network`: an interface or a subnet; all if it is empty."""
     if not network:
         return tuple(addresses)
@@ -59,7 +59,7 @@ def within(addresses: Sequence[str], network: str) -> tuple[str, ...]:
     return tuple(address for address in addresses if interface_of(address) == network)
 
 
-def describe() -> str:
+def describe_interfaces() -> str:
     """The interfaces that are up, for people: `eth0 10.0.0.5/24, ib0 10.1.0.5/16`."""
     return ", ".join(f"{name} {interface}" for name, interface in interfaces())
 

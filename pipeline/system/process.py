@@ -53,7 +53,7 @@ def end_descendants() -> list[int]:
     return [child.pid for child in left]
 
 
-def leave(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """End this process without the interpreter's own ending.
 
     For a role that did its work and closed what it wrote. A thread that is still inside a library's C++ (a gloo group

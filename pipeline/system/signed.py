@@ -33,7 +33,7 @@ def sign(secret: str, purpose: str, body: bytes) -> bytes:
     return _tag(secret, purpose, body) + body
 
 
-def checked(secret: str, purpose: str, data: bytes) -> bytes:
+def verified(secret: str, purpose: str, data: bytes) -> bytes:
     """The body of what `sign` wrote with the same secret for the same purpose; `ForgedError` for anything else."""
     tag, body = data[:_TAG_BYTES], data[_TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(secret, purpose, body)):
@@ -55,13 +55,13 @@ class SignedStore(Store):
         self._inner.set(key, self._signed(key, value))  # type: ignore[arg-type]  # bytes are taken too
 
     def get(self, key: str) -> bytes:
-        return checked(self._secret, _value_of(key), self._inner.get(key))
+        return verified(self._secret, _value_of(key), self._inner.get(key))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """The value that is there now. An `expected_value` of nothing means: if there is none."""
         expected = self._signed(key, expected_value) if expected_value else b""
         found = self._inner.compare_set(key, expected, self._signed(key, desired_value))  # type: ignore[arg-type]
-        return checked(self._secret, _value_of(key), found)
+        return verified(self._secret, _value_of(key), found)
 
     def add(self, key: str, value: int) -> int:
         """A counter: unsigned."""
@@ -110,7 +110,7 @@ def signed_objects(secret: str) -> Iterator[None]:
             self._file = file
 
         def load(self) -> Any:
-            return pickle.loads(checked(secret, _OBJECT, self._file.read()))
+            return pickle.loads(verified(secret, _OBJECT, self._file.read()))
 
     torch: Any = distributed_c10d
     before = torch._pickler, torch._unpickler

@@ -34,7 +34,7 @@ def numbers_of(row: Row) -> dict[str, float]:
     return {f"{prefix}{name}": value for name, value in numbers.items()} | {f"{prefix}step": row["step"]}
 
 
-def begin(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
+def begin_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
     """Start or resume the wandb run of `run_id`, its files below `folder`."""
     import wandb
 
@@ -55,7 +55,7 @@ def begin(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
     return run
 
 
-def follow(metrics: Path, run: Any, end: Path, handed: Path, known: int | None = None) -> None:
+def follow_metrics(metrics: Path, run: Any, end: Path, handed: Path, known: int | None = None) -> None:
     """Hand over the rows, each step once, until `end` exists and what was written before it is read.
 
     Args:
@@ -98,9 +98,9 @@ def main(arguments: list[str]) -> None:
     tree = files.read_document(paths.config, dict[str, Any])
     if tree is None:
         raise ConfigError("config", str(paths.config), "a readable file")
-    run = begin(load_config(tree), run_id, paths.tracking, mode)
+    run = begin_wandb_run(load_config(tree), run_id, paths.tracking, mode)
     known = None if mode == "offline" else run.starting_step  # wandb counts the rows that it was handed
-    follow(paths.metrics, run, Path(end), paths.tracking / "handed.jsonl", known)
+    follow_metrics(paths.metrics, run, Path(end), paths.tracking / "handed.jsonl", known)
     run.finish()
 
 

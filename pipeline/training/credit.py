@@ -55,7 +55,7 @@ def is_due(loss: LossConfig) -> bool:
     return loss.advantage in ("batch", "group_batch", "gae") or is_taxed(loss) or loss.discount < 1
 
 
-def assign(
+def assign_advantages(
     rows: Sequence[Row],
     loss: LossConfig,
     logprobs: Tokens | None = None,

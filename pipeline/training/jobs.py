@@ -175,7 +175,7 @@ def jobs_of(config: RunConfig) -> tuple[Job, ...]:
     return sft, rl
 
 
-def located(job: Job, folder: Path) -> Job:
+def located_job(job: Job, folder: Path) -> Job:
     """The same job with every path absolute, those that were relative below `folder`; URLs stay."""
 
     def whole(path: str) -> str:
@@ -205,7 +205,7 @@ def read_job(path: Path, folder: Path | None = None) -> Job:
         raise ConfigError(str(path), None, "a job in JSON", str(error)) from None
     _check_header(path, tree)
     try:
-        return located(_form.validate_python(tree), folder or path.parent)
+        return located_job(_form.validate_python(tree), folder or path.parent)
     except ValidationError as error:
         raise _error(path, error.errors()[0]) from None
 

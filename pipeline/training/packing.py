@@ -1,6 +1,6 @@
 """How the rows of a batch are cut into micro-batches and laid out in memory.
 
-Owns two pure decisions: `split`, which rank trains which rows in which micro-batch, and the `Layout` of one micro-batch
+Owns two pure decisions: `split_rows`, which rank trains which rows in which micro-batch, and the `Layout` of one micro-batch
 (padded to a rectangle, or packed end to end). Promises that every row lands in exactly one micro-batch, that all ranks
 get the same number of micro-batches (short ranks get empty ones, because every micro-batch is a collective operation),
 that no micro-batch exceeds the budget, and that equal input gives equal output everywhere. Must not know torch, models
@@ -70,7 +70,7 @@ def pad(lengths: Sequence[int]) -> Layout:
     return Layout((rows, longest), starts, np.array(lengths, np.int64), positions, packed=False)
 
 
-def split(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
+def split_rows(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
     Ranks are balanced by tokens, and so are the micro-batches of a rank when packed. All ranks get the same number of

@@ -72,7 +72,7 @@ class ReinforcementLearning:
             "set_aside": float(aside.total()),
             "groups/malformed": float(aside["malformed"]),
         }
-        return metrics | describe(groups, step) | timing | counts
+        return metrics | batch_metrics(groups, step) | timing | counts
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Tell the progress, send the new weights, and ask for an evaluation when it is time.
@@ -125,7 +125,7 @@ def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[
     ]
 
 
-def describe(groups: Sequence[PreparedGroup], version: int) -> dict[str, float]:
+def batch_metrics(groups: Sequence[PreparedGroup], version: int) -> dict[str, float]:
     """What a batch is like: reward, lengths, and the lag of every sample trained at `version`."""
     samples = [sample for prepared in groups for sample in prepared.group.samples]
     rewards = np.array([sample.reward for sample in samples])

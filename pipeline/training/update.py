@@ -124,7 +124,9 @@ class PolicyUpdate:
         if not credit.is_due(self._loss):
             return
         by_row = {name: _by_row(parts, rows, mini_batches) for name, parts in answers.items()}
-        due = credit.assign(rows, self._loss, by_row.get("policy"), by_row.get("reference"), by_row.get("critic"))
+        due = credit.assign_advantages(
+            rows, self._loss, by_row.get("policy"), by_row.get("reference"), by_row.get("critic")
+        )
         self._dispatch.amend(staged, "advantages", _by_part(due.advantages, mini_batches))
         if due.returns is not None:
             self._dispatch.amend(staged, "returns", _by_part(due.returns, mini_batches))

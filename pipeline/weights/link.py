@@ -59,7 +59,7 @@ PROBE_SECONDS = 2.0
 RESUME_SECONDS = 2.0
 
 
-def after(state: LinkState, event: LinkEvent) -> LinkState:
+def next_link_state(state: LinkState, event: LinkEvent) -> LinkState:
     """The state after an event; `TransitionError` when the state does not allow it."""
     try:
         return TRANSITIONS[state, event]
@@ -272,7 +272,7 @@ class Link:
             raise WeightSyncError(f"{self.server}: cannot tell that it serves weights {version}: {error}") from error
 
     def _step(self, event: LinkEvent) -> None:
-        self.state = after(self.state, event)
+        self.state = next_link_state(self.state, event)
 
 
 def _processes(control: ServerControl, deadline: Deadline) -> int:

@@ -47,7 +47,7 @@ def check_world(world: World, plan: Plan, card: Card) -> None:
             raise RendezvousError(f"rank {card.rank} got {place.name} at {place.address}, which is not its address")
 
 
-def describe(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
+def describe_plan(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
     """One line a rank, as the plan is filled when all nodes are healthy: `rank 0: redis.0, actor.0`.
 
     All nodes are alike, but for so many at the beginning that have no GPUs.

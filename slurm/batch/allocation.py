@@ -148,7 +148,7 @@ def directives(config: RunConfig, part: Component, comment: str = "", *, first: 
 def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
     """The parts of the allocation in the order of their ranks: one, or the services' and then the others'."""
     cluster, resources = config.cluster, config.resources
-    services, others = split(plan) if resources.layout == "het" else ((), plan.seats)
+    services, others = split_components(plan) if resources.layout == "het" else ((), plan.seats)
     last = Component(
         nodes=plan.ranks - len(services),
         seats=others,
@@ -173,7 +173,7 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
     return first, last
 
 
-def split(plan: Plan) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
+def split_components(plan: Plan) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
     """The seats of the first and of the second component of a heterogeneous job: services, and the others."""
     services = tuple(seat for seat in plan.seats if not any(_computes(slot) for slot in seat.slots))
     return services, tuple(seat for seat in plan.seats if seat not in services)

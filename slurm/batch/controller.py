@@ -22,7 +22,7 @@ from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from pipeline.system.process import adopt_orphans, describe_exit, end_descendants
 from slurm.node.agent import END_SIGNALS
-from slurm.node.alive import agent_name, leave
+from slurm.node.alive import agent_name, mark_down
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.environment import launcher_process
@@ -77,7 +77,7 @@ class VirtualController(Controller):
 
     def _tell_failure(self, rank: int, code: int) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
-        leave(FileDirectory(self._paths.root), rank)
+        mark_down(FileDirectory(self._paths.root), rank)
         name, cause = agent_name(rank), describe_exit(code)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
         files.create_document(self._paths.first_failure, failure)

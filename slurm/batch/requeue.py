@@ -106,7 +106,9 @@ def who_has(job: QueuedJob | None, restart: int) -> str:
     return f"the scheduler is ending the job ({job.state})"
 
 
-def conclude(run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: int, clock: Clock = CLOCK) -> Outcome:
+def conclude_attempt(
+    run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: int, clock: Clock = CLOCK
+) -> Outcome:
     """Decide what becomes of the job after its attempt, write it down and do it; the outcome as it turned out.
 
     The outcome is on disk before the scheduler is told, since that may end this process. A finished run needs no word
@@ -224,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
         if not owner:
             print(f"rollcall: {run.root} belongs to another job by now, so job {job} ends here", flush=True)
             return 1
-        outcome = conclude(run, SlurmCommands(), job, restart, code)
+        outcome = conclude_attempt(run, SlurmCommands(), job, restart, code)
     except RollcallError as error:
         print(f"rollcall: job {job} ends here, since nothing could be decided: {error}", flush=True)
         return error.exit_code

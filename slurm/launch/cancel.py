@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def cancel_sweep(paths: SweepPaths, scheduler: FindScheduler, clock: Clock = CLOCK) -> int:
     """End whoever submits or runs the sweep, then cancel its points; 1 if any of that could not be done."""
-    kept = manifest.load(paths)
+    kept = manifest.load_manifest(paths)
     points = [paths.point(point.name) for point in kept.points] if kept else []
     ended, failed = False, False
     try:

@@ -24,7 +24,7 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from slurm.batch.executors import RunJob
 from slurm.registry import runs
-from slurm.watch.view import follow
+from slurm.watch.view import follow_run
 
 INTERRUPTS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 CANCELLED = "CANCELLED"
@@ -47,7 +47,7 @@ def called(root: Path) -> str:
 
 def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
     """Show the run until its Slurm job is over; the exit code: the run's, or 0 when the watcher was told to leave."""
-    follow(job.run.root, lambda: bool(interrupted) or job.done())
+    follow_run(job.run.root, lambda: bool(interrupted) or job.done())
     if not interrupted:
         return conclude_job(job)
     print(f"left; job {job.job_id} goes on", flush=True)
@@ -59,7 +59,7 @@ def conclude_job(job: RunJob) -> int:
     attempt = last_attempt(job.run, job.job_id)
     if attempt is not None or job.run.finished.exists():
         named = attempt or job.run.attempt(runs.identity(job.run).run_id, f"{job.job_id}-0")
-        return conclude(job.run, named, [], job.state)
+        return conclude_run(job.run, named, [], job.state)
     print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
     return INTERRUPTS[signal.SIGTERM] if job.state == CANCELLED else 1
 
@@ -91,7 +91,9 @@ def interrupts() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def conclude(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = "") -> int:
+def conclude_run(
+    paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = ""
+) -> int:
     """Say how the run ended and where to look, then write the report; the exit code, which a report cannot change.
 
     `interrupted` are the signals that ended it from here, `job_state` Slurm's word for the end of the job.

@@ -17,7 +17,7 @@ from rich.progress import track
 from pipeline.config import RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
-from pipeline.config.models import located
+from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RunStateError
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
@@ -70,7 +70,7 @@ class Prepared:
         return [(entry, entry.plan) for entry in self.entries if entry.plan is not None]
 
 
-def prepare(expansion: Expansion, check: Check, scheduler: FindScheduler) -> Prepared:
+def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) -> Prepared:
     """Every point composed, compared with what is there, and checked; the error names the point."""
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
     configs = []
@@ -81,7 +81,7 @@ def prepare(expansion: Expansion, check: Check, scheduler: FindScheduler) -> Pre
     _refuse_equal(expansion.points, configs)
     paths = SweepPaths(directory_of(configs))
     _refuse_run(paths)
-    found = manifest.load(paths)
+    found = manifest.load_manifest(paths)
     kept = manifest.extended(found, expansion.base, expansion.points)
     entries = []
     pairs = list(zip(kept.of(expansion.points), configs, strict=True))
@@ -93,7 +93,7 @@ def prepare(expansion: Expansion, check: Check, scheduler: FindScheduler) -> Pre
 
 
 @contextmanager
-def claimed(prepared: Prepared) -> Iterator[None]:
+def claimed_sweep(prepared: Prepared) -> Iterator[None]:
     """Hold the sweep's directory while it submits, with the manifest written; `RunStateError` if another does."""
     paths = prepared.paths
     try:
@@ -103,9 +103,9 @@ def claimed(prepared: Prepared) -> Iterator[None]:
         expected = "a directory this user can write"
         raise ConfigError("output", str(paths.root.parent), expected, error.strerror or str(error)) from None
     with lock:
-        if not locks.take(lock.fileno(), paths.lock):
+        if not locks.take_lock(lock.fileno(), paths.lock):
             raise _submitted_elsewhere(paths, locks.signed(paths.lock))
-        if manifest.load(paths) != prepared.found:
+        if manifest.load_manifest(paths) != prepared.found:
             raise _submitted_elsewhere(paths, "somebody was since this command looked at it")
         files.write_document(paths.manifest, prepared.manifest)
         yield
@@ -164,7 +164,7 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
     run = RunPaths(config.directory)
     old = kept_config(run)
-    changes = differences(old, config.model_copy(update={"model": located(config.model)})) if old else []
+    changes = differences(old, config.model_copy(update={"model": located_model(config.model)})) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)

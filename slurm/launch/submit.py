@@ -20,20 +20,20 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_task, load_task
-from pipeline.world.assignment import describe
+from pipeline.world.assignment import describe_plan
 from pipeline.world.plan import Plan, make_plan
-from slurm.batch.allocation import split
+from slurm.batch.allocation import split_components
 from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
-from slurm.launch.following import conclude, follow_job, interrupts, print_job
+from slurm.launch.following import conclude_run, follow_job, interrupts, print_job
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.node.agent import Agent
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
-from slurm.watch.view import follow
+from slurm.watch.view import follow_run
 
 _SLACK_SECONDS = 20.0
 """How much longer than its agents a job may take to come down."""
@@ -129,8 +129,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
     """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
-    services = len(split(plan)[0]) if config.resources.layout == "het" else 0
-    for line in describe(plan, without_gpus=services):
+    services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
+    for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
@@ -174,7 +174,7 @@ def run_here(config: RunConfig, plan: Plan) -> int:
         executor = VirtualNodes(paths, plan.ranks)
         runs.record_job(paths, "local", executor.job_name)
         job = executor.submit(Agent(paths.root))
-        follow(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
+        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
         if interrupted:
             print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
             job.cancel()
@@ -184,7 +184,7 @@ def run_here(config: RunConfig, plan: Plan) -> int:
         if not job.done():
             executor.kill()
         attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
-        return conclude(paths, attempt, interrupted)
+        return conclude_run(paths, attempt, interrupted)
 
 
 def one_run() -> PointLauncher:

@@ -24,10 +24,10 @@ from pipeline.system import files
 from pipeline.world.plan import Plan
 from slurm.launch.compose import expand
 from slurm.launch.following import INTERRUPTS, called, interrupts
-from slurm.launch.points import Check, FindScheduler, Prepared, claimed, prepare
+from slurm.launch.points import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
 from slurm.registry.manifest import Point, SweepManifest
 from slurm.watch.overview import Overview
-from slurm.watch.table import follow, show
+from slurm.watch.table import follow_table, show
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
     A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
     `detach`; Ctrl-C leaves them alone. `ConfigError` for the first point that is wrong.
     """
-    prepared = prepare(expand(overrides), launch.check, launch.scheduler)
+    prepared = prepare_sweep(expand(overrides), launch.check, launch.scheduler)
     if detach and prepared.local:
         mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
         raise ConfigError("option", "--detach", "cluster=slurm", mend)
@@ -64,7 +64,7 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
         return _show(prepared, launch)
     for entry, plan in prepared.open[:1]:
         launch.show(entry.config, plan, False)
-    with claimed(prepared):
+    with claimed_sweep(prepared):
         if prepared.local:
             return run_all(prepared, launch)
         complete = submit_all(prepared, launch)
@@ -125,7 +125,7 @@ def watched(prepared: Prepared, launch: PointLauncher) -> int:
     mine = {entry.point.name for entry in prepared.entries}
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
     try:
-        lines = follow(overview)
+        lines = follow_table(overview)
     except KeyboardInterrupt:
         print("left; the jobs go on")
         _tell_how(prepared)

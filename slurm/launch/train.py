@@ -169,7 +169,7 @@ class Trainer(Checkpointable):
         forget_earlier(self.path)
         child = process.Child(self._command(stop), self.output, env)
         try:
-            seen = follow(self.path, lambda: child.poll() is not None)
+            seen = follow_logs(self.path, lambda: child.poll() is not None)
         finally:
             code = child.stop(self.config.cluster.stop_seconds)
         return seen, code
@@ -224,7 +224,7 @@ def submit(trainer: Trainer) -> int:
         raise SchedulerError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
     say(f"submitted job {job.job_id}; its output: {trainer.output}")
     try:
-        follow(trainer.path, lambda: bool(job.done()))
+        follow_logs(trainer.path, lambda: bool(job.done()))
     except KeyboardInterrupt:
         say(f"job {job.job_id} goes on; end it with scancel {job.job_id}", sys.stderr)
         return 130
@@ -300,7 +300,7 @@ class Seen:
     steps: int = 0
 
 
-def follow(path: Path, over: Callable[[], bool]) -> Seen:
+def follow_logs(path: Path, over: Callable[[], bool]) -> Seen:
     """Print what the logs of the jobs say until the trainer is over."""
     logs: dict[Path, JobLog] = {}
     seen = Seen()
@@ -309,7 +309,7 @@ def follow(path: Path, over: Callable[[], bool]) -> Seen:
         logs |= logs_of(file for file in waiting_at(path) if file not in logs)
         for file, log in logs.items():
             for line in log.new_lines():
-                say(f"{file.stem}: {describe(line)}")
+                say(f"{file.stem}: {describe_line(line)}")
                 seen.steps += line["event"] == "step"
                 if line["event"] == "failed":
                     seen.failures.append(f"{file.stem}: {line['error']}")
@@ -318,7 +318,7 @@ def follow(path: Path, over: Callable[[], bool]) -> Seen:
         time.sleep(_PAUSE)
 
 
-def describe(line: Line) -> str:
+def describe_line(line: Line) -> str:
     """A line of a job's log, for people."""
     if line["event"] == "step":
         numbers = " ".join(f"{name} {line[name]:.4g}" for name in _SHOWN if line.get(name) is not None)

@@ -29,7 +29,7 @@ from pipeline.system.directory import Directory, FileDirectory
 from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.world.plan import Card, World, make_plan
-from slurm.node.alive import Marks, SignsOfLife, agent_name, leave, lost_ranks
+from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
 from slurm.node.preflight import Needs, find_gpus, free_memory, node_id, preflight
 from slurm.node.supervisor import End, Notice, Supervisor, longest_descent
 from slurm.registry import runs
@@ -89,7 +89,7 @@ def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notic
         raise
     finally:
         process.end_descendants()
-        leave(FileDirectory(paths.root), environment.rank)
+        mark_down(FileDirectory(paths.root), environment.rank)
     if end == "failed":
         raise RollcallError(_first_failure(paths))
     return end
@@ -211,7 +211,7 @@ def _off_network(addresses: Sequence[str], wanted: str) -> list[str]:
     """Why no address of this node will do; empty if one may."""
     if addresses:
         return []
-    return [f"no interface that is up is on cluster.network={wanted} (there are: {network.describe()})"]
+    return [f"no interface that is up is on cluster.network={wanted} (there are: {network.describe_interfaces()})"]
 
 
 class AlertClock(Clock):

@@ -78,7 +78,7 @@ def agent_name(rank: int) -> str:
     return f"agent.{rank}"
 
 
-def leave(attempt: Directory, rank: int, clock: Clock = CLOCK) -> None:
+def mark_down(attempt: Directory, rank: int, clock: Clock = CLOCK) -> None:
     """Say that this rank's agent and everything that it started is down; it does not fail where the disk does."""
     try:
         insist("the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), LAST_SECONDS, clock)

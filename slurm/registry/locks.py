@@ -24,7 +24,7 @@ _LOOKS, _PAUSE = 5, 0.02
 """Looking whether a lock is held takes it for a moment. So a lock that cannot be taken is tried again."""
 
 
-def take(descriptor: int, path: Path) -> bool:
+def take_lock(descriptor: int, path: Path) -> bool:
     """Lock the open file at `path` until it is closed, and sign it; False if another process has it."""
     for left in reversed(range(_LOOKS)):
         if _locked(descriptor, fcntl.LOCK_EX, path):

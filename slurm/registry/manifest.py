@@ -60,7 +60,7 @@ class SweepManifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, points=points)
 
 
-def load(paths: SweepPaths) -> SweepManifest | None:
+def load_manifest(paths: SweepPaths) -> SweepManifest | None:
     """The manifest, or None where there is no sweep; `RunStateError` if it is there and cannot be read."""
     why = "it is torn, or of another version"
     for _ in range(2):  # a file that is replaced while it is read is there at the second look

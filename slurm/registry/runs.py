@@ -23,7 +23,7 @@ from typing import Literal
 import pipeline
 from pipeline.config import RunConfig, load_config
 from pipeline.config.identity import differences, digest
-from pipeline.config.models import located
+from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.rundir.documents import RunIdentity, SubmittedJob
 from pipeline.rundir.paths import RunPaths, SweepPaths
@@ -175,7 +175,7 @@ def _refuse_unwritable(run: RunPaths) -> None:
 def held_by_job(run: RunPaths) -> Iterator[None]:
     """Mark the run as live for as long as its job runs, which may be longer than its launcher."""
     with run.job_lock.open("a+") as lock:
-        if not locks.take(lock.fileno(), run.job_lock):
+        if not locks.take_lock(lock.fileno(), run.job_lock):
             raise BlockingIOError(errno.EWOULDBLOCK, f"held by {locks.signed(run.job_lock)}", str(run.job_lock))
         yield
 
@@ -223,7 +223,7 @@ def _describe(queued: QueuedJob) -> str:
 
 
 def _lock(descriptor: int, run: RunPaths, config: RunConfig) -> None:
-    if not locks.take(descriptor, run.lock):
+    if not locks.take_lock(descriptor, run.lock):
         raise _live(run, config, _launcher(run.lock))
 
 
@@ -282,7 +282,7 @@ def _unreadable(run: RunPaths, path: Path, why: str = "") -> RunStateError:
 
 def _settled(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
-    return config.model_copy(update={"model": located(config.model)})
+    return config.model_copy(update={"model": located_model(config.model)})
 
 
 def _freeze(run: RunPaths, config: RunConfig) -> None:

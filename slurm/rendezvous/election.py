@@ -142,7 +142,7 @@ ACTIONS: Mapping[Signal, ActionName] = {
 }
 
 
-def begin(rank: int, ranks: int, lease: float, now: float) -> tuple[Member, Action]:
+def begin_election(rank: int, ranks: int, lease: float, now: float) -> tuple[Member, Action]:
     """A rank that has not done anything yet, and its first action."""
     return Member(rank=rank, ranks=ranks, lease=lease, moved=now), Action("join")
 

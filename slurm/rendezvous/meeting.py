@@ -126,7 +126,7 @@ class Meeting:
         self._directory, self._plan, self._card, self._run_id = directory, plan, card, run_id
         self._seconds, self._find_addresses, self._clock = seconds, find_addresses, clock
         self._started = clock.now()
-        self._member, self._action = election.begin(card.rank, plan.ranks, lease, self._started)
+        self._member, self._action = election.begin_election(card.rank, plan.ranks, lease, self._started)
         self._roster = self._new_roster()
         self._verdict: World | Refusal | None = None
         self.world: World | None = None

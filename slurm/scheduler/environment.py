@@ -14,7 +14,7 @@ from typing import Literal
 import psutil
 
 from pipeline.errors import RendezvousError
-from pipeline.system.network import candidate_addresses, within
+from pipeline.system.network import addresses_on, candidate_addresses
 
 LOCAL_JOB = "ROLLCALL_LOCAL_JOB"
 LAUNCHER = "ROLLCALL_LAUNCHER_PID"
@@ -55,7 +55,7 @@ class Environment:
 
     def addresses_on(self, network: str) -> tuple[str, ...]:
         """The candidates on the network that a run asks for (`cluster.network`); a virtual node has one of its own."""
-        return self.addresses if self.scheduler == "local" else within(self.addresses, network)
+        return self.addresses if self.scheduler == "local" else addresses_on(self.addresses, network)
 
     @property
     def attempt(self) -> str:

@@ -43,7 +43,7 @@ UNSURE = "yellow"
 """What nobody knows to be well."""
 
 
-def render(snapshot: Snapshot) -> RenderableType:
+def render_run(snapshot: Snapshot) -> RenderableType:
     """The whole picture of a run in one panel."""
     parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
     if snapshot.silent:

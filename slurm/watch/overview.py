@@ -100,7 +100,7 @@ class Overview:
 
     def _points(self, paths: SweepPaths) -> Iterator[_Run]:
         try:
-            kept = manifest.load(paths)
+            kept = manifest.load_manifest(paths)
         except RollcallError as error:
             yield _unreadable(_Run("", RunPaths(paths.root)), error)
             return

@@ -97,17 +97,17 @@ def main(arguments: Sequence[str]) -> int:
 def show(lines: Sequence[Line], source: str, console: Console) -> None:
     """The table once."""
     if console.is_terminal:
-        console.print(render(lines, source, console.width))
+        console.print(render_table(lines, source, console.width))
         return
     for text in [*columns(lines), *failures(lines), _summary(lines, source)]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def watch(arguments: Sequence[str]) -> int:
+def watch_sweep(arguments: Sequence[str]) -> int:
     """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1."""
     try:
         output, sweep, _ = _read(arguments)
-        lines = follow(Overview(output, sweep, find_slurm))
+        lines = follow_table(Overview(output, sweep, find_slurm))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -117,7 +117,7 @@ def watch(arguments: Sequence[str]) -> int:
     return 0 if all(line.state == "finished" for line in lines) else 1
 
 
-def follow(overview: Overview, console: Console | None = None, clock: Clock = CLOCK) -> list[Line]:
+def follow_table(overview: Overview, console: Console | None = None, clock: Clock = CLOCK) -> list[Line]:
     """Show the table until no job of it is live any more, the last lines.
 
     Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
@@ -128,10 +128,10 @@ def follow(overview: Overview, console: Console | None = None, clock: Clock = CL
         with Live(console=console, auto_refresh=False) as live:
 
             def fit(lines: Sequence[Line]) -> None:
-                live.update(render(lines, overview.source, console.width, console.height - 1), refresh=True)
+                live.update(render_table(lines, overview.source, console.width, console.height - 1), refresh=True)
 
             lines = _until_over(overview, fit, clock)
-            live.update(render(lines, overview.source, console.width))
+            live.update(render_table(lines, overview.source, console.width))
             return lines
     told: dict[str, str] = {}
 
@@ -147,7 +147,7 @@ def follow(overview: Overview, console: Console | None = None, clock: Clock = CL
     return lines
 
 
-def render(lines: Sequence[Line], source: str, width: int, height: int = 0) -> RenderableType:
+def render_table(lines: Sequence[Line], source: str, width: int, height: int = 0) -> RenderableType:
     """The table for a terminal of so many columns; with `height` of at most so many lines, of which none wraps.
 
     What does not fit is left out: runs that finished first, then those that failed; failures beyond a few.

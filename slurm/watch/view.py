@@ -23,7 +23,7 @@ from pipeline.system.waiting import CLOCK, Clock
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch import table
-from slurm.watch.display import render
+from slurm.watch.display import render_run
 from slurm.watch.snapshot import Snapshot
 from slurm.watch.ticker import Ticker
 from slurm.watch.watcher import Watcher
@@ -37,7 +37,7 @@ Look = tuple[Snapshot, bool]
 """A run as it is, and whether that is the last to show."""
 
 
-def follow(
+def follow_run(
     run_dir: Path,
     until: Callable[[], bool],
     *,
@@ -59,7 +59,7 @@ def follow(
     return _follow(look, console, clock)
 
 
-def watch(
+def watch_run(
     run_dir: Path,
     console: Console | None = None,
     *,
@@ -85,9 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     `sweep=<name or directory>`: see `slurm.watch.table.watch`.
     """
     if any(argument.startswith("sweep=") for argument in arguments):
-        return table.watch(arguments)
+        return table.watch_sweep(arguments)
     try:
-        snapshot = watch(find_run(arguments), scheduler=lambda: find_slurm(ANSWER_SECONDS))
+        snapshot = watch_run(find_run(arguments), scheduler=lambda: find_slurm(ANSWER_SECONDS))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -102,7 +102,7 @@ def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> 
     console = console or Console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            return _until_last(look, lambda now, _: live.update(render(now), refresh=True), clock)
+            return _until_last(look, lambda now, _: live.update(render_run(now), refresh=True), clock)
     ticker = Ticker()
 
     def tell(now: Snapshot, last: bool) -> None:

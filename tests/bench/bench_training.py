@@ -83,7 +83,7 @@ def plain_step(model: ModelConfig, share: list[Batch], ranks: int) -> Step:
 
 
 def make_plain(site: Site, model: ModelConfig, batch: Batch) -> None:
-    share = [batch.take(bins) for bins in packing.split(batch.lengths, site.ranks, Budget(TOKENS))[site.rank]]
+    share = [batch.take(bins) for bins in packing.split_rows(batch.lengths, site.ranks, Budget(TOKENS))[site.rank]]
     _steps[PLAIN] = plain_step(model, share, site.ranks)
 
 

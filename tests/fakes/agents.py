@@ -21,7 +21,7 @@ from pipeline.system import process
 from pipeline.system.waiting import Clock
 from pipeline.world.plan import Placement, RoleName, World
 from slurm.node import agent, supervisor
-from slurm.node.alive import leave
+from slurm.node.alive import mark_down
 from slurm.node.supervisor import End, Notice, Supervisor
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, View
@@ -162,7 +162,7 @@ class Cluster:
         end = supervised.run()
         if end == "finished" and rank == self.world.leader:
             agent._finish(run, self.paths, config, self.world, view, clock)
-        leave(view, rank, clock)
+        mark_down(view, rank, clock)
         self.left.add(rank)
         if end == "failed":
             agent._see_off(run, view, RANKS, clock)

@@ -48,7 +48,7 @@ class FakeRun:
     def launched(self) -> Iterator["FakeRun"]:
         """A launcher on this machine has the run."""
         with self.paths.lock.open("a+") as lock:
-            assert locks.take(lock.fileno(), self.paths.lock)
+            assert locks.take_lock(lock.fileno(), self.paths.lock)
             yield self
 
     def submit(self, job: str, kind: Literal["local", "slurm"] = "slurm") -> None:

@@ -75,7 +75,7 @@ class Task:
 
 def plain_micro_batches(batch: Batch, load: Workload, rank: int, ranks: int) -> list[Batch]:
     """This rank's micro-batches, cut as the worker's are."""
-    return [batch.take(bins) for bins in packing.split(batch.lengths, ranks, Budget(load.budget))[rank]]
+    return [batch.take(bins) for bins in packing.split_rows(batch.lengths, ranks, Budget(load.budget))[rank]]
 
 
 def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int) -> list[tuple[float, float]]:

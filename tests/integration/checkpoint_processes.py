@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipeline.checkpoints import TrainerState, newest_committed
-from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.errors import CheckpointError, DamagedError
 
 
@@ -77,7 +77,7 @@ def load_model(rank: int, root: str, folder: Path) -> None:
     model, optimizer = make_model(seed=2)
     tensors = tree(model, optimizer)
     tensors["taken"] = 0
-    state = load(found, tensors)
+    state = load_shards(found, tensors)
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
     assert (state.step, state.ledger) == (5, b"ledger of rank 0"), "rank 0's position counts on every rank"
     assert tensors["taken"] == 17
@@ -93,7 +93,7 @@ def load_damaged(rank: int, root: str, folder: Path) -> None:
     found = newest_committed(root)
     assert found is not None
     try:
-        load(found, {"model": tree(*make_model(seed=2))["model"]})
+        load_shards(found, {"model": tree(*make_model(seed=2))["model"]})
     except DamagedError as error:
         (folder / f"error-{rank}").write_text(str(error))
 

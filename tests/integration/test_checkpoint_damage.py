@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import TrainerState, blocks, newest_committed, sharded
-from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.shards import RecordingWriter
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, DamagedError
@@ -118,11 +118,11 @@ def test_a_damaged_block_is_found_by_whoever_loads_it_and_by_nobody_else(
     data = bytearray(shard.read_bytes())
     data[data.rindex(trees["policy"]["w"].numpy().tobytes())] ^= 1
     shard.write_bytes(data)
-    load(found, {"critic": {"w": torch.zeros(1000)}})
+    load_shards(found, {"critic": {"w": torch.zeros(1000)}})
     with pytest.raises(
         DamagedError, match=r"rl-1/1-0/__0_0.distcp is not what was committed \(SHA-256 differs between"
     ):
-        load(found, {"policy": {"w": torch.zeros(1000)}})
+        load_shards(found, {"policy": {"w": torch.zeros(1000)}})
 
 
 @pytest.mark.parametrize("name", ["state.msgpack", ".metadata"])
@@ -131,5 +131,5 @@ def test_a_damaged_small_file_is_found_before_anything_is_loaded(disk: str, name
     changed(Path(disk) / "rl-1/1-0" / name)
     into = tensors(0.0)
     with pytest.raises(DamagedError, match=rf"{name} is not what was committed"):
-        load(found, into)
+        load_shards(found, into)
     assert not into["model"]["w"].any()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune, sharded
-from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, OvertakenError
 from tests.integration.checkpoint_cases import changed, checkpoint_names, commit, newest_step, tensors
@@ -23,7 +23,7 @@ def test_a_later_attempt_replaces_the_commit_of_an_earlier_one(root: str) -> Non
     assert found is not None
     assert found.manifest.attempt == "2-0"
     into = tensors(0.0)
-    load(found, into)
+    load_shards(found, into)
     assert into["taken"] == 8
     assert prune(newest, keep=2) == ["rl-50/1-0"]
 
@@ -144,7 +144,7 @@ def test_an_attempt_that_was_taken_over_prunes_nothing(
     monkeypatch.setattr(sharded, "_write_shards", wake)
     owned = save(root, "1-1", TrainerState(job="rl", step=150), tensors(151.0))
     into = tensors(0.0)
-    load(owned, into)
+    load_shards(owned, into)
     assert into["taken"] == 151
     assert Storage(root).folders() == ["lines", "rl-100", "rl-150"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import Alone, TrainerState, newest_committed, prune
-from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.state import decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, DamagedError
@@ -36,7 +36,7 @@ def test_what_was_saved_is_loaded(root: str) -> None:
     found = newest_committed(root, hashes=True)
     assert found is not None
     into = tensors(0.0)
-    assert load(found, into) == state
+    assert load_shards(found, into) == state
     assert torch.equal(into["model"]["w"], torch.full((4, 3), 3.0))
     assert torch.equal(into["model"]["b"], torch.full((3,), -3.0))
     assert into["taken"] == 3
@@ -97,7 +97,7 @@ def test_another_model_is_refused_and_the_difference_named(disk: str) -> None:
     found = commit(disk, 1)
     other: Tree = {"model": {"w": torch.zeros(4, 5), "head": torch.zeros(2)}, "taken": 0}
     with pytest.raises(CheckpointError) as caught:
-        load(found, other)
+        load_shards(found, other)
     told = str(caught.value)
     assert "model.head is not in it" in told
     assert "model.b is only in it" in told
@@ -110,7 +110,7 @@ def test_another_type_of_numbers_is_another_model(disk: str) -> None:
     other = tensors(0.0)
     other["model"]["w"] = other["model"]["w"].to(torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"model\.w is bfloat16 \(4, 3\) here and float32 \(4, 3\) there"):
-        load(found, other)
+        load_shards(found, other)
 
 
 def test_saving_a_step_again_keeps_what_is_committed(root: str) -> None:
@@ -118,7 +118,7 @@ def test_saving_a_step_again_keeps_what_is_committed(root: str) -> None:
     again = save(root, "1-0", TrainerState(job="rl", step=5), tensors(8.0))
     assert again == first
     into = tensors(0.0)
-    load(again, into)
+    load_shards(again, into)
     assert into["taken"] == 5
 
 

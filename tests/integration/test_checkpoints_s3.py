@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
-from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError
 from pipeline.system.waiting import wait_for
@@ -75,7 +75,7 @@ def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
     into = {"w": torch.zeros(3)}
     found = newest_committed(root, hashes=True)
     assert found is not None
-    load(found, into)
+    load_shards(found, into)
     assert into["w"].tolist() == [75.0] * 3
 
 

@@ -20,7 +20,7 @@ from pipeline.system import folders
 from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.standalone.execute import execute, serve
+from pipeline.training.standalone.execute import execute, execute_jobs
 from tests.integration.job_cases import STEPS, assert_same, config_of, events, write_job
 
 pytestmark = pytest.mark.integration
@@ -98,7 +98,7 @@ def test_a_queue_that_is_told_to_stop_leaves_its_jobs_where_they_are(
 ) -> None:
     write_job(tmp_path, "sft")
     with pytest.raises(Interrupted):
-        serve(tmp_path, dispatch, config, interrupt_before(0))
+        execute_jobs(tmp_path, dispatch, config, interrupt_before(0))
     assert events(tmp_path / "sft.jsonl") == ["started", "interrupted"]
     assert (tmp_path / "sft.json").exists()
     assert not (tmp_path / "failed").exists()
@@ -108,10 +108,10 @@ def test_an_interruption_forgets_no_failure_of_the_queue(dispatch: Dispatch, con
     for age, file in enumerate([write_job(tmp_path, "rl", "1", checkpoint="gone"), write_job(tmp_path, "sft", "2")]):
         os.utime(file, (1e9 + age, 1e9 + age))
     with pytest.raises(Interrupted):
-        serve(tmp_path, dispatch, config, interrupt_before(1))
+        execute_jobs(tmp_path, dispatch, config, interrupt_before(1))
     assert (tmp_path / "failed" / "1.json").exists()
     with pytest.raises(TrainingError, match=r"^failed: 1\.json \(see .*failed\)$"):
-        serve(tmp_path, dispatch, config)
+        execute_jobs(tmp_path, dispatch, config)
     assert (tmp_path / "done" / "2.json").exists()
 
 
@@ -125,7 +125,7 @@ def test_an_error_of_the_disk_is_told_in_the_log_and_does_not_stop_a_queue(
 
     monkeypatch.setattr(folders, "replace", full)
     with pytest.raises(TrainingError, match=r"failed: sft\.json"):
-        serve(tmp_path, dispatch, config)
+        execute_jobs(tmp_path, dispatch, config)
     last = json.loads((tmp_path / "sft.jsonl").read_text().splitlines()[-1])
     assert last["event"] == "failed"
     assert "No space left on device" in last["error"]

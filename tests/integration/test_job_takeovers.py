@@ -12,7 +12,7 @@ from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
-from pipeline.training.standalone.execute import serve
+from pipeline.training.standalone.execute import execute_jobs
 from pipeline.training.standalone.state import JobState
 from tests.integration.job_cases import STEPS, events, write_job
 
@@ -64,7 +64,7 @@ def test_an_execution_that_is_overtaken_leaves_log_model_data_and_queue_alone(
 
     monkeypatch.setattr(owner, act, overtaken)
     with pytest.raises(OvertakenError, match="must write nothing more"):
-        serve(tmp_path, dispatch, config)
+        execute_jobs(tmp_path, dispatch, config)
     assert contents(tmp_path) == before
     assert not dispatch.models
 
@@ -79,10 +79,10 @@ def test_an_execution_that_fails_by_what_a_later_one_did_is_no_failure_of_the_jo
         if next(pulses) == 2:
             for name in list(dispatch.models):
                 dispatch.remove_model(name)  # the world has one process: the later execution is in this one too
-            serve(tmp_path, dispatch, config)
+            execute_jobs(tmp_path, dispatch, config)
 
     with pytest.raises(OvertakenError):
-        serve(tmp_path, dispatch, config, pulse)
+        execute_jobs(tmp_path, dispatch, config, pulse)
     assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * (STEPS - 2), "finished"]
     assert (tmp_path / "done" / "sft.json").exists()
     assert not (tmp_path / "failed").exists()
@@ -100,4 +100,4 @@ def test_an_execution_takes_the_right_to_write_before_it_mends_a_model(
 
     monkeypatch.setattr(folders, "mend", mend)
     with pytest.raises(Interrupted):
-        serve(tmp_path, dispatch, config)
+        execute_jobs(tmp_path, dispatch, config)

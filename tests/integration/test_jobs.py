@@ -22,7 +22,7 @@ from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
-from pipeline.training.standalone.execute import execute, serve
+from pipeline.training.standalone.execute import execute, execute_jobs
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.state import JobState
 from pipeline.training.workers.offload import local
@@ -349,7 +349,7 @@ def test_a_queue_goes_on_after_a_failure_and_says_so_at_its_end(
     for age, file in enumerate(files):
         os.utime(file, (1e9 + age, 1e9 + age))
     with pytest.raises(TrainingError, match=r"failed: 1\.json .*; 3\.json waits for .*1-model"):
-        serve(tmp_path, dispatch, config)
+        execute_jobs(tmp_path, dispatch, config)
     assert (tmp_path / "failed" / "1.json").exists()
     assert "gone" in (tmp_path / "failed" / "1.error").read_text()
     assert (tmp_path / "1-data").exists()

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.groups.records import Group, PreparedGroup, Sample
-from pipeline.roles.preprocessor import prepare
+from pipeline.roles.preprocessor import prepare_group
 from pipeline.streams import Streams
 from pipeline.system.waiting import wait_for
 from tests.fakes.configs import make_config
@@ -45,18 +45,18 @@ def a_sample(reward: float, tokens: int = 3) -> Sample:
 
 
 def test_a_group_gets_one_advantage_for_each_sample() -> None:
-    prepared = prepare(a_group(0, 1, 0, 0, 0), a_config())
+    prepared = prepare_group(a_group(0, 1, 0, 0, 0), a_config())
     assert (prepared.outcome, prepared.advantages) == ("train", (0.75, -0.25, -0.25, -0.25))
 
 
 @pytest.mark.parametrize("advantage", ["batch", "gae"])
 def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> None:
-    assert prepare(a_group(0, 1, 0, 0.5), a_config(advantage)).advantages == (1, 0, 0.5)
-    assert prepare(a_group(0, 1, 1), a_config(advantage)).advantages == (1, 1)
+    assert prepare_group(a_group(0, 1, 0, 0.5), a_config(advantage)).advantages == (1, 0, 0.5)
+    assert prepare_group(a_group(0, 1, 1), a_config(advantage)).advantages == (1, 1)
 
 
 def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:
-    prepared = prepare(a_group(0, 1, 0, failures=("reward raised ValueError: x",) * 2), a_config())
+    prepared = prepare_group(a_group(0, 1, 0, failures=("reward raised ValueError: x",) * 2), a_config())
     assert (prepared.outcome, prepared.advantages) == ("train", (0.5, -0.5))
 
 
@@ -73,14 +73,14 @@ def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:
     ],
 )
 def test_a_group_that_cannot_be_trained_is_passed_on_with_its_reason(group: Group, outcome: str) -> None:
-    prepared = prepare(group, a_config())
+    prepared = prepare_group(group, a_config())
     assert (prepared.outcome, prepared.advantages) == (outcome, ())
 
 
 def test_samples_that_score_alike_are_kept_or_dropped_as_configured() -> None:
     alike = a_group(0, 1, 1, 1, 1)
-    assert prepare(alike, a_config()).advantages == (0, 0, 0, 0)
-    assert prepare(alike, a_config(zero_advantage="drop")).outcome == "filtered: zero advantage"
+    assert prepare_group(alike, a_config()).advantages == (0, 0, 0, 0)
+    assert prepare_group(alike, a_config(zero_advantage="drop")).outcome == "filtered: zero advantage"
 
 
 @pytest.fixture

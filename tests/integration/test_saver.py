@@ -62,7 +62,7 @@ def await_idle(saver: Saver) -> None:
 def loaded(root: str, **models: Tree) -> Tree:
     found = newest_committed(root, hashes=True)
     assert found is not None
-    sharded.load(found, models)
+    sharded.load_shards(found, models)
     return models
 
 

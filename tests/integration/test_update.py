@@ -137,7 +137,7 @@ def by_hand(dispatch: Dispatch, config: RunConfig, rows: list[Row], step: int) -
     """The same with whole batches that travel with every call."""
     whole = Batch.of(rows, temperature=config.rollout.temperature)
     said = {name: dispatch.forward(name, whole) for name in ("policy", "reference", "critic")}
-    due = credit.assign(rows, config.loss, said["policy"], said["reference"], said["critic"])
+    due = credit.assign_advantages(rows, config.loss, said["policy"], said["reference"], said["critic"])
     assert due.returns is not None
     complete = [
         Row(row.tokens, row.mask, advantages, row.behaviour, None, row.prompt, proximal, values, returns)

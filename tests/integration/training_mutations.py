@@ -55,7 +55,7 @@ def local_normalisation(rank: Worker) -> None:
 
 
 def dropped_micro_batch(rank: Worker) -> None:
-    split = packing.split
+    split = packing.split_rows
 
     def dropping(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
         first, *others = split(lengths, ranks, budget)
@@ -66,7 +66,7 @@ def dropped_micro_batch(rank: Worker) -> None:
 
 
 def duplicated_shard(rank: Worker) -> None:
-    split = packing.split
+    split = packing.split_rows
 
     def twice(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
         seen["mutated"] += ranks > 1

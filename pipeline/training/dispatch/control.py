@@ -80,10 +80,10 @@ class Control:
         given = [(moves, operation, *each) for each in arguments]
         orders = write_orders(operations.moved, given)
         self._begin(name)
-        self.states = residency.after(self.states, moves, known=False)
+        self.states = residency.states_after(self.states, moves, known=False)
         self.site.send(orders)
         outcomes = self._end(operations.moved, given[0])
-        self.states = residency.after(self.states, moves)
+        self.states = residency.states_after(self.states, moves)
         return outcomes
 
     def _begin(self, name: str) -> None:

@@ -143,7 +143,7 @@ class Dispatch:
         cut = tuple(self._stageable(batch, number, index) for index, batch in enumerate(batches))
         ranks = range(self._site.ranks)
         arguments = [(number, [batch.on_rank(rank, len(ranks)) for batch in cut]) for rank in ranks]
-        self._control.run("stage", staging.put, arguments, {})
+        self._control.run("stage", staging.put_rows, arguments, {})
         self._stagings += 1
         self._staged[number] = Staged(number, cut)
         return self._staged[number]
@@ -155,7 +155,7 @@ class Dispatch:
         was changed.
         """
         self._check_staged(staged.number)
-        arrays = staging.checked(staged.batches, column, values)
+        arrays = staging.checked_values(staged.batches, column, values)
         ranks = range(self._site.ranks)
         each = list(zip(staged.batches, arrays, strict=True))
         arguments = [

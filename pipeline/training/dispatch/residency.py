@@ -86,7 +86,7 @@ def empty_device(states: States) -> tuple[Move, ...]:
     return _moves(states, states, "offloaded")
 
 
-def after(states: States, moves: Iterable[Move], *, known: bool = True) -> dict[Holding, State]:
+def states_after(states: States, moves: Iterable[Move], *, known: bool = True) -> dict[Holding, State]:
     """The states when these moves are over; with `known=False`, while that is not certain."""
     moved: dict[Holding, State] = {(move.name, move.part): move.to if known else "unknown" for move in moves}
     return {**states, **moved}

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.checkpoints import Checkpoint, TrainerState
 from pipeline.checkpoints.background import saver
-from pipeline.checkpoints.sharded import load
+from pipeline.checkpoints.sharded import load_shards
 from pipeline.errors import DamagedError
 from pipeline.system import heartbeat
 from pipeline.system.waiting import wait_for
@@ -90,7 +90,7 @@ def _load(site: Site, checkpoint: Checkpoint, name: str, without: Sequence[str])
     wanted = {f"{name}/{part}": tensors for part, tensors in state.items() if f"{name}/{part}" not in without}
     with heartbeat.during(f"loading {name}", site.patience.commit):
         try:
-            load(checkpoint, wanted, group=site.background)
+            load_shards(checkpoint, wanted, group=site.background)
         except DamagedError as damage:
             return damage
         worker.load_state(state)

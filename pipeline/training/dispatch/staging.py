@@ -74,7 +74,7 @@ class CutBatch:
     def cut(cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0) -> "CutBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
-        return cls(batch, packing.split(batch.lengths, lcm(*chosen), budget), chosen, number, index)
+        return cls(batch, packing.split_rows(batch.lengths, lcm(*chosen), budget), chosen, number, index)
 
     @property
     def highest(self) -> int:
@@ -132,7 +132,7 @@ def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:
             raise TrainingError(f"row {index} has a token outside the model's vocabulary of {vocabulary}")
 
 
-def checked(batches: Sequence[CutBatch], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
+def checked_values(batches: Sequence[CutBatch], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
     """The values as float32; `TrainingError` unless each row gets as many as it has tokens, finite where it counts."""
     if len(values) != len(batches):
         raise TrainingError(f"{column} for {len(values)} batches; there are {len(batches)}")
@@ -152,7 +152,7 @@ def _checked(
     return arrays
 
 
-def put(site: Site, number: int, batches: list[Shares]) -> None:
+def put_rows(site: Site, number: int, batches: list[Shares]) -> None:
     """On every rank: keep rows."""
     site.staged[number] = batches
 

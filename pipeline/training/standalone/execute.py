@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def serve(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None = None) -> None:
+def execute_jobs(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None = None) -> None:
     """Execute the job of a file, or those of a folder until none is left that can be executed.
 
     Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
@@ -274,7 +274,7 @@ def main(arguments: list[str]) -> None:
                 raise Interrupted("told to stop")
 
         try:
-            serve(path, dispatch, config, pulse)
+            execute_jobs(path, dispatch, config, pulse)
         except Interrupted as reason:
             log.info("%s", reason)
             stop.answer()
@@ -283,7 +283,7 @@ def main(arguments: list[str]) -> None:
             raise SystemExit(error.exit_code) from None
 
     lead_or_serve_as(config, secret, lead)
-    process.leave(0)
+    process.exit_at_once(0)
 
 
 if __name__ == "__main__":

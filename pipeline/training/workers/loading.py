@@ -20,7 +20,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.workers.form import Form, Fused, Tensors
 from pipeline.training.workers.offload import give_back_heap
-from pipeline.training.workers.shards import holds, put
+from pipeline.training.workers.shards import fill_shard, holds
 from pipeline.training.workers.tensor_files import TensorFiles
 
 _NAMED = 5
@@ -54,7 +54,7 @@ class Weights:
         for name, source in sources:
             if name in targets:
                 self._refuse_other_shape(name, source, targets[name])
-                put(targets[name], source)
+                fill_shard(targets[name], source)
                 filled.add(name)
             del source  # before the next is made
             if name in targets and targets[name].nbytes >= _LARGE:

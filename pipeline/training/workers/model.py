@@ -28,7 +28,7 @@ from pipeline.training.workers.form import Form, Tensors
 from pipeline.training.workers.head import head_logprobs
 from pipeline.training.workers.loading import Weights
 from pipeline.training.workers.offload import local
-from pipeline.training.workers.shards import put
+from pipeline.training.workers.shards import fill_shard
 
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "final_logit_softcapping": (None,),
@@ -178,7 +178,7 @@ def fill(model: Model, weights: Weights, config: ModelConfig, seed: int, device:
     if config.lora.rank:
         named = dict(model.network.named_parameters())
         for name, tensor in _lora().first_tensors(model.network, config.lora, seed):
-            put(named[name], tensor)
+            fill_shard(named[name], tensor)
 
 
 def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:

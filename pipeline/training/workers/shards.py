@@ -26,7 +26,7 @@ def first_row(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def put(target: Tensor, source: Any) -> None:
+def fill_shard(target: Tensor, source: Any) -> None:
     """Fill this rank's rows of `target` from `source`: a whole tensor, or what reads the rows that it is indexed with
     (`safe_open().get_slice`)."""
     mine, first = local(target.detach()), first_row(target)

@@ -14,7 +14,7 @@ from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import FIRST_FAILURE
 from pipeline.world.plan import make_plan
 from slurm.batch import facts
-from slurm.batch.requeue import conclude
+from slurm.batch.requeue import conclude_attempt
 from slurm.node.alive import lost_ranks
 from slurm.node.supervisor import End, end_of
 from slurm.scheduler.protocol import RUNNING
@@ -118,7 +118,7 @@ def test_what_becomes_of_the_job_does_not_hang_on_when_its_batch_script_sees_thi
     monkeypatch.setattr(facts, "FileDirectory", lambda root: View(cluster.disk, 9))
     scheduler = FakeScheduler()
     job = scheduler.submit(state=RUNNING)
-    (outcome,) = cluster.lockstep.run([lambda clock: conclude(cluster.run.paths, scheduler, job, 0, 1, clock)])
+    (outcome,) = cluster.lockstep.run([lambda clock: conclude_attempt(cluster.run.paths, scheduler, job, 0, 1, clock)])
     assert (outcome.decision, outcome.barren) == (("requeued" if trained else "stopped"), 1)
 
 

@@ -20,7 +20,7 @@ from pipeline.rundir.paths import AttemptPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from slurm.batch import requeue
-from slurm.batch.requeue import conclude
+from slurm.batch.requeue import conclude_attempt
 from slurm.node.alive import lost_ranks
 from slurm.scheduler.protocol import RUNNING
 from tests.fakes.clock import FakeClock
@@ -60,7 +60,7 @@ class Cluster:
         commit(storage, TrainerState(job="rl", step=step), paths.attempt, {}, 1)
 
     def end(self, code: int = 0) -> Outcome:
-        outcome = conclude(self.run.paths, self.scheduler, self.job, self.restart, code, self.clock)
+        outcome = conclude_attempt(self.run.paths, self.scheduler, self.job, self.restart, code, self.clock)
         paths = self.run.paths.attempt(self.run.identity.run_id, f"{self.job}-{self.restart}")
         assert files.read_document(paths.outcome, Outcome) == outcome
         return outcome
@@ -226,7 +226,7 @@ def test_a_job_whose_outcome_cannot_be_written_is_requeued_all_the_same(
     Events(paths).publish("draining", "agent.0", "SIGTERM")
     cluster.leave(paths)
     monkeypatch.setattr(files, "write_document", failing(10_000, files.write_document))
-    outcome = conclude(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
+    outcome = conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
     assert outcome.decision == "requeued"
     assert cluster.scheduler.requeued == [cluster.job]
     assert sum(cluster.clock.slept) < 30, "KillWait is over before the requeue is asked for"
@@ -250,7 +250,7 @@ def test_a_run_directory_that_stays_unreadable_is_told(cluster: Cluster, monkeyp
     cluster.attempt()
     monkeypatch.setattr(files, "read_document", failing(10_000, files.read_document))
     with pytest.raises(DeadlineError, match="Input/output error"):
-        conclude(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
+        conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
     assert not cluster.scheduler.requeued
 
 

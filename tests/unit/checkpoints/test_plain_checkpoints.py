@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeline.checkpoints import Checkpoint, TrainerState
 from pipeline.checkpoints.plain import read_metadata
-from pipeline.checkpoints.sharded import load, save
+from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.errors import CheckpointError
 
 
@@ -34,7 +34,7 @@ def a_checkpoint(root: Path) -> Checkpoint:
 
 def test_what_a_run_of_ours_wrote_is_read(tmp_path: Path) -> None:
     into = tree(0.0)
-    load(a_checkpoint(tmp_path), into)
+    load_shards(a_checkpoint(tmp_path), into)
     assert into["taken"] == 1
     assert torch.equal(into["model"]["w"], torch.full((4, 3), 1.0, dtype=torch.bfloat16))
 
@@ -50,7 +50,7 @@ def test_metadata_that_was_replaced_is_refused_and_not_sprung(tmp_path: Path) ->
     checkpoint, mark = a_checkpoint(tmp_path / "root"), tmp_path / "sprung"
     (Path(checkpoint.location) / ".metadata").write_bytes(pickle.dumps(Trap(mark)))
     with pytest.raises(CheckpointError):
-        load(checkpoint, tree(0.0))
+        load_shards(checkpoint, tree(0.0))
     assert not mark.exists()
 
 
@@ -58,7 +58,7 @@ def test_a_plain_value_that_is_a_trap_is_refused_and_not_sprung(tmp_path: Path) 
     mark, into = tmp_path / "sprung", tree(0.0) | {"taken": Trap(tmp_path / "sprung")}
     checkpoint = save(str(tmp_path / "root"), "1-0", TrainerState(job="rl", step=1), into)
     with pytest.raises(CheckpointError, match=r"taken is not what .* nothing of it was run"):
-        load(checkpoint, tree(0.0))
+        load_shards(checkpoint, tree(0.0))
     assert not mark.exists()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import LoraConfig, ModelConfig
-from pipeline.config.models import BUILT_IN, located, model_directory
+from pipeline.config.models import BUILT_IN, located_model, model_directory
 from pipeline.errors import ConfigError
 
 LORA = LoraConfig(rank=4)
@@ -33,8 +33,10 @@ def test_an_adapter_to_go_on_from_is_kept_by_its_absolute_path(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     lora = LORA.model_copy(update={"adapter": "runs/first/model"})
     for path in ("tiny_qwen3", "some/model"):
-        assert located(ModelConfig(path=path, lora=lora)).lora.adapter == str(tmp_path / "runs" / "first" / "model")
+        assert located_model(ModelConfig(path=path, lora=lora)).lora.adapter == str(
+            tmp_path / "runs" / "first" / "model"
+        )
 
 
 def test_no_adapter_stays_none() -> None:
-    assert located(ModelConfig(path="tiny_qwen3")) == ModelConfig(path="tiny_qwen3")
+    assert located_model(ModelConfig(path="tiny_qwen3")) == ModelConfig(path="tiny_qwen3")

@@ -14,7 +14,7 @@ from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from slurm.batch.executors import RunJob
-from slurm.launch.following import called, conclude, conclude_job, follow_job, interrupts, last_attempt
+from slurm.launch.following import called, conclude_job, conclude_run, follow_job, interrupts, last_attempt
 from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.scheduler import FakeScheduler
@@ -55,19 +55,19 @@ def test_the_end_is_told_before_the_report_is_tried(
     run, attempt = ended
     files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
     run.report.mkdir()
-    assert conclude(run, attempt, []) == 0
+    assert conclude_run(run, attempt, []) == 0
     said = capsys.readouterr()
     assert said.out.startswith("finished 3 steps")
     assert said.err.startswith("warning: the report could not be written: IsADirectoryError")
     run.report.rmdir()
-    assert conclude(run, attempt, []) == 0
+    assert conclude_run(run, attempt, []) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"  report      {run.report}"
 
 
 def test_no_checkpoint_is_promised_where_there_is_none(
     ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert conclude(*ended, [signal.SIGINT]) == 130
+    assert conclude_run(*ended, [signal.SIGINT]) == 130
     assert "starts it over, since it had no checkpoint yet" in capsys.readouterr().err
 
 

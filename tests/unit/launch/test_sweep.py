@@ -93,7 +93,7 @@ def command(output: Path, *overrides: str, cluster: str = "slurm") -> list[str]:
 
 
 def kept(output: Path) -> list[Point]:
-    found = manifest.load(SweepPaths(output / "lr"))
+    found = manifest.load_manifest(SweepPaths(output / "lr"))
     assert found
     return list(found.points)
 
@@ -105,7 +105,7 @@ def test_every_point_becomes_a_run_below_the_sweep(tmp_path: Path, fake: FakeLau
         (number, name, str(number + 1)) for number, name in enumerate(NAMES)
     ]
     assert all(RunPaths(tmp_path / "lr" / name).run.exists() for name in NAMES)
-    found = manifest.load(SweepPaths(tmp_path / "lr"))
+    found = manifest.load_manifest(SweepPaths(tmp_path / "lr"))
     assert found
     assert found.base == tuple(command(tmp_path)[:4])
 

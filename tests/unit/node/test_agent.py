@@ -19,7 +19,7 @@ from pipeline.system.directory import FileDirectory
 from pipeline.system.waiting import wait_for
 from slurm.node import agent
 from slurm.node.agent import END_SIGNALS, Agent, note_signals, run_agent
-from slurm.node.alive import SignsOfLife, leave, lost_ranks
+from slurm.node.alive import SignsOfLife, lost_ranks, mark_down
 from slurm.node.supervisor import End, Notice
 from slurm.scheduler.environment import Environment
 from tests.fakes.configs import make_config
@@ -115,7 +115,7 @@ def test_an_agent_that_fails_says_why_and_that_it_is_down(run: FakeRun) -> None:
 
 def test_an_agent_that_fails_waits_until_the_others_are_down(run: FakeRun) -> None:
     paths = paths_of(run, 0)
-    other = threading.Timer(1.0, leave, (FileDirectory(paths.root), 1))
+    other = threading.Timer(1.0, mark_down, (FileDirectory(paths.root), 1))
     other.start()
     began = time.monotonic()
     with pytest.raises(RollcallError):

@@ -14,7 +14,7 @@ from slurm.rendezvous.election import (
     ElectionEvent,
     Member,
     Phase,
-    begin,
+    begin_election,
     step,
     transition,
 )
@@ -24,7 +24,7 @@ LEASE = 2.0
 
 def watching(rank: int = 1, now: float = 100.0) -> Member:
     """A rank of four that has joined at `now`."""
-    member, _ = begin(rank, 4, LEASE, now)
+    member, _ = begin_election(rank, 4, LEASE, now)
     return step(member, ElectionEvent("joined"), now)[0]
 
 
@@ -114,7 +114,7 @@ def test_a_verdict_settles_leaders_and_observers_alike():
 
 
 def test_a_rank_whose_card_cannot_be_read_yet_joins_again():
-    member, _ = begin(3, 4, LEASE, 0.0)
+    member, _ = begin_election(3, 4, LEASE, 0.0)
     member, action = step(member, ElectionEvent("contested"), 0.0)
     assert action.name == "rest"
     assert step(member, ElectionEvent("rested"), 0.1)[1] == Action("join")

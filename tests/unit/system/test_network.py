@@ -74,7 +74,7 @@ def test_a_bridge_to_this_machines_own_containers_comes_last(machine, monkeypatc
     ],
 )
 def test_a_run_may_name_the_interface_or_the_subnet_that_it_talks_over(wanted, left):
-    assert network.within(network.candidate_addresses(), wanted) == left
+    assert network.addresses_on(network.candidate_addresses(), wanted) == left
 
 
 @pytest.mark.usefixtures("machine")

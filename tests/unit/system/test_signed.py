@@ -10,7 +10,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from pipeline.errors import ForgedError
-from pipeline.system.signed import SignedStore, checked, sign, signed_objects
+from pipeline.system.signed import SignedStore, sign, signed_objects, verified
 
 
 class Trap:
@@ -35,7 +35,7 @@ def ours(open_store: TCPStore) -> SignedStore:
 
 
 def test_what_was_signed_is_read_with_the_same_secret_for_the_same_purpose() -> None:
-    assert checked("secret", "greeting", sign("secret", "greeting", b"hello")) == b"hello"
+    assert verified("secret", "greeting", sign("secret", "greeting", b"hello")) == b"hello"
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def test_another_secret_purpose_or_body_is_refused(secret: str, purpose: str, ch
     signed = bytearray(sign("secret", "greeting", b"hello"))
     signed[-1] ^= change
     with pytest.raises(ForgedError, match=f"^{purpose} carries no signature"):
-        checked(secret, purpose, bytes(signed))
+        verified(secret, purpose, bytes(signed))
 
 
 def test_a_purpose_and_a_body_cannot_be_cut_elsewhere() -> None:
     signed = sign("secret", "ab", b"c")
     with pytest.raises(ForgedError):
-        checked("secret", "a", signed[:32] + b"bc")
+        verified("secret", "a", signed[:32] + b"bc")
 
 
 @pytest.mark.parametrize("data", [b"", b"short", bytes(32), pickle.dumps(1)], ids=repr)
 def test_bytes_without_a_signature_are_refused(data: bytes) -> None:
     with pytest.raises(ForgedError):
-        checked("secret", "greeting", data)
+        verified("secret", "greeting", data)
 
 
 def test_a_store_gives_back_what_was_put_in_through_a_prefix_of_torch_too(ours: SignedStore) -> None:

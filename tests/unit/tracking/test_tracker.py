@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.rundir.metrics import MetricSinks, roll_back
-from pipeline.tracking.process import follow
+from pipeline.tracking.process import follow_metrics
 
 
 class Wandb:
@@ -30,7 +30,7 @@ def attempt(folder: Path, wandb: Wandb, name: str, steps: range) -> None:
     with MetricSinks(folder / "metrics.jsonl", name) as sinks:
         for step in steps:
             sinks.log("train", "rl", step, {"loss": 1.0})
-    follow(folder / "metrics.jsonl", wandb, end, folder / "handed.jsonl")
+    follow_metrics(folder / "metrics.jsonl", wandb, end, folder / "handed.jsonl")
 
 
 def test_wandb_gets_each_step_once_although_a_crash_rolled_some_back(tmp_path: Path, wandb: Wandb) -> None:
@@ -59,8 +59,8 @@ def test_rows_that_did_not_arrive_are_handed_over_again_and_those_of_a_lost_atte
         sinks.log("train", "rl", 5, {})
     end = tmp_path / "end"
     end.touch()
-    follow(tmp_path / "metrics.jsonl", wandb, end, tmp_path / "handed.jsonl", known=len(wandb.steps))
+    follow_metrics(tmp_path / "metrics.jsonl", wandb, end, tmp_path / "handed.jsonl", known=len(wandb.steps))
     assert wandb.steps == [1, 2, 3, 4, 5]
     wandb.steps.clear()
-    follow(tmp_path / "metrics.jsonl", wandb, end, tmp_path / "handed.jsonl", known=5)
+    follow_metrics(tmp_path / "metrics.jsonl", wandb, end, tmp_path / "handed.jsonl", known=5)
     assert wandb.steps == []

@@ -91,7 +91,7 @@ def test_free_memory_goes_back_to_the_system_after_each_large_tensor(
 
     def put(target: Tensor, source: Tensor) -> None:
         sources.append(weakref.ref(source))
-        shards.put(target, source)
+        shards.fill_shard(target, source)
 
     def give_back() -> None:
         assert all(source() is None for source in sources)

@@ -13,10 +13,10 @@ from pipeline.training.dispatch.residency import (
     Needs,
     Purpose,
     State,
-    after,
     empty_device,
     made,
     plan,
+    states_after,
     without,
 )
 
@@ -38,13 +38,13 @@ def test_every_purpose_is_in_the_table() -> None:
 
 @given(all_states, all_needs, st.booleans())
 def test_what_an_operation_needs_is_on_the_device(states: dict[Holding, State], needs: Needs, colocated: bool) -> None:
-    found = after(states, plan(states, needs, colocated))
+    found = states_after(states, plan(states, needs, colocated))
     assert all(found[held] == "device" for held in needed(needs))
 
 
 @given(all_states, all_needs.filter(needed))
 def test_colocated_models_have_nothing_else_on_the_device(states: dict[Holding, State], needs: Needs) -> None:
-    found = after(states, plan(states, needs, colocated=True))
+    found = states_after(states, plan(states, needs, colocated=True))
     assert {held for held, state in found.items() if state != "offloaded"} == needed(needs)
 
 
@@ -59,7 +59,7 @@ def test_a_plan_moves_only_what_is_not_where_it_belongs(
 ) -> None:
     moves = plan(states, needs, colocated)
     assert all(states[move.name, move.part] != move.to for move in moves)
-    assert plan(after(states, moves), needs, colocated) == ()
+    assert plan(states_after(states, moves), needs, colocated) == ()
 
 
 @given(all_states, all_needs, st.booleans())
@@ -75,12 +75,12 @@ def test_an_operation_that_needs_nothing_moves_nothing(purpose: Purpose) -> None
 
 @given(all_states)
 def test_an_emptied_device_holds_nothing(states: dict[Holding, State]) -> None:
-    assert set(after(states, empty_device(states)).values()) == {"offloaded"}
+    assert set(states_after(states, empty_device(states)).values()) == {"offloaded"}
 
 
 def test_a_step_has_the_optimizer_on_the_device_too() -> None:
     states: dict[Holding, State] = dict.fromkeys(HOLDINGS, "offloaded")
-    states = after(states, plan(states, {"policy": "forward_backward"}, colocated=True))
+    states = states_after(states, plan(states, {"policy": "forward_backward"}, colocated=True))
     assert plan(states, {"policy": "optim_step"}, colocated=True) == (Move("policy", "optimizer", "device"),)
 
 
@@ -92,7 +92,7 @@ def test_a_new_model_evicts_the_others_and_has_nothing_to_bring() -> None:
 
 def test_a_move_that_may_not_have_ended_is_made_again_in_any_direction() -> None:
     move = Move("policy", "model", "device")
-    states = after(made("policy", trained=False), [move], known=False)
+    states = states_after(made("policy", trained=False), [move], known=False)
     assert plan(states, {"policy": "forward"}, colocated=False) == (move,)
     assert empty_device(states) == (Move("policy", "model", "offloaded"),)
 

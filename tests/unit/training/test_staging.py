@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.training.dispatch.staging import CutBatch, Handle, checked, refuse_foreign_tokens
+from pipeline.training.dispatch.staging import CutBatch, Handle, checked_values, refuse_foreign_tokens
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 
@@ -89,7 +89,7 @@ def test_a_token_that_the_model_does_not_know_is_named_by_its_row(token: int) ->
 def test_values_that_do_not_fit_their_rows_are_refused_by_name() -> None:
     batches = [CutBatch.cut(batch_of([2, 3]), {1}, BUDGET, 0, 0), CutBatch.cut(batch_of([4]), {1}, BUDGET, 0, 1)]
     good = [[np.zeros(2, np.float32), np.zeros(3, np.float32)], [np.zeros(4, np.float32)]]
-    assert [len(each) for each in checked(batches, "returns", good)] == [2, 1]
+    assert [len(each) for each in checked_values(batches, "returns", good)] == [2, 1]
     bad = np.float32([0, np.nan, 0])
     for values, said in (
         (good[:1], "returns for 1 batches; there are 2"),
@@ -98,9 +98,9 @@ def test_values_that_do_not_fit_their_rows_are_refused_by_name() -> None:
         ([good[0], [np.zeros(3, np.float32)]], r"batch 1: row 0: returns has shape \(3,\), expected \(4,\)"),
     ):
         with pytest.raises(TrainingError, match=said):
-            checked(batches, "returns", values)
+            checked_values(batches, "returns", values)
 
 
 def test_what_is_not_counted_may_be_anything() -> None:
     cut = CutBatch.cut(batch_of([3]), {1}, BUDGET)
-    checked([cut], "advantages", [[np.float32([np.nan, 1, 2])]])
+    checked_values([cut], "advantages", [[np.float32([np.nan, 1, 2])]])

@@ -16,7 +16,7 @@ from slurm.registry.manifest import SweepManifest
 from slurm.scheduler.protocol import QueuedJob, Scheduler
 from slurm.watch import view
 from slurm.watch.overview import Line, Overview
-from slurm.watch.table import COLUMNS, age, cells, columns, fitting, follow, main, render, show
+from slurm.watch.table import COLUMNS, age, cells, columns, fitting, follow_table, main, render_table, show
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_a_line_among_the_others(tmp_path: Path, schedule
 def test_a_local_run_that_is_starting_is_live(tmp_path: Path, scheduler: FakeScheduler) -> None:
     run = make_run(tmp_path / "demo")
     with run.paths.lock.open("a+") as lock:
-        assert locks.take(lock.fileno(), run.paths.lock)
+        assert locks.take_lock(lock.fileno(), run.paths.lock)
         assert look(tmp_path, scheduler)["demo"].live is True
     line = look(tmp_path, scheduler)["demo"]
     assert (line.live, line.state) == (False, "not submitted")
@@ -254,7 +254,7 @@ def test_plain_columns_are_aligned_and_carry_no_control_codes() -> None:
 def test_a_narrow_terminal_keeps_the_numbers(width: int) -> None:
     line = Line("seeds", "0-a_rather_long_name_of_a_point", "12", "PENDING (Resources)", "training", True, "rl", 3, 60)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(render([line], "files", width))
+    console.print(render_table([line], "files", width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "3/60" in text
     assert max(map(len, text.splitlines())) <= width
@@ -287,7 +287,9 @@ def test_a_followed_table_fits_its_terminal(width: int, height: int) -> None:
         for number in range(50)
     ]
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(render(lines, "files alone; the scheduler gave no answer: " + "squeue " * 30, width, height - 1))
+    console.print(
+        render_table(lines, "files alone; the scheduler gave no answer: " + "squeue " * 30, width, height - 1)
+    )
     shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(shown) <= height - 1
     assert max(map(len, shown)) <= width
@@ -313,7 +315,7 @@ def test_following_tells_every_change_once_and_ends_with_the_last_job(tmp_path: 
 
     console = Console(file=io.StringIO(), width=200)
     clock = Clock()
-    lines = follow(Overview(tmp_path, scheduler=lambda: scheduler), console, clock)
+    lines = follow_table(Overview(tmp_path, scheduler=lambda: scheduler), console, clock)
     assert [line.state for line in lines] == ["finished", "interrupted"]
     assert len(clock.slept) == 5
     told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -336,7 +338,7 @@ def test_following_waits_while_the_scheduler_is_silent(tmp_path: Path) -> None:
 
     silent, clock = Silent(), FakeClock()
     queued(make_run(tmp_path / "demo", steps=3), silent)
-    lines = follow(Overview(tmp_path, scheduler=lambda: silent), Console(file=io.StringIO()), clock)
+    lines = follow_table(Overview(tmp_path, scheduler=lambda: silent), Console(file=io.StringIO()), clock)
     assert [line.live for line in lines] == [False]
     assert (silent.questions, len(clock.slept)) == (5, 4)
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from pipeline.report.state import Before, Ended, Running
-from slurm.watch.display import COLOURS, MOST_ROLES, most_telling, render, sparkline
+from slurm.watch.display import COLOURS, MOST_ROLES, most_telling, render_run, sparkline
 from slurm.watch.snapshot import RoleLine, Snapshot
 from slurm.watch.ticker import LINE_SECONDS, Ticker
-from slurm.watch.view import ANSWER_SECONDS, follow, main, watch
+from slurm.watch.view import ANSWER_SECONDS, follow_run, main, watch_run
 from slurm.watch.watcher import Watcher, snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -42,7 +42,7 @@ def attempt(run: FakeRun) -> FakeAttempt:
 
 def shown(what: Snapshot, width: int = 110) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(render(what))
+    console.print(render_run(what))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -229,7 +229,7 @@ def test_following_ends_when_the_caller_says_so_and_shows_the_last_moment(run: F
             attempt.train("rl", range(1, 3))
         return len(clock.slept) >= 3
 
-    last = follow(run.root, until, console=console, clock=clock)
+    last = follow_run(run.root, until, console=console, clock=clock)
     assert last.progress is not None
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "training 2 / 60" in text
@@ -240,14 +240,14 @@ def test_a_terminal_gets_one_picture_that_is_drawn_over(run: FakeRun, attempt: F
     attempt.meet()
     clock = FakeClock()
     console = Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False)
-    follow(run.root, lambda: len(clock.slept) >= 2, console=console, clock=clock)
+    follow_run(run.root, lambda: len(clock.slept) >= 2, console=console, clock=clock)
     assert "\x1b[2K" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_watching_ends_by_itself_when_the_run_ended(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.fail("actor.0", 0)
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    assert watch(run.root, console).state == "failed"
+    assert watch_run(run.root, console).state == "failed"
     assert "killed by SIGKILL" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

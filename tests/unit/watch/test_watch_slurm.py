@@ -11,10 +11,10 @@ from rich.console import Console
 from pipeline.errors import ConfigError
 from pipeline.report.state import SILENT_SECONDS
 from slurm.scheduler.protocol import Scheduler
-from slurm.watch.display import MOST_PAST, render
+from slurm.watch.display import MOST_PAST, render_run
 from slurm.watch.snapshot import Past, Snapshot
 from slurm.watch.ticker import Ticker
-from slurm.watch.view import watch
+from slurm.watch.view import watch_run
 from slurm.watch.watcher import ASK_SECONDS, Watcher, snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -57,7 +57,7 @@ def preempted(run: FakeRun, name: str, steps: range, decision: Decision = "reque
 
 def shown(what: Snapshot, width: int = 110) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(render(what))
+    console.print(render_run(what))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -275,7 +275,7 @@ def test_green_is_only_what_shows_that_it_lives(run: FakeRun) -> None:
 def green(what: Snapshot) -> int:
     """How many pieces of the picture are green."""
     console = Console(file=io.StringIO(), width=110, force_terminal=True, color_system="standard")
-    console.print(render(what))
+    console.print(render_run(what))
     return console.file.getvalue().count("\x1b[32m")  # type: ignore[attr-defined, no-any-return]
 
 
@@ -299,7 +299,7 @@ def watched(run: FakeRun, moments: list[Callable[[], object]]) -> tuple[Snapshot
             moments.pop(0)()
 
     console = Console(file=io.StringIO(), width=200, force_terminal=False)
-    last = watch(run.root, console, clock=Clock())
+    last = watch_run(run.root, console, clock=Clock())
     return last, console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 

@@ -14,7 +14,7 @@ from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import StreamError, TransitionError, WeightSyncError
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import wait_for
-from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, MeetingPoint, after
+from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, MeetingPoint, next_link_state
 from pipeline.weights.sender import WeightSender
 from tests.fakes.weight_server import WeightServer
 
@@ -27,10 +27,10 @@ def test_every_event_that_a_state_does_not_allow_raises() -> None:
     for state in get_args(LinkState):
         for event in get_args(LinkEvent):
             if (state, event) in TRANSITIONS:
-                assert after(state, event) == TRANSITIONS[state, event]
+                assert next_link_state(state, event) == TRANSITIONS[state, event]
             else:
                 with pytest.raises(TransitionError):
-                    after(state, event)
+                    next_link_state(state, event)
 
 
 def test_no_state_but_closed_is_a_dead_end_and_a_failure_always_leads_to_absent() -> None:

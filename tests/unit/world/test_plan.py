@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipeline.errors import PlanError, RendezvousError
-from pipeline.world.assignment import assign, check_world, describe
+from pipeline.world.assignment import assign, check_world, describe_plan
 from pipeline.world.plan import Card, Plan, Seat, Slot, World, make_plan
 from tests.fakes.configs import make_config
 from tests.fakes.ranks import ATTEMPT, RUN, make_cards
@@ -82,7 +82,7 @@ def test_more_than_one_gpu_for_a_trainer_process_is_refused_by_key():
 
 
 def test_a_plan_is_described_rank_by_rank():
-    assert describe(plan_of(trainer={"processes": 2, "gpus": 1}, inference={"gpus": 1}, spares=1)) == (
+    assert describe_plan(plan_of(trainer={"processes": 2, "gpus": 1}, inference={"gpus": 1}, spares=1)) == (
         "rank 0: trainer.0 (2 GPUs)",
         "rank 1: inference.0 (1 GPU)",
         "rank 2: redis.0, preprocessor.0, actor.0",
