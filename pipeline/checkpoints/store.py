@@ -5,7 +5,8 @@ lies there; that a commit of which a file is missing, torn or another's is not r
 the commit that it is called for. Must not know torch: shards are files with a size and hashes here.
 
 To find a commit costs a few small files: sizes are compared with the manifest. The hashes of what is read are compared
-where it is read (`Checkpoint.read`, `sharded.load_shards`): who finds a commit damaged goes on to the next of `committed`.
+where it is read (`Checkpoint.read`, `sharded.load_shards`): who finds a commit damaged goes on to the next of
+`committed`.
 """
 
 import hashlib

@@ -1,10 +1,10 @@
 """How the rows of a batch are cut into micro-batches and laid out in memory.
 
-Owns two pure decisions: `split_rows`, which rank trains which rows in which micro-batch, and the `Layout` of one micro-batch
-(padded to a rectangle, or packed end to end). Promises that every row lands in exactly one micro-batch, that all ranks
-get the same number of micro-batches (short ranks get empty ones, because every micro-batch is a collective operation),
-that no micro-batch exceeds the budget, and that equal input gives equal output everywhere. Must not know torch, models
-or losses.
+Owns two pure decisions: `split_rows`, which rank trains which rows in which micro-batch, and the `Layout` of one
+micro-batch (padded to a rectangle, or packed end to end). Promises that every row lands in exactly one micro-batch,
+that all ranks get the same number of micro-batches (short ranks get empty ones, because every micro-batch is a
+collective operation), that no micro-batch exceeds the budget, and that equal input gives equal output everywhere. Must
+not know torch, models or losses.
 
 Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle that a model reads.
 """
