@@ -35,7 +35,7 @@ def launches() -> Iterator[list[Launched]]:
 def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     tmp_path: Path, launches: list[Launched]
 ) -> None:
-    first = Launched.start(tmp_path, "r")
+    first = Launched.start(tmp_path, "r", ONE_SERVER)
     launches.append(first)
     first.wait_for_step(7)
     first.interrupt(signal.SIGINT)
@@ -45,7 +45,7 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     assert list(first.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
     assert Events(first.attempts[0]).seen("training_finished") is None
 
-    second = Launched.start(tmp_path, "r")
+    second = Launched.start(tmp_path, "r", ONE_SERVER)
     launches.append(second)
     second.wait_for_step(STEPS)
     wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
@@ -54,7 +54,7 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     assert_whole(second)
     assert len({row["attempt"] for row in second.rows()}) == 2
 
-    third = Launched.start(tmp_path, "r")
+    third = Launched.start(tmp_path, "r", ONE_SERVER)
     launches.append(third)
     assert third.end() == 2
     assert "start a new run with name=r-2" in third.output()
@@ -64,7 +64,7 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
     tmp_path: Path, launches: list[Launched]
 ) -> None:
     whole = Launched.start(tmp_path, "whole", "streams.backend=files")
-    broken = Launched.start(tmp_path, "broken")
+    broken = Launched.start(tmp_path, "broken", ONE_SERVER)
     launches += [whole, broken]
     whole.wait_for_state("trainer.0", "ready")
     broken.wait_for_step(7)
@@ -82,7 +82,7 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
     assert_whole(whole)
     assert len({*broken.ports(), *whole.ports()}) == len(broken.ports()) + len(whole.ports())
 
-    resumed = Launched.start(tmp_path, "broken")
+    resumed = Launched.start(tmp_path, "broken", ONE_SERVER)
     launches.append(resumed)
     resumed.wait_for_step(STEPS)
     assert resumed.end() == 0, resumed.output()
