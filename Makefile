@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 1
 
-.PHONY: demo test quick check bench gpu docs clean
+.PHONY: demo test quick check types style wheel bench gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
@@ -17,11 +17,18 @@ quick: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
 check: $(VENV)/.installed
+	$(MAKE) --jobs 2 --output-sync types style wheel
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+style: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m docs.generate --check
+
+wheel: $(VENV)/.installed
 	$(BIN)/python -m tests.check_wheel
 
 bench: $(VENV)/.installed

@@ -42,7 +42,16 @@ def main(target: Path) -> int:
         pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--find-links", wheels]
         progress = ["--disable-pip-version-check", "--progress-bar", "on" if sys.stdout.isatty() else "off"]
         mode = ["--config-settings", "editable_mode=compat", "--editable"]
-        return subprocess.run([*pip, *progress, *pinned, *mode, f"{root}[redis-binary,dev]"]).returncode
+        code = subprocess.run([*pip, *progress, "--no-compile", *pinned, *mode, f"{root}[redis-binary,dev]"]).returncode
+    if code == 0:
+        compile_all(target)
+    return code
+
+
+def compile_all(target: Path) -> None:
+    """Write the bytecode of all packages on every core, where pip uses one. Templates that are no Python are skipped."""
+    command = [str(target / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", str(target / "lib")]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def is_ours_to_fill(target: Path) -> bool:
