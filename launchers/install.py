@@ -49,7 +49,7 @@ def main(target: Path) -> int:
 
 
 def compile_all(target: Path) -> None:
-    """Write the bytecode of all packages on every core, where pip uses one. Templates that are no Python are skipped."""
+    """Write the bytecode of all packages on every core, where pip uses one. What is no Python is skipped."""
     command = [str(target / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", str(target / "lib")]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
