@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RolloutError
+from pipeline.rollouts import server
 from pipeline.rollouts.client import InferenceClient, _joined, _pauses
 from pipeline.rollouts.server import LONGEST_PAUSE, Completion, Server
 from tests.fakes.scripted_server import (
@@ -243,7 +244,9 @@ def test_thousands_of_servers_are_looked_at_once_a_change_and_not_once_each() ->
     run(story())
 
 
-def test_a_server_that_fails_at_once_does_not_draw_the_requests() -> None:
+def test_a_server_that_fails_at_once_does_not_draw_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "pause_after", lambda failures: 60.0)  # as if the machine were infinitely fast
+
     async def story(broken: Script, sound: Script) -> None:
         async with client_and(broken, sound) as client:
             await asyncio.gather(*(ask(client) for _ in range(50)))
