@@ -188,7 +188,7 @@ def test_a_command_that_does_not_answer_is_ended_at_its_deadline(bin: Path) -> N
     began = time.monotonic()
     with pytest.raises(SchedulerError, match=r"^scontrol --oneliner show job 12: no answer within 0.3 s$"):
         SlurmCommands(seconds=0.3).job("12")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_a_command_that_is_missing_is_a_scheduler_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
