@@ -97,7 +97,7 @@ def test_free_memory_goes_back_to_the_system_after_each_large_tensor(
         assert all(source() is None for source in sources)
         given_back.append(len(sources))
 
-    monkeypatch.setattr(loading, "put", put)
+    monkeypatch.setattr(loading, "fill_shard", put)
     monkeypatch.setattr(loading, "give_back_heap", give_back)
     monkeypatch.setattr(loading, "_LARGE", 4 * SIZE["vocab_size"] * SIZE["hidden_size"])
     Worker(spec_of(folder, "random"), mesh)
