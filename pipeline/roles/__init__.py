@@ -21,9 +21,11 @@ class Launch:
         env: variables added to the agent's own environment.
         ready: True once the role can do its work. Asked again and again in a thread of its own; may take seconds, and
             what it raises counts as "not yet".
+        told_elsewhere: whether another node tells that it is ready, which may be seen late here.
     """
 
     argv: tuple[str, ...]
     ready: Callable[[], bool]
     beats: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
+    told_elsewhere: bool = False

@@ -9,6 +9,7 @@ import sys
 from pipeline.errors import first_line
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
+from pipeline.system.directory import FileDirectory
 from pipeline.system.network import bound_to
 
 
@@ -27,12 +28,19 @@ def launch(context: RoleContext) -> Launch:
     if context.placement.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.placement.gpus))
     env |= bound_to(context.placement.address)
-    return Launch(argv=argv, env=env, beats=resources.processes, ready=lambda: is_ready(context))
+    return Launch(
+        argv=argv,
+        env=env,
+        beats=resources.processes,
+        ready=lambda: is_ready(context),
+        told_elsewhere=context.placement.rank != master.rank,
+    )
 
 
 def is_ready(context: RoleContext) -> bool:
     """Whether the controller reported so; the other nodes follow it."""
     master = RoleContext(context.paths, context.config, context.world, context.world.of_role("trainer")[0])
+    FileDirectory(context.paths.statuses).names()  # its report, absent until now, may be there for who lists the folder
     return master.is_ready()
 
 

@@ -1,8 +1,9 @@
 """The controller of a local job: what slurmctld and srun are to a cluster's.
 
 Owns the agents of the virtual nodes: starts them through submitit's own controller, passes TERM on, and, like
-`srun --kill-on-bad-exit`, asks the others to stop when one ends badly. Ends with its launcher. Started by
-`slurm.batch.executors` as `python -m slurm.batch.controller FOLDER RUN ATTEMPT`.
+`srun --kill-on-bad-exit`, asks the others to stop when one ends badly. Ends with its launcher, but for no disk that
+fails: agents that come down have their time. Started by `slurm.batch.executors` as `python -m slurm.batch.controller
+FOLDER RUN ATTEMPT`.
 """
 
 import signal
@@ -14,20 +15,24 @@ from pathlib import Path
 import psutil
 from submitit.local.local import Controller
 
+from pipeline.errors import DeadlineError
 from pipeline.roles.context import read_config
 from pipeline.rundir.events import Events
 from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import RunPaths
-from pipeline.system import files
+from pipeline.rundir.paths import FIRST_FAILURE, RunPaths, down_mark
 from pipeline.system.directory import FileDirectory
+from pipeline.system.outages import Outbox
 from pipeline.system.process import adopt_orphans, describe_exit, end_descendants
+from pipeline.system.waiting import wait_for
 from slurm.node.agent import END_SIGNALS
-from slurm.node.alive import agent_name, mark_down
+from slurm.node.alive import agent_name
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.environment import launcher_process
 
 _PAUSE = 0.1
+_LAST_SECONDS = 10.0
+"""For which the disk is asked to take what was said once all agents are down: its launcher waits hardly longer."""
 
 
 class VirtualController(Controller):
@@ -42,6 +47,7 @@ class VirtualController(Controller):
         self._patience = longest_descent(read_config(run).cluster) + 5.0
         self._launcher = launcher
         self._failed: set[int] = set()
+        self._outbox = Outbox()
 
     def start_tasks(self) -> None:
         """Start the agents, deaf to the signals that mean "end soon" until they can hear them."""
@@ -55,7 +61,16 @@ class VirtualController(Controller):
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
         """Exit codes of all agents, None for those that had to be killed."""
+        codes = self._wait()
+        try:
+            wait_for("the disk to take what was said", self._outbox.flush, _LAST_SECONDS)
+        except DeadlineError as late:
+            print(late, flush=True)
+        return codes
+
+    def _wait(self) -> Sequence[int | None]:
         while True:
+            self._outbox.flush()
             codes = [task.poll() for task in self.tasks]
             for rank, code in enumerate(codes):
                 if code and rank not in self._failed:
@@ -77,11 +92,11 @@ class VirtualController(Controller):
 
     def _tell_failure(self, rank: int, code: int) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
-        mark_down(FileDirectory(self._paths.root), rank)
-        name, cause = agent_name(rank), describe_exit(code)
+        attempt, name, cause = FileDirectory(self._paths.root), agent_name(rank), describe_exit(code)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
-        files.create_document(self._paths.first_failure, failure)
-        Events(self._paths).publish("failed", name, failure.one_line())
+        self._outbox.say(lambda: attempt.replace(down_mark(name), "left"))
+        self._outbox.say(lambda: attempt.create(FIRST_FAILURE, failure))
+        self._outbox.say(lambda: Events(self._paths, attempt).publish("failed", name, failure.one_line()))
 
     def _launcher_lives(self) -> bool:
         try:

@@ -81,7 +81,7 @@ def gather(
     """
     attempt = FileDirectory(paths.root)
     events = Events(paths, attempt)
-    _look_again(run)
+    look_again(run)
     if code == 0:
         _await_reason(run, events, late, clock)
     attempt.names()
@@ -135,7 +135,7 @@ def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> N
     """Wait until it shows why every agent returned by itself: the run is finished, or the attempt was told to end."""
 
     def shows() -> bool:
-        _look_again(run)
+        look_again(run)
         return run.finished.exists() or events.seen("draining") is not None
 
     try:
@@ -144,7 +144,7 @@ def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> N
         return  # that there is none is for the decision to say
 
 
-def _look_again(run: RunPaths) -> None:
+def look_again(run: RunPaths) -> None:
     """List the folders from the run down to its attempts: what was absent before may be there by now."""
     for folder in (run.root, run.attempts):
         FileDirectory(folder).names()

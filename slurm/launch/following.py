@@ -1,8 +1,8 @@
 """Following a job until it is over, and how it ended.
 
 Owns what the launcher says after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 130 or
-143 interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm job alone, and that
-the report cannot change how a run ended.
+143 interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm job alone, that the
+report cannot change how a run ended, and that neither does an end which this machine sees late.
 """
 
 import shlex
@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.checkpoints import tell_newest
-from pipeline.errors import one_line
+from pipeline.config.kept import kept_config
+from pipeline.errors import DeadlineError, one_line
 from pipeline.report.history import RUNS, read_history
 from pipeline.report.page import write_report
 from pipeline.rundir.documents import Finished, Outcome
@@ -22,12 +23,17 @@ from pipeline.rundir.events import Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
+from pipeline.system.directory import FileDirectory
+from pipeline.system.waiting import CLOCK, Clock, wait_for
 from slurm.batch.executors import RunJob
+from slurm.batch.facts import LONGEST_PAUSE, look_again
 from slurm.registry import runs
 from slurm.watch.view import follow_run
 
 INTERRUPTS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 CANCELLED = "CANCELLED"
+MAY_BE_FINISHED = ("COMPLETED", "UNKNOWN")
+"""Slurm's words for a job whose run finished: the second when it has forgotten the job."""
 
 
 def print_job(job: RunJob) -> None:
@@ -54,8 +60,11 @@ def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
     return 0
 
 
-def conclude_job(job: RunJob) -> int:
+def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
     """Say how the job ended, from the attempt that it made last; the exit code."""
+    look_again(job.run)
+    if job.state in MAY_BE_FINISHED:
+        _await_end(job, clock)
     attempt = last_attempt(job.run, job.job_id)
     if attempt is not None or job.run.finished.exists():
         named = attempt or job.run.attempt(runs.identity(job.run).run_id, f"{job.job_id}-0")
@@ -69,6 +78,28 @@ def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
     pairs = [folder.name.rpartition("-") for folder in run.attempts.glob(f"{job}-*")]
     restarts = [int(restart) for of, _, restart in pairs if of == job and restart.isdecimal()]
     return run.attempt(runs.identity(run).run_id, f"{job}-{max(restarts)}") if restarts else None
+
+
+def _await_end(job: RunJob, clock: Clock) -> None:
+    """Wait until the end of a job that may have finished its run shows, for as long as it may be seen late."""
+    config = kept_config(job.run)
+
+    def shows() -> bool:
+        look_again(job.run)
+        attempt = last_attempt(job.run, job.job_id)
+        outcome = _outcome(attempt) if attempt is not None else None
+        return job.run.finished.exists() or (outcome is not None and outcome.decision != "requeued")
+
+    try:
+        late = config.cluster.lateness if config is not None else 0.0
+        wait_for("the end of the run", shows, late, longest_pause=LONGEST_PAUSE, clock=clock)
+    except DeadlineError:
+        return  # what is said of the end then says that it has no reason
+
+
+def _outcome(attempt: AttemptPaths) -> Outcome | None:
+    FileDirectory(attempt.root).names()  # what was absent at an earlier look may be there by now
+    return files.read_document(attempt.outcome, Outcome)
 
 
 @contextmanager
@@ -108,12 +139,13 @@ def conclude_run(
 
 
 def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str) -> int:
-    finished = files.read_document(paths.finished, Finished)
-    if finished is not None:
-        print(f"finished {finished.steps} steps\n  metrics     {paths.metrics}")
+    finished, outcome = files.read_document(paths.finished, Finished), _outcome(attempt)
+    if finished is not None or (outcome is not None and outcome.decision == "finished"):
+        steps = f" {finished.steps} steps" if finished is not None else ""
+        print(f"finished{steps}\n  metrics     {paths.metrics}")
         print(f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}", flush=True)
         return 0
-    if _tell_failure(attempt):
+    if _tell_failure(attempt, outcome):
         return 1
     if interrupted:
         print(f"interrupted; the same command {_what_resuming_does(paths)}", file=sys.stderr)
@@ -128,13 +160,12 @@ def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sign
     return 1
 
 
-def _tell_failure(attempt: AttemptPaths) -> bool:
+def _tell_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
     """Say what failed, if anything did.
 
     A job that was stopped has failed, also where no role did and the agents were only told to end: as srun tells them
     when a rank is lost.
     """
-    outcome = files.read_document(attempt.outcome, Outcome)
     failure = files.read_document(attempt.first_failure, FirstFailure)
     if failure is not None:
         print(f"failed: {failure.one_line()}\n  {attempt.first_failure}", file=sys.stderr)

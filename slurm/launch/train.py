@@ -10,7 +10,6 @@ import re
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,9 +26,11 @@ from submitit.slurm.slurm import SlurmJob, _make_sbatch_string
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
 from pipeline.config.rules import check_config
-from pipeline.errors import ConfigError, RollcallError, SchedulerError, TrainingError
+from pipeline.errors import ConfigError, DeadlineError, RollcallError, SchedulerError, TrainingError, one_line
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import process
+from pipeline.system.outages import OUTAGE_SECONDS, is_passing
+from pipeline.system.waiting import CLOCK, Clock, Deadline, wait_for
 from pipeline.training.jobs import check_alone, read_job
 from pipeline.training.standalone.log import JobLog, Line
 from pipeline.training.standalone.queue import waiting
@@ -151,12 +152,18 @@ class Trainer(Checkpointable):
             (Path(folder) / "secret").write_text(secrets.token_hex(16))
             with heard(stop.ask) as told:
                 seen, code = self._follow_child(stop)
-            if told.by and stop.answered:
+            stop_answered = stop.answered
+            if told.by and stop_answered:
                 if code:
                     say(f"after the last commit the trainer {process.describe_exit(code)}", sys.stderr)
                 return Interruption(told.by, seen.steps)
         if code and seen.failures:
             raise TrainingError("; ".join(seen.failures))
+        if seen.unread and (code or stop_answered):
+            done = "what was done is committed" if stop_answered else f"the trainer {process.describe_exit(code)}"
+            raise TrainingError(f"{seen.unread}; {done}; the same command goes on from the last commit")
+        if seen.unread:
+            say(f"warning: {seen.unread}; all jobs are done", sys.stderr)
         if code:
             said = "\n".join(process.tail(self.output))
             raise TrainingError(f"the trainer {process.describe_exit(code)}; {self.output}:\n{said}")
@@ -170,9 +177,17 @@ class Trainer(Checkpointable):
         child = process.Child(self._command(stop), self.output, env)
         try:
             seen = follow_logs(self.path, lambda: child.poll() is not None)
+            if seen.unread:
+                self._have_committed(child, stop)
         finally:
             code = child.stop(self.config.cluster.stop_seconds)
         return seen, code
+
+    def _have_committed(self, child: process.Child, stop: Stop) -> None:
+        """Ask for an end after the step under way, and give the trainer the time for it."""
+        stop.ask()
+        with suppress(DeadlineError):  # that it did not answer is told by whoever looks for the answer
+            wait_for("the trainer to commit", lambda: child.poll() is not None, self.config.cluster.grace_seconds)
 
 
 @dataclass(frozen=True)
@@ -224,10 +239,12 @@ def submit(trainer: Trainer) -> int:
         raise SchedulerError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
     say(f"submitted job {job.job_id}; its output: {trainer.output}")
     try:
-        follow_logs(trainer.path, lambda: bool(job.done()))
+        seen = follow_logs(trainer.path, lambda: bool(job.done()))
     except KeyboardInterrupt:
         say(f"job {job.job_id} goes on; end it with scancel {job.job_id}", sys.stderr)
         return 130
+    if seen.unread and not job.done():
+        raise TrainingError(f"{seen.unread}; job {job.job_id} goes on; end it with scancel {job.job_id}")
     failure = job.exception()
     if failure is not None:
         raise TrainingError(f"job {job.job_id}: {failure}")
@@ -294,28 +311,43 @@ class Interruption:
 
 @dataclass
 class Seen:
-    """What logs said: what failed, a line for each job, and how many steps were done."""
+    """What logs said: what failed, a line for each job, and how many steps were done.
+
+    `unread`: why the logs were not read to their end; empty if they were.
+    """
 
     failures: list[str] = field(default_factory=list)
     steps: int = 0
+    unread: str = ""
 
 
-def follow_logs(path: Path, over: Callable[[], bool]) -> Seen:
-    """Print what the logs of the jobs say until the trainer is over."""
+def follow_logs(path: Path, over: Callable[[], bool], clock: Clock = CLOCK) -> Seen:
+    """Print what the logs of the jobs say until the trainer is over, or its disk has failed for too long."""
     logs: dict[Path, JobLog] = {}
-    seen = Seen()
+    seen, patience = Seen(), Deadline("the logs", OUTAGE_SECONDS, clock)
     while True:
         gone = over()  # asked before reading: what was written until then is read
-        logs |= logs_of(file for file in waiting_at(path) if file not in logs)
-        for file, log in logs.items():
-            for line in log.new_lines():
-                say(f"{file.stem}: {describe_line(line)}")
-                seen.steps += line["event"] == "step"
-                if line["event"] == "failed":
-                    seen.failures.append(f"{file.stem}: {line['error']}")
-        if gone:
-            return seen
-        time.sleep(_PAUSE)
+        try:
+            _say_new_lines(path, logs, seen)
+        except OSError as error:
+            if not is_passing(error) or patience.passed:
+                seen.unread = f"the logs of {path} cannot be read: {one_line(error)}"
+                return seen
+        else:
+            patience = Deadline("the logs", OUTAGE_SECONDS, clock)
+            if gone:
+                return seen
+        clock.sleep(_PAUSE)
+
+
+def _say_new_lines(path: Path, logs: dict[Path, JobLog], seen: Seen) -> None:
+    logs |= logs_of(file for file in waiting_at(path) if file not in logs)
+    for file, log in logs.items():
+        for line in log.new_lines():
+            say(f"{file.stem}: {describe_line(line)}")
+            seen.steps += line["event"] == "step"
+            if line["event"] == "failed":
+                seen.failures.append(f"{file.stem}: {line['error']}")
 
 
 def describe_line(line: Line) -> str:

@@ -182,9 +182,14 @@ class Supervisor:
         argv, log = role.launch.argv, self._log(role)
         variables = child_environment({**role.launch.env, **role.vitals.board.environment})
         role.child = insist("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
-        role.deadline = Deadline(f"{role.name} to become ready", self._cluster.startup_seconds, self._clock)
+        role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")
         role.vitals.probe.start()
+
+    def _time_to_start(self, role: SupervisedRole) -> float:
+        """Another node, which tells that the role is ready, may see the world late, and its word be seen late here."""
+        late = 2 * self._cluster.lateness if role.launch.told_elsewhere else 0.0
+        return self._cluster.startup_seconds + late
 
     def _watch(self, role: SupervisedRole) -> None:
         code = role.child.poll() if role.child else None

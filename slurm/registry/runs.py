@@ -254,10 +254,7 @@ def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
             raise _unreadable(run, run.config)
         return
     if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
-        made = identity(run).revision if run.run.exists() else ""
-        mend = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
-        expected = f"a run whose code has {absent[0]}, which this version starts"
-        raise RunStateError("name", config.name, expected, f"{mend}name={config.name}-2")
+        raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
     old, new = _kept_config(run), _settled(config)
     if digest(old) != digest(new):
         changes = "; ".join(differences(old, new))
@@ -272,12 +269,19 @@ def _kept_config(run: RunPaths) -> RunConfig:
     try:
         return load_config(tree)
     except ConfigError as error:
-        raise _unreadable(run, run.config, f" ({error})") from None
+        raise _of_another_version(run, f"a run whose config this version reads ({error})") from None
 
 
-def _unreadable(run: RunPaths, path: Path, why: str = "") -> RunStateError:
+def _of_another_version(run: RunPaths, expected: str) -> RunStateError:
+    """A run that is sound, but not for this checkout."""
+    made = identity(run).revision if run.run.exists() else ""
+    mend = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
+    return RunStateError("name", run.root.name, expected, f"{mend}name={run.root.name}-2")
+
+
+def _unreadable(run: RunPaths, path: Path) -> RunStateError:
     mend = f"start a new run with name={run.root.name}-2, or remove {run.root}"
-    return RunStateError("name", run.root.name, f"a run with a readable {path}{why}", mend)
+    return RunStateError("name", run.root.name, f"a run with a readable {path}", mend)
 
 
 def _settled(config: RunConfig) -> RunConfig:

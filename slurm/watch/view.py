@@ -1,7 +1,8 @@
 """Following a run from any machine that sees its files: state, roles, progress and numbers, live in a terminal.
 
 Owns what the terminal shows and when. Promises that it only reads, so that ending it leaves the job alone, and that it
-prints plain lines without control codes where there is no terminal. Must not know the processes.
+prints plain lines without control codes where there is no terminal; and that a disk which fails for a while ends
+nothing: the last picture stands meanwhile. Must not know the processes.
 
     follow(run_dir, until=job.done)        the launcher, which knows its job
     watch(run_dir)                         anybody else; goes on over requeues and ends with the run
@@ -19,6 +20,7 @@ from rich.live import Live
 
 from pipeline.errors import RollcallError
 from pipeline.report.history import find_run
+from pipeline.system.outages import OUTAGE_SECONDS, insist, is_passing
 from pipeline.system.waiting import CLOCK, Clock
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
@@ -50,7 +52,7 @@ def follow_run(
     `attempt` is the one to show; without a name it is always the newest. A run without an end is followed without one:
     the caller's `until` is what bounds it.
     """
-    watcher = Watcher(run_dir, attempt)
+    watcher = _Steady(Watcher(run_dir, attempt), clock)
 
     def look() -> Look:
         last = until()
@@ -70,7 +72,7 @@ def watch_run(
 
     `scheduler` is asked where files cannot tell: without it, a job that was cancelled in the queue is waited for.
     """
-    watcher = Watcher(run_dir, scheduler=scheduler, clock=clock)
+    watcher = _Steady(Watcher(run_dir, scheduler=scheduler, clock=clock), clock)
 
     def look() -> Look:
         now = watcher.look()
@@ -95,6 +97,26 @@ def main(arguments: Sequence[str]) -> int:
         print("left; the run goes on")
         return 0
     return EXIT_CODES.get(snapshot.state, 0)
+
+
+class _Steady:
+    """A watcher whose last snapshot stands while the disk fails for a passing reason."""
+
+    def __init__(self, watcher: Watcher, clock: Clock) -> None:
+        self._watcher, self._clock = watcher, clock
+        self._last: Snapshot | None = None
+
+    def look(self) -> Snapshot:
+        """The run as it is now, or was when the disk last gave it; at first `OUTAGE_SECONDS` are waited for that."""
+        if self._last is None:
+            self._last = insist("the run to be readable", self._watcher.look, OUTAGE_SECONDS, self._clock)
+            return self._last
+        try:
+            self._last = self._watcher.look()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+        return self._last
 
 
 def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> Snapshot:

@@ -101,6 +101,7 @@ class Cluster:
         dies: a role that is killed, and when.
         ranks: how many they take themselves for.
         leader: who closes the run.
+        ready_at: when the trainer's controller reports that it is ready.
     """
 
     run: FakeRun
@@ -111,6 +112,7 @@ class Cluster:
     dies: tuple[str, float] = ("", float("inf"))
     ranks: int = RANKS
     leader: int = 0
+    ready_at: float = READY_AT
 
     def __post_init__(self) -> None:
         self.lockstep = Lockstep()
@@ -144,8 +146,9 @@ class Cluster:
         """The trainer is ready when its controller has reported so, which its other nodes see as late as anything."""
         place = context.placement
         late = self.lags.get(place.rank, 0.0) if place.index else 0.0
-        ready_at = READY_AT + late if place.role == "trainer" else 0.0
-        return Launch(argv=(place.name,), ready=lambda: self.time >= ready_at)
+        ready_at = self.ready_at + late if place.role == "trainer" else 0.0
+        told_elsewhere = place.role == "trainer" and place.index > 0
+        return Launch(argv=(place.name,), ready=lambda: self.time >= ready_at, told_elsewhere=told_elsewhere)
 
     def _begin(self, name: str) -> FakeChild:
         self.children[name] = FakeChild(self, name)

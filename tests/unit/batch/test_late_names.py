@@ -47,6 +47,16 @@ def test_a_run_that_finished_is_finished_on_every_rank(
 
 
 @every_lag
+def test_a_trainer_that_needed_all_its_time_to_become_ready_is_ready_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lags: Mapping[int, float]
+) -> None:
+    last = make_config(cluster={"kind": "slurm"}).cluster.startup_seconds - 1.0
+    cluster = make_cluster(tmp_path, lags, ready_at=last, trained=last + 2 * LATE)
+    assert cluster.start(monkeypatch) == ["finished"] * RANKS
+    assert first_failure(cluster) is None
+
+
+@every_lag
 def test_a_run_that_is_told_to_end_commits_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lags: Mapping[int, float]
 ) -> None:

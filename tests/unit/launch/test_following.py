@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from msgspec import Struct
 
 from pipeline.errors import SchedulerError
 from pipeline.rundir.documents import Finished, Outcome, RunIdentity
@@ -13,10 +14,12 @@ from pipeline.rundir.events import Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
+from pipeline.system.directory import FileDirectory
 from slurm.batch.executors import RunJob
 from slurm.launch.following import called, conclude_job, conclude_run, follow_job, interrupts, last_attempt
 from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
+from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler
 
 
@@ -239,3 +242,85 @@ def test_a_run_is_called_as_the_other_launchers_find_it(tmp_path: Path, monkeypa
     assert called(tmp_path / "runs" / "demo") == "demo"
     assert called(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
     assert called(tmp_path / "elsewhere" / "demo") == str(tmp_path / "elsewhere" / "demo")
+
+
+LATE = 40.0
+
+
+@pytest.fixture
+def late_names(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeClock, dict[Path, Struct]]:
+    """A clock, and documents of which each is there once its folder is listed after `LATE` seconds."""
+    clock, late = FakeClock(), dict[Path, Struct]()
+    names = FileDirectory.names
+
+    def listed(directory: FileDirectory, folder: str = "") -> tuple[str, ...]:
+        for path in [path for path in late if clock.now() >= LATE and path.parent == directory._root / folder]:
+            files.write_document(path, late.pop(path))
+        return names(directory, folder)
+
+    monkeypatch.setattr(FileDirectory, "names", listed)
+    return clock, late
+
+
+def on_slurm(run: RunPaths) -> None:
+    tree = make_config(cluster={"kind": "slurm"}).model_dump(mode="json")
+    files.write_document(run.config, tree)
+
+
+def test_a_run_whose_end_is_seen_late_has_finished(
+    run: RunPaths,
+    slurm: FakeScheduler,
+    late_names: tuple[FakeClock, dict[Path, Struct]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, late = late_names
+    job = job_of(run, slurm)
+    on_slurm(run)
+    begin(run, f"{job.job_id}-0")
+    late[run.finished] = Finished(time=0.0, steps=3, attempt=f"{job.job_id}-0")
+    slurm.set(job.job_id, "COMPLETED")
+    assert conclude_job(job, clock) == 0
+    assert capsys.readouterr().out.startswith("finished 3 steps\n")
+
+
+def test_the_outcome_of_the_newest_attempt_also_tells_that_a_run_finished(
+    run: RunPaths,
+    slurm: FakeScheduler,
+    late_names: tuple[FakeClock, dict[Path, Struct]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, late = late_names
+    job = job_of(run, slurm)
+    on_slurm(run)
+    first = begin(run, f"{job.job_id}-0")
+    failure = FirstFailure(role="trainer.0", rank=1, cause="killed by SIGKILL", time=0.0, log="", exit_code=-9)
+    files.write_document(first.first_failure, failure)
+    files.write_document(first.outcome, Outcome(decision="requeued", reason="a lost rank", time=0.0))
+    late[begin(run, f"{job.job_id}-1").outcome] = Outcome(decision="finished", reason="it is finished", time=0.0)
+    slurm.set(job.job_id, "COMPLETED")
+    assert conclude_job(job, clock) == 0
+    assert capsys.readouterr().out.startswith("finished\n")
+
+
+def test_an_end_that_never_shows_is_waited_for_no_longer_than_it_may_be_late(
+    run: RunPaths, slurm: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = FakeClock()
+    job = job_of(run, slurm)
+    on_slurm(run)
+    begin(run, f"{job.job_id}-0")
+    slurm.set(job.job_id, "COMPLETED")
+    assert conclude_job(job, clock) == 1
+    assert clock.now() == pytest.approx(make_config(cluster={"kind": "slurm"}).cluster.lateness)
+    assert "failed: the job ended without a reason (COMPLETED)" in capsys.readouterr().err
+
+
+def test_an_end_that_shows_is_not_waited_for(run: RunPaths, slurm: FakeScheduler) -> None:
+    clock = FakeClock()
+    job = job_of(run, slurm)
+    on_slurm(run)
+    begin(run, f"{job.job_id}-0")
+    files.write_document(run.finished, Finished(time=0.0, steps=3, attempt=f"{job.job_id}-0"))
+    slurm.set(job.job_id, "COMPLETED")
+    assert conclude_job(job, clock) == 0
+    assert clock.slept == []

@@ -1,5 +1,6 @@
 """What becomes of a trainer of jobs whose process is told to end."""
 
+import errno
 import json
 import os
 import pty
@@ -18,13 +19,15 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.system.outages import OUTAGE_SECONDS
 from pipeline.system.waiting import wait_for
-from pipeline.training.standalone.log import JobLog
+from pipeline.training.standalone.log import JobLog, Line
 from pipeline.training.standalone.stop import Stop
 from slurm.batch import requeue
 from slurm.launch import train
 from slurm.launch.hearing import NOTICE, SIGNALS, heard
-from slurm.launch.train import Interruption, QueuedTrainer, Trainer, executor_of, run_here
+from slurm.launch.train import Interruption, QueuedTrainer, Trainer, executor_of, follow_logs, run_here
+from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.unit.training.test_jobs import SFT
 
@@ -135,6 +138,62 @@ def test_a_trainer_whose_terminal_is_closed_ends_after_the_answer_too(tmp_path: 
         finally:
             launcher.kill()
     assert '"interrupted"' in (tmp_path / "sft.jsonl").read_text()
+
+
+@dataclass
+class FailingDisk:
+    """What reading a job's log raises, from when the trainer is there, so many times."""
+
+    number: int
+    times: int
+    raised: int = 0
+
+    def attach(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read = JobLog.new_lines
+
+        def new_lines(log: JobLog) -> list[Line]:
+            if (path / "here").exists() and self.raised < self.times:
+                self.raised += 1
+                raise OSError(self.number, os.strerror(self.number))
+            return read(log)
+
+        monkeypatch.setattr(JobLog, "new_lines", new_lines)
+
+
+def test_a_log_that_cannot_be_read_for_a_moment_does_not_end_its_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps(SFT))
+    disk = FailingDisk(errno.EIO, times=2)
+    disk.attach(tmp_path, monkeypatch)
+
+    def interrupt() -> None:
+        wait_for("the disk to fail", lambda: disk.raised == disk.times, 30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert run_here(OneRank(tmp_path, make_config(), says="tells")) == 128 + signal.SIGTERM
+    assert "sft: interrupted, 1 of 4 steps are committed" in capsys.readouterr().out
+
+
+def test_a_trainer_whose_log_cannot_be_read_any_more_commits_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps(SFT))
+    FailingDisk(errno.EACCES, times=1000).attach(tmp_path, monkeypatch)
+    with pytest.raises(TrainingError, match=r"cannot be read: .*; what was done is committed; the same command"):
+        run_here(OneRank(tmp_path, make_config()))
+
+
+def test_a_disk_that_fails_for_too_long_is_not_followed_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps(SFT))
+    (tmp_path / "here").touch()
+    FailingDisk(errno.EIO, times=100_000).attach(tmp_path, monkeypatch)
+    clock = FakeClock()
+    assert "cannot be read" in follow_logs(tmp_path, lambda: False, clock).unread
+    assert clock.now() >= OUTAGE_SECONDS
 
 
 def test_a_trainer_that_fails_after_its_answer_was_interrupted_all_the_same(

@@ -116,6 +116,16 @@ def test_a_run_whose_code_is_of_another_version_is_refused(tmp_path: Path) -> No
         runs.examine(demo(tmp_path))
 
 
+def test_a_run_whose_keys_have_other_names_by_now_is_refused_but_sound(tmp_path: Path) -> None:
+    with runs.claimed(demo(tmp_path)) as run:
+        tree = files.read_document(run.config, dict)
+        assert tree is not None
+        files.write_document(run.config, {**tree, "an_earlier_name": tree.pop("seed")})
+    with pytest.raises(RunStateError, match=r"an_earlier_name.*; submit it from the checkout .*name=demo-2") as refused:
+        runs.examine(demo(tmp_path))
+    assert "remove" not in str(refused.value)
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))

@@ -4,6 +4,7 @@ import msgspec
 
 from pipeline.roles import trainer
 from pipeline.roles.context import RoleContext
+from pipeline.system.directory import FileDirectory
 from pipeline.system.network import interface_of
 from tests.fakes.run_directory import FakeRun
 
@@ -24,3 +25,30 @@ def test_gloo_is_bound_to_the_interface_of_the_address_that_the_leader_proved(tm
 
 def test_gloo_chooses_by_itself_when_no_interface_carries_the_address(tmp_path):
     assert "GLOO_SOCKET_IFNAME" not in launched(tmp_path, "203.0.113.9").env
+
+
+def test_every_node_but_the_first_is_told_elsewhere_that_it_is_ready(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    attempt = run.attempt("12-0")
+    world = attempt.meet()
+    first = world.of_role("trainer")[0]
+    second = msgspec.structs.replace(first, index=1, rank=first.rank + 1)
+    contexts = [RoleContext(attempt.paths, run.config, world, place) for place in (first, second)]
+    assert [trainer.launch(context).told_elsewhere for context in contexts] == [False, True]
+
+
+def test_the_report_of_another_node_is_looked_for_by_listing_its_folder(tmp_path, monkeypatch):
+    run = FakeRun(tmp_path / "run")
+    attempt = run.attempt("12-0")
+    world = attempt.meet()
+    context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
+    names = FileDirectory.names
+
+    def listed(directory, folder=""):
+        if directory._root / folder == attempt.paths.statuses:
+            context.report("ready")
+        return names(directory, folder)
+
+    monkeypatch.setattr(FileDirectory, "names", listed)
+    assert not context.is_ready()
+    assert trainer.is_ready(context)

@@ -1,6 +1,8 @@
 """`slurm.watch.view`: the same run in a terminal and in a pipe, at every moment of its life."""
 
+import errno
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -234,6 +236,41 @@ def test_following_ends_when_the_caller_says_so_and_shows_the_last_moment(run: F
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "training 2 / 60" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("failing", [[0], [2], [2, 3]], ids=["first", "later", "until the end"])
+def test_a_disk_that_fails_for_a_moment_does_not_end_the_following(
+    failing: list[int], run: FakeRun, attempt: FakeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, looks, console = FakeClock(), list[int](), Console(file=io.StringIO(), force_terminal=False)
+    attempt.train("rl", range(1, 3))
+    look = Watcher.look
+
+    def failed(watcher: Watcher, live: bool | None = None) -> Snapshot:
+        looks.append(len(looks))
+        if looks[-1] in failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return look(watcher, live)
+
+    monkeypatch.setattr(Watcher, "look", failed)
+    last = follow_run(run.root, lambda: len(looks) >= 3, console=console, clock=clock)
+    assert last.progress is not None
+    assert last.progress.step == 2
+
+
+def test_a_disk_that_refuses_for_good_ends_the_following(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looks = FakeClock(), list[int]()
+    look = Watcher.look
+
+    def refused(watcher: Watcher, live: bool | None = None) -> Snapshot:
+        looks.append(len(looks))
+        if looks[-1]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return look(watcher, live)
+
+    monkeypatch.setattr(Watcher, "look", refused)
+    with pytest.raises(PermissionError):
+        follow_run(run.root, lambda: len(looks) > 5, console=Console(file=io.StringIO()), clock=clock)
 
 
 def test_a_terminal_gets_one_picture_that_is_drawn_over(run: FakeRun, attempt: FakeAttempt) -> None:
