@@ -205,17 +205,17 @@ def test_an_attempt_that_is_replaced_while_it_restores_drops_nothing_of_the_owne
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Trainer(run, "12-0").commit(10)
-    load, owners = saving.load, list[Trainer]()
+    load, owners = saving.load_shards, list[Trainer]()
 
     def hang(*arguments: Any, **options: Any) -> Any:
         if not owners:
-            monkeypatch.setattr(saving, "load", load)
+            monkeypatch.setattr(saving, "load_shards", load)
             owners.append(Trainer(run, "12-2"))
             log(run, "12-2", range(11, 13))
             owners[0].commit(12)
         return load(*arguments, **options)
 
-    monkeypatch.setattr(saving, "load", hang)
+    monkeypatch.setattr(saving, "load_shards", hang)
     with pytest.raises(OvertakenError):
         Trainer(run, "12-1")
     assert settled(run) == list(range(12))
