@@ -21,6 +21,7 @@ OPERATIONAL = (
     "streams.budget_bytes",
     "training.activation_checkpointing",
     "training.async_checkpoints",
+    "training.checkpoint_every",
     "training.compile",
     "training.data_seconds",
     "training.keep_checkpoints",
@@ -68,8 +69,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _identity(config: RunConfig) -> dict[str, Any]:
     flat = flatten(config.model_dump(mode="json"))
-    return {key: value for key, value in flat.items() if not _is_operational(key)}
+    return {key: value for key, value in flat.items() if not is_operational(key)}
 
 
-def _is_operational(key: str) -> bool:
+def is_operational(key: str) -> bool:
+    """Whether a resumed run may change the key."""
     return any(key == name or key.startswith(f"{name}.") for name in OPERATIONAL)

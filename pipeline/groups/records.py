@@ -115,8 +115,9 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
     advantages: tuple[float, ...] = ()
     outcome: str = "train"
 
-    def check(self, max_length: int) -> None:
-        """Raise `RecordError` if the group is to be trained and cannot be, by a model of `max_length` tokens."""
+    def check(self, max_length: int, vocabulary: int) -> None:
+        """Raise `RecordError` if the group is to be trained and cannot be, by a model of `max_length` tokens in a row
+        and token ids below `vocabulary`."""
         if self.outcome.startswith(MALFORMED):
             raise RecordError(self.outcome)
         if self.outcome != "train":
@@ -130,6 +131,8 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
             sample.check()
             if len(sample.sampled) > max_length:
                 raise RecordError(f"a sample of {len(sample.sampled)} tokens, above model.max_length={max_length}")
+            if (highest := sample.token_array().max()) >= vocabulary:
+                raise RecordError(f"token id {highest} is outside of the vocabulary of {vocabulary} tokens")
 
 
 class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):

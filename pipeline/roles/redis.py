@@ -21,7 +21,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StreamError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.streams.redis_data import data_bytes, inherit, needs_redis_7
+from pipeline.streams.redis_data import data_bytes, inherit
 from pipeline.streams.redis_repair import make_loadable
 from pipeline.system import files, logs
 from pipeline.world.plan import Placement
@@ -94,10 +94,8 @@ def main(arguments: list[str]) -> None:
     logs.configure(context.placement.name)
     server, folder = find_server(), context.paths.redis
     os.umask(0o077)
-    inherited = inherit(folder)
-    if needs_redis_7(folder) and major_version(server) < 7:
-        raise StreamError(f"{server} is older than Redis 7, which wrote the data of attempt {inherited.origin!r}")
-    if done := make_loadable(server, folder, context.config.cluster.startup_seconds):
+    inherit(folder)
+    if done := make_loadable(server, folder, context.config.cluster.startup_seconds, major_version(server)):
         log.error("%s; what was only generated is issued again", done)
     settings = folder / "redis.conf"
     text = server_config(context.config, context.placement, context.world.password, folder.resolve())

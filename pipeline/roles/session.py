@@ -77,7 +77,8 @@ class Session:
         self._streams = opened.enter_context(connect(context))
         self._board = Board(self._streams)
         self._publisher = Publisher(self._dispatch, opened.enter_context(self._sender()), self._pulse)
-        self._batches = GroupBatches(self._streams, self._board, self._commits.ledger, config, self._pulse)
+        ledger, vocabulary = self._commits.ledger, self._dispatch.models["policy"].vocabulary
+        self._batches = GroupBatches(self._streams, self._board, ledger, config, self._pulse, vocabulary)
         self._evaluations = Evaluations(
             self._streams,
             context.paths.attempt,

@@ -23,6 +23,8 @@ from pipeline.tasks.chat import Chat
 
 LONG_PROMPT = 2000
 """Characters that take longer to tokenise than to hand to a thread."""
+MOST_IDS = 1 << 31
+"""Token ids that a record can hold: the bound where a model's config does not say its vocabulary."""
 
 
 class Servers(Protocol):
@@ -59,6 +61,7 @@ class Sampler:
 
     def __init__(self, servers: Servers, chat: Chat, sampling: Sampling, prompt: Sequence[int], count: int) -> None:
         self._servers, self._chat, self.sampling = servers, chat, sampling
+        self.vocabulary = chat.vocabulary or MOST_IDS
         self._prompt, self._count = prompt, count
         self._opening: asyncio.Task[Sequence[Turn]] | None = None
 
@@ -150,11 +153,11 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
         return Rollout(reason=reason("request refused", error))
     except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
         return Rollout(reason=reason("rollout raised", error))
-    wrong = _unusable(episode, sampler.sampling.max_length)
+    wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
     return Rollout(reason=wrong) if wrong else Rollout(episode, seconds=time.monotonic() - started)
 
 
-def _unusable(episode: Any, max_length: int) -> str:
+def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:
     """Why an episode cannot be trained; empty if it can."""
     if not isinstance(episode, Episode):
         return f"rollout returned no episode: {type(episode).__name__}"
@@ -162,6 +165,9 @@ def _unusable(episode: Any, max_length: int) -> str:
         return "rollout sampled nothing"
     if len(episode.tokens) > max_length:
         return f"rollout too long: {len(episode.tokens)} tokens, model.max_length={max_length}"
+    foreign = next((token for token in episode.tokens if not 0 <= token < vocabulary), None)
+    if foreign is not None:
+        return f"rollout has a foreign token: id {foreign} is outside of the vocabulary of {vocabulary} tokens"
     return ""
 
 

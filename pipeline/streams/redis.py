@@ -38,7 +38,7 @@ _SOCKET_SECONDS = 10.0
 _PAGE = 64
 _OUT_OF_MEMORY = "command not allowed when used memory > 'maxmemory'"
 """What every version says of it; before Redis 7 inside the error of a script, which has no type of its own."""
-_MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
+MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
 
 
 class RedisStreams(Streams):
@@ -189,7 +189,7 @@ class RedisStreams(Streams):
             self._process = process
 
     def _failure(self, error: RedisError) -> StreamError:
-        advice = _MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
+        advice = MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
         return StreamError(f"{self._name}: {one_line(error)}{advice}")
 
     def _range(self, stream: str) -> Iterator[Raw]:

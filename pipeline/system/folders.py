@@ -10,7 +10,6 @@ Writers that may be there at the same time, such as the attempts of a run, have 
     part = unfinished(path, "12-1")
     …write part…
     replace(path, part, fence.check)
-    clear(path)
 """
 
 import glob
@@ -30,11 +29,14 @@ def unfinished(path: Path, writer: str) -> Path:
 def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) -> None:
     """Give `part` the name `path`; what had it is removed. `part` is on disk before it has the name.
 
-    `check` is called right before anything gets another name; what it raises leaves everything as it is.
+    `check` is called right before anything gets another name; what it raises leaves everything as it is. The parts that
+    other writers had left before that are removed too, and no later ones: this may hang for long after its check, and
+    somebody else be writing by then.
     """
     for file in part.rglob("*"):
         flush(file)
     flush(part)
+    left = [other for other in path.parent.glob(f"{glob.escape(_part(path))}-*") if other != part]
     check()
     try:
         if path.exists():
@@ -45,6 +47,8 @@ def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) ->
         raise
     flush(path.parent)
     mend(path)
+    for other in left:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def mend(path: Path) -> None:
@@ -53,12 +57,6 @@ def mend(path: Path) -> None:
     if old.exists() and not path.exists():
         old.rename(path)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def clear(path: Path) -> None:
-    """Remove the parts of all named writers."""
-    for part in path.parent.glob(f"{glob.escape(_part(path))}-*"):
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -40,7 +40,11 @@ def tracking_sinks(
     if find_spec("wandb") is None:
         _log.warning("metrics go to metrics.jsonl only: wandb is not installed")
         return []
-    return [WandbSink(paths, mode, variables, seconds)]
+    try:
+        return [WandbSink(paths, mode, variables, seconds)]
+    except OSError as error:
+        _log.warning("metrics go to metrics.jsonl only: wandb's process cannot be started: %s", error)
+        return []
 
 
 def chosen_mode(asked: str, variables: Mapping[str, str], logins: Path) -> str:
@@ -72,23 +76,32 @@ class WandbSink:
         """Only look whether wandb still follows: it reads the row from the file."""
         code = self._child.poll()
         if code is not None:
-            self._warn(code)
+            self._warn(describe_exit(code))
 
     def close(self) -> None:
         """Let wandb send what is left, for as long as it may; afterwards its process is gone."""
-        self._end.touch()
         try:
+            self._end.touch()
             code = wait_for("wandb to end", self._child.poll, self._seconds)
         except DeadlineError:
             code = self._child.kill()
+        except OSError as error:
+            self._child.kill()
+            self._warn(f"could not be told to end and was killed ({error})")
+            return
         if code != 0:
-            self._warn(code)
+            self._warn(describe_exit(code))
 
-    def _warn(self, code: int) -> None:
+    def _warn(self, what: str) -> None:
         if not self._gone:
             self._gone = True
-            last = "; ".join(tail(self._child.log, 1))
-            _log.warning("metrics go to metrics.jsonl only: wandb's process %s: %s", describe_exit(code), last)
+            _log.warning("metrics go to metrics.jsonl only: wandb's process %s: %s", what, self._last_words())
+
+    def _last_words(self) -> str:
+        try:
+            return "; ".join(tail(self._child.log, 1))
+        except OSError as error:
+            return f"its log cannot be read ({error})"
 
 
 def _places(folder: Path, mode: str) -> dict[str, str]:

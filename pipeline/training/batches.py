@@ -48,8 +48,8 @@ class GroupBatches:
         batches.begin_commit()              # the same, when it begins; early if batches.crowded
         batches.acknowledge(covered)        # once that commit is durable, with what it covers
 
-    `counts` says what was set aside since the last `next`: `duplicate`, `stale`, `malformed`, and the reasons of those
-    that are settled.
+    The model knows token ids below `vocabulary`. `counts` says what was set aside since the last `next`: `duplicate`,
+    `stale`, `malformed`, and the reasons of those that are settled.
     """
 
     streams: Streams
@@ -57,6 +57,7 @@ class GroupBatches:
     ledger: Ledger
     config: RunConfig
     pulse: Pulse
+    vocabulary: int
     counts: Counter[str] = field(default_factory=Counter)
     waited: float = 0.0
 
@@ -145,7 +146,7 @@ class GroupBatches:
     def _fault(self, prepared: PreparedGroup) -> str:
         """Why a group that came over the wire makes no sense; empty if it does."""
         try:
-            prepared.check(self.config.model.max_length)
+            prepared.check(self.config.model.max_length, self.vocabulary)
         except RecordError as error:
             return str(error)
         return ""

@@ -195,7 +195,6 @@ class Commits:
         part = folders.unfinished(self._run.model, self._attempt)
         self._dispatch.save_hf_model("policy", part)
         folders.replace(self._run.model, part, self.fence.check)
-        folders.clear(self._run.model)
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""

@@ -22,6 +22,7 @@ from pipeline.training.rl import rows_of
 from slurm.launch.compose import compose_config
 
 TOPIC = "prepared"
+VOCABULARY = 17
 
 
 @pytest.fixture
@@ -38,12 +39,12 @@ def config_of(**training: float) -> RunConfig:
 def batches_of(
     streams: Streams, ledger: Ledger | None = None, pulse: Callable[[], None] = lambda: None, **training: float
 ) -> GroupBatches:
-    return GroupBatches(streams, Board(streams), ledger or Ledger(), config_of(**training), pulse)
+    return GroupBatches(streams, Board(streams), ledger or Ledger(), config_of(**training), pulse, VOCABULARY)
 
 
-def prepared(position: int, version: int = 0, outcome: str = "train") -> PreparedGroup:
+def prepared(position: int, version: int = 0, outcome: str = "train", token: int = 2) -> PreparedGroup:
     sample = Sample(
-        tokens=np.array([1, 2], "<i4").tobytes(),
+        tokens=np.array([1, token], "<i4").tobytes(),
         sampled=bytes([0, 1]),
         logprobs=np.zeros(2, "<f4").tobytes(),
         reward=1.0,
@@ -95,8 +96,14 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     "poison",
-    [{"advantages": (NAN,)}, {"advantages": (1.0, 1.0)}, {"advantages": ()}, {"outcome": "malformed: by the actor"}],
-    ids=["advantages not finite", "too many", "none", "seen by the preprocessor"],
+    [
+        {"advantages": (NAN,)},
+        {"advantages": (1.0, 1.0)},
+        {"advantages": ()},
+        {"outcome": "malformed: by the actor"},
+        {"group": prepared(0, token=VOCABULARY).group},
+    ],
+    ids=["advantages not finite", "too many", "none", "seen by the preprocessor", "a foreign token"],
 )
 def test_a_group_that_makes_no_sense_is_asked_for_again_and_training_goes_on(
     streams: Streams, poison: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -113,6 +120,11 @@ def test_a_group_that_makes_no_sense_is_asked_for_again_and_training_goes_on(
     streams.publish_many(TOPIC, [prepared(0), prepared(3)])
     batches.trained(0)
     assert positions(batches.next(1)) == [0, 3]
+
+
+def test_the_last_token_of_the_vocabulary_is_trained(streams: Streams) -> None:
+    streams.publish_many(TOPIC, [prepared(0, token=VOCABULARY - 1), prepared(1)])
+    assert positions(batches_of(streams).next(0)) == [0, 1]
 
 
 def test_a_position_that_is_always_malformed_is_settled_as_failed_in_the_end(streams: Streams) -> None:

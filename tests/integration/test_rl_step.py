@@ -97,7 +97,7 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         streams.publish_many("prepared", [prepared(position) for position in range(PROMPTS * STEPS)])
         board = LostBoard(streams, dispatch, lost_after)
-        batches = GroupBatches(streams, board, ledger, config, lambda: None)
+        batches = GroupBatches(streams, board, ledger, config, lambda: None, vocabulary=17)
         job = cast(RlJob, jobs_of(config)[-1])
         algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock())
         book = Book(dispatch, ledger)
@@ -120,7 +120,7 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         groups = [prepared(position, "length" if position < PROMPTS else "stop") for position in range(2 * PROMPTS)]
         streams.publish_many("prepared", groups)
-        batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None)
+        batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
         book = Book(dispatch, ledger)
         algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock())
         Runner(book, commit_every=1).run(algorithm, 0)

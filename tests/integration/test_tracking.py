@@ -1,15 +1,20 @@
 """`pipeline.tracking.sinks` with the real wandb, offline; and with one that fails."""
 
+import errno
 import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.rundir.metrics import MetricSinks, Sink
 from pipeline.rundir.paths import AttemptPaths
+from pipeline.system.process import Child
 from pipeline.system.waiting import wait_for
+from pipeline.tracking import sinks as sinks_of
 from pipeline.tracking.sinks import tracking_sinks
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -106,6 +111,41 @@ def test_a_wandb_that_hangs_is_ended_at_the_deadline(
         write_rows(run, sinks)
     assert time.monotonic() - started < 5
     assert "killed by SIGKILL" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_ends_wandb(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def touch(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    class Remembered(Child):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            started.append(self.pid)
+
+    run, started = a_run(tmp_path), list[int]()
+    monkeypatch.setattr(sinks_of, "Child", Remembered)
+    sinks = tracking_sinks(run.config, attempt_of(run, "12-0"), broken_wandb(tmp_path))
+    monkeypatch.setattr(Path, "touch", touch)
+    metrics = MetricSinks(run.paths.metrics, "12-0", sinks)
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="the first error"), metrics:
+        raise ValueError("the first error")
+    (message,) = caplog.messages
+    assert "Input/output error" in message
+    assert started
+    assert not any(map(psutil.pid_exists, started))
+
+
+def test_a_wandb_that_cannot_be_started_is_a_warning_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = a_run(tmp_path)
+    run.paths.tracking.touch()  # where its folder should be
+    with caplog.at_level(logging.WARNING):
+        assert tracking_sinks(run.config, attempt_of(run, "12-0"), {}) == []
+    (message,) = caplog.messages
+    assert "wandb's process cannot be started" in message
 
 
 def test_a_missing_wandb_is_a_warning_and_training_goes_on(

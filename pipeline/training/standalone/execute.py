@@ -198,7 +198,6 @@ class Execution:
         part.parent.mkdir(parents=True, exist_ok=True)
         self._dispatch.save_hf_model("policy", part)
         folders.replace(self._output, part, self._state.check)
-        folders.clear(self._output)
 
     def _tell(self, event: str, **details: Any) -> None:
         """Write to the log, which is another execution's once that has claimed the job."""

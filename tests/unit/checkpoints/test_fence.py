@@ -156,6 +156,23 @@ def test_an_exported_model_replaces_an_earlier_one_and_nothing_else_stays(run: F
     assert list(run.root.glob("*model*")) == [run.paths.model]
 
 
+def test_a_zombie_that_hangs_while_its_model_gets_its_name_removes_nothing_of_the_next_owner(
+    run: FakeRun, root: str, owner: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, later = Path.rename, folders.unfinished(run.paths.model, "12-1")
+
+    def hang(path: Path, target: Path) -> Path:
+        if target == run.paths.model:
+            Fence(root, "12-1").claim()
+            later.mkdir()
+            (later / "half").touch()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", hang)
+    owner.export()
+    assert (later / "half").exists()
+
+
 def test_an_export_that_is_cut_short_between_its_renames_is_mended_by_the_next_attempt(
     run: FakeRun, owner: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

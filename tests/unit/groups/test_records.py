@@ -152,6 +152,7 @@ def test_arrays_of_different_lengths_are_refused(tokens: int, sampled: int, logp
         a_sample(tokens, sampled, logprobs).check()
 
 
+VOCABULARY = 32
 POISON: dict[str, dict[str, Any]] = {
     "part of a number": {"tokens": b"\0" * 13},
     "no tokens": {"tokens": b"", "sampled": b"", "logprobs": b""},
@@ -171,21 +172,27 @@ def test_a_sample_that_makes_no_sense_is_refused_though_it_decodes(change: dict[
     poisoned = decode(encode(msgspec.structs.replace(good, **change)), Sample)
     with pytest.raises(RecordError):
         poisoned.check()
+    group = Group(position=0, prompt=0, samples=(good, poisoned))
     with pytest.raises(RecordError):
-        PreparedGroup(group=Group(position=0, prompt=0, samples=(good, poisoned)), advantages=(0, 0)).check(64)
+        PreparedGroup(group=group, advantages=(0, 0)).check(64, VOCABULARY)
 
 
 @pytest.mark.parametrize(
     ("advantages", "length", "named"),
-    [((0.5,), 3, "1 advantages for 2"), ((0.5, float("nan")), 3, "not finite"), ((0, 0), 65, "model.max_length=64")],
+    [
+        ((0.5,), 3, "1 advantages for 2"),
+        ((0.5, float("nan")), 3, "not finite"),
+        ((0, 0), 65, "model.max_length=64"),
+        ((0, 0), VOCABULARY + 1, f"token id {VOCABULARY} is outside of the vocabulary of {VOCABULARY}"),
+    ],
 )
-def test_advantages_that_do_not_fit_and_samples_that_are_too_long_are_refused(
+def test_advantages_that_do_not_fit_and_samples_that_no_model_takes_are_refused(
     advantages: tuple[float, ...], length: int, named: str
 ) -> None:
     group = Group(position=0, prompt=0, samples=(a_sample(length, length, length),) * 2)
     with pytest.raises(RecordError, match=named):
-        PreparedGroup(group=group, advantages=advantages).check(64)
-    PreparedGroup(group=group, outcome="filtered: zero advantage").check(64)
+        PreparedGroup(group=group, advantages=advantages).check(64, VOCABULARY)
+    PreparedGroup(group=group, outcome="filtered: zero advantage").check(64, VOCABULARY)
 
 
 def test_a_position_below_zero_does_not_decode() -> None:

@@ -1,10 +1,14 @@
 """From overrides to a config, and what every mistake is told."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from pipeline.config import RunConfig, known_keys
-from pipeline.config.identity import OPERATIONAL, differences, digest
+from pipeline.config.identity import OPERATIONAL, differences, digest, is_operational
 from pipeline.errors import ConfigError
+from pipeline.streams.redis import MORE_MEMORY
 from slurm.launch import compose
 
 
@@ -83,6 +87,23 @@ def test_configs_differ_by_named_keys() -> None:
 @pytest.mark.parametrize("name", OPERATIONAL)
 def test_every_operational_key_exists(name: str) -> None:
     assert any(key == name or key.startswith(f"{name}.") for key in known_keys())
+
+
+OPERATIONS = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+ADVICE = {
+    "Redis": MORE_MEMORY,
+    "failures": "".join(line.split("|")[-2] for line in OPERATIONS.splitlines() if "the same command resumes" in line),
+    "memory": OPERATIONS.partition("\n## Too little memory\n")[2].partition("Host memory")[0],
+    "deadlines": OPERATIONS.partition("\n## Deadlines\n")[2].partition("\n## ")[0],
+}
+
+
+@pytest.mark.parametrize("advice", ADVICE.values(), ids=ADVICE)
+def test_a_resumed_run_may_change_every_key_that_it_is_advised_to(advice: str) -> None:
+    named = {word for word in re.findall(r"\w+(?:\.\w+)+", advice) if word in known_keys()}
+    advised = named - {"model.max_length"}  # a bound that is told, too
+    assert advised
+    assert [key for key in advised if not is_operational(key)] == []
 
 
 def test_deadlines_and_sizes_do_not_make_another_run() -> None:

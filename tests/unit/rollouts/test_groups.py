@@ -22,6 +22,7 @@ from tests.fakes.inline_calls import InlineCalls
 from tests.unit.tasks.test_tasks import TINY, Said
 
 CHAT = Chat(TINY)
+VOCABULARY = CHAT.vocabulary or 0
 FOUR = tuple(CHAT.encode("4$"))
 
 
@@ -145,6 +146,14 @@ async def prompt_only(self: Task, prompt: Prompt, policy: Policy) -> Episode:
     return Episode.begin(policy.prompt)
 
 
+def observing(token: int) -> Callable[..., Any]:
+    async def rollout(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+        turn = await policy.sample(policy.prompt)
+        return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens)).observe([token])
+
+    return rollout
+
+
 async def endless(self: Task, prompt: Prompt, policy: Policy) -> Episode:
     episode = Episode.begin(policy.prompt)
     while True:
@@ -178,6 +187,8 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         ({"rollout": timing_out}, "rollout raised TimeoutError: the tool did not answer"),
         ({"rollout": nothing}, "rollout returned no episode: str"),
         ({"rollout": prompt_only}, "rollout sampled nothing"),
+        ({"rollout": observing(VOCABULARY)}, f"rollout has a foreign token: id {VOCABULARY} is outside of"),
+        ({"rollout": observing(-1)}, "rollout has a foreign token: id -1 is outside of"),
         ({"rollout": endless}, "request refused RolloutError: 33 tokens leave no room"),
     ],
 )
@@ -186,6 +197,10 @@ def test_what_a_task_does_wrong_is_the_reason_of_each_sample(methods: dict[str, 
     assert group.samples == ()
     assert len(group.failures) == 4
     assert all(failure.startswith(reason) for failure in group.failures), group.failures
+
+
+def test_the_last_token_of_the_vocabulary_is_no_foreign_one() -> None:
+    assert len(build(a_task(rollout=observing(VOCABULARY - 1))).samples) == 4
 
 
 def test_a_request_that_can_never_work_fails_its_samples_with_the_servers_words() -> None:

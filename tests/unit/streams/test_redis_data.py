@@ -82,10 +82,18 @@ def test_a_check_that_does_not_end_is_an_error(tmp_path: Path) -> None:
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     with pytest.raises(StreamError, match="redis-check-aof took more than 0 s"):
-        make_loadable(slow, tmp_path, 0.1)
+        make_loadable(slow, tmp_path, 0.1, 6)
 
 
 def test_data_of_redis_7_is_recognised(tmp_path: Path) -> None:
     assert not needs_redis_7(tmp_path)
     (tmp_path / SEVERAL_FILES).mkdir()
     assert needs_redis_7(tmp_path)
+
+
+def test_an_older_server_sets_the_data_of_redis_7_aside_and_finds_none(tmp_path: Path) -> None:
+    (tmp_path / SEVERAL_FILES).mkdir()
+    told = make_loadable(tmp_path / "redis-server", tmp_path, 1, 6)
+    assert "redis-server is older than Redis 7" in told
+    assert not needs_redis_7(tmp_path)
+    assert (tmp_path / "newer-1" / SEVERAL_FILES).is_dir()
