@@ -31,6 +31,7 @@ from pipeline.streams.cursors import Cursor, CursorFile
 from pipeline.streams.interface import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
+    REJECTED_BYTES,
     Acknowledging,
     Depth,
     Entry,
@@ -204,7 +205,7 @@ class FileReader(Reader[R], Generic[R]):
         try:
             return [_entry(frame, self._kind)]
         except RecordError as error:
-            rejected = Rejected(id=_id(frame), reason=str(error), data=frame.data)
+            rejected = Rejected(id=_id(frame), reason=str(error), data=frame.data[:REJECTED_BYTES])
             path = self._folder / "rejected" / f"{rejected.id}.json"
             _patiently(self.topic, lambda: files.write_document(path, rejected))
             self._acknowledged.add(frame.start)
