@@ -34,10 +34,11 @@ class Storage:
         return path if self.local else str(self._fs.unstrip_protocol(path))
 
     def put(self, name: str, data: bytes) -> None:
-        """Replace a file, whole."""
+        """Replace a file, whole; on a local disk for as long as `get`, if what it fails with may pass."""
         with self._translated("write", name):
             if self.local:
-                files.write_atomic(Path(self._path(name)), data)
+                path = Path(self._path(name))
+                insist(f"{name} to be written", lambda: files.write_atomic(path, data), LAST_SECONDS)
             else:
                 self._fs.pipe_file(self._path(name), data)
 

@@ -85,7 +85,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
 
 
 class Group(Record, frozen=True, kw_only=True, tag="group"):
-    """All attempts at one prompt.
+    """All samples of one prompt.
 
     Attributes:
         position: place in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.

@@ -1,4 +1,4 @@
-"""The actor role: samples groups of attempts and publishes them; answers evaluations.
+"""The actor role: samples groups and publishes them; answers evaluations.
 
 Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
 posts its first weights; stopped by INT alone, which its agent sends when it hears of an end, never by a count. A

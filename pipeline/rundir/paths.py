@@ -11,17 +11,20 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       code/                               snapshot of the packages that every attempt runs
       submitit/                           submitit's own job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
-      attempts/<attempt>/                 logs/, status/, events/, adapters/, first_failure.json, outcome.json of one
-                                          attempt
+      attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/,
+                                          first_failure.json, outcome.json of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
-      model/                              the exported model at the end; model.<attempt>/ until it is whole
+      model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
+      tracking/                           wandb's own files
+      live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       metrics.jsonl  ledger.jsonl  report.html  finished.json
 
     <output>/<name>/                      a sweep's directory
       sweep.json                          its points, and what was submitted for each
+      sweep.lock                          held by the launcher that submits them
       <number>-<overrides>/               the run directory of a point
 """
 

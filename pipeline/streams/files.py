@@ -8,17 +8,19 @@ Owns what a topic's folder holds and the exchanges with it:
     streams/state/<attempt>/<key>          a value
 
 A topic has one writer and one reader, on any machines that share the filesystem; who opens last wins, and the one
-before is refused. Promises that an entry is on disk when `publish` returned, and that segments whose entries are all
-acknowledged are deleted. A waiting reader polls with a growing pause, so an entry arrives some milliseconds late (on
-NFS up to its attribute cache's seconds). Errors of the filesystem leave as `StreamError`.
+before is refused. Promises that an entry is on disk when `publish` returned; that segments whose entries are all
+acknowledged are deleted; and that reads, values and a reader's state bear a filesystem that fails for a while. A
+waiting reader polls with a growing pause, so an entry arrives some milliseconds late (on NFS up to its attribute
+cache's seconds). Errors of the filesystem leave as `StreamError`.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Generic
+from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
 
 from pipeline.errors import DeadlineError, RecordError, StreamError
@@ -29,6 +31,7 @@ from pipeline.streams.cursors import Cursor, CursorFile
 from pipeline.streams.interface import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
+    REJECTED_BYTES,
     Acknowledging,
     Depth,
     Entry,
@@ -38,7 +41,10 @@ from pipeline.streams.interface import (
 )
 from pipeline.streams.segments import Frame, SegmentPosition, SegmentWriter, frame_bytes
 from pipeline.system import files
+from pipeline.system.outages import LAST_SECONDS, insist
 from pipeline.system.waiting import wait_for
+
+T = TypeVar("T")
 
 _SEGMENTS_PER_BUDGET = 8
 _SMALLEST_SEGMENT = 1 << 16
@@ -51,7 +57,7 @@ class FileStreams(Streams):
         self._root = RunPaths(paths.run).streams
         self._values = self._root / "state" / paths.attempt
         self._budget = budget
-        self._lock = threading.Lock()
+        self._lock, self._putting = threading.Lock(), threading.Lock()
         self._writers: dict[str, SegmentWriter] = {}
         self._room: dict[str, int] = {}
 
@@ -62,7 +68,7 @@ class FileStreams(Streams):
     def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         with self._lock, translated(topic):
             writer = self._writer(topic)
-            fitting = self._fitting(topic, payloads)
+            fitting = _patiently(topic, lambda: self._fitting(topic, payloads))
             if fitting:
                 writer.append(fitting)
                 self._room[topic] -= sum(map(frame_bytes, fitting))
@@ -89,32 +95,39 @@ class FileStreams(Streams):
             return [rejected for rejected in found if rejected is not None]
 
     def depth(self, topic: str) -> Depth:
-        folder = self._folder(topic)
         with translated(topic):
-            read = cursors.newest_cursor(folder).read
-            held = [(frame.start, len(frame.data)) for frame in self._held(topic)]
-            unread = sum(size for start, size in held if start >= read)
-            return Depth(len(held), sum(size for _, size in held), unread, len(_rejections(folder)))
+            return _patiently(topic, lambda: self._depth(topic))
 
     def put(self, key: str, value: bytes) -> None:
-        with translated(key):
-            files.write_atomic(self._values / quote(key, safe=""), files.seal(value))
+        path, sealed = self._values / quote(key, safe=""), files.seal(value)
+        with self._putting, translated(key):  # one at a time, so that no earlier value comes after a later one
+            _patiently(key, lambda: files.write_atomic(path, sealed))
 
     def get(self, key: str) -> bytes | None:
         with translated(key):
-            return _value(self._values / quote(key, safe=""))
+            return _patiently(key, lambda: _value(self._values / quote(key, safe="")))
 
     def get_all(self, prefix: str) -> Mapping[str, bytes]:
         with translated(prefix):
-            names = (path for path in sorted(self._values.glob("[!.]*")) if unquote(path.name).startswith(prefix))
-            found = {unquote(path.name): _value(path) for path in names}
-            return {key: value for key, value in found.items() if value is not None}
+            return _patiently(prefix, lambda: self._get_all(prefix))
 
     def close(self) -> None:
         with self._lock:
             for writer in self._writers.values():
                 writer.close()
             self._writers.clear()
+
+    def _depth(self, topic: str) -> Depth:
+        folder = self._folder(topic)
+        read = cursors.newest_cursor(folder).read
+        held = [(frame.start, len(frame.data)) for frame in self._held(topic)]
+        unread = sum(size for start, size in held if start >= read)
+        return Depth(len(held), sum(size for _, size in held), unread, len(_rejections(folder)))
+
+    def _get_all(self, prefix: str) -> Mapping[str, bytes]:
+        names = (path for path in sorted(self._values.glob("[!.]*")) if unquote(path.name).startswith(prefix))
+        found = {unquote(path.name): _value(path) for path in names}
+        return {key: value for key, value in found.items() if value is not None}
 
     def _folder(self, topic: str) -> Path:
         return self._root / topic
@@ -172,14 +185,15 @@ class FileReader(Reader[R], Generic[R]):
         positions = [_position(id) for id in ids]
         with self._state, translated(self.topic):
             self._acknowledged.update(position for position in positions if position >= self._settled)
-            self._save()
+            _patiently(self.topic, self._save)
 
     def _take(self, limit: int) -> list[Entry[R]]:
         with self._state, translated(self.topic):
             while True:
-                taken, self._at = segments.take_entries(self._folder, self._at, limit)
+                take = partial(segments.take_entries, self._folder, self._at, limit)
+                taken, self._at = _patiently(self.topic, take)
                 entries = [entry for frame in taken for entry in self._accept(frame)]
-                self._save()
+                _patiently(self.topic, self._save)
                 if entries or not taken:
                     return entries
 
@@ -191,13 +205,17 @@ class FileReader(Reader[R], Generic[R]):
         try:
             return [_entry(frame, self._kind)]
         except RecordError as error:
-            rejected = Rejected(id=_id(frame), reason=str(error), data=frame.data)
-            files.write_document(self._folder / "rejected" / f"{rejected.id}.json", rejected)
+            rejected = Rejected(id=_id(frame), reason=str(error), data=frame.data[:REJECTED_BYTES])
+            path = self._folder / "rejected" / f"{rejected.id}.json"
+            _patiently(self.topic, lambda: files.write_document(path, rejected))
             self._acknowledged.add(frame.start)
             return []
 
     def _save(self) -> None:
-        """Move `settled` over all that is acknowledged in a row, make the state durable, free what is behind it."""
+        """Move `settled` over all that is acknowledged in a row, make the state durable, free what is behind it.
+
+        It may be called again when it failed half way.
+        """
         while self._delivered and (first := next(iter(self._delivered))) in self._acknowledged:
             self._acknowledged.discard(first)
             self._settled = self._delivered.pop(first)
@@ -219,6 +237,11 @@ def translated(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StreamError(f"stream files of {what!r}: {error}") from error
+
+
+def _patiently(what: str, act: Callable[[], T]) -> T:
+    """What `act` returns, which may be called again, once the filesystem lets it."""
+    return insist(f"the stream files of {what!r}", act, LAST_SECONDS)
 
 
 def _value(path: Path) -> bytes | None:

@@ -53,8 +53,12 @@ class Depth:
     rejected: int
 
 
+REJECTED_BYTES = 4096
+"""What is kept of an entry that is set aside: enough to see what it is."""
+
+
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry that was set aside: its id, why, and its bytes."""
+    """An entry that was set aside: its id, why, and its first `REJECTED_BYTES`."""
 
     id: str
     reason: str

@@ -25,7 +25,7 @@ from redis.retry import Retry
 from pipeline.errors import RecordError, StreamError, one_line
 from pipeline.groups.records import R, decode
 from pipeline.streams import redis_scripts as scripts
-from pipeline.streams.interface import Acknowledging, Depth, Entry, Reader, Rejected, Streams
+from pipeline.streams.interface import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
 from pipeline.system.waiting import CLOCK, Deadline
 
 log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ class RedisReader(Reader[R], Generic[R]):
     def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
         data = fields.get(b"d", b"")
         keys = [self._stream, self._meta, _rejected(self.topic)]
-        self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data])
+        self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data[:REJECTED_BYTES]])
 
 
 _SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)

@@ -136,4 +136,4 @@ if acknowledge(KEYS[1], KEYS[2], 2, 3) == 1 then
 end
 """
 )
-"""KEYS stream, meta, rejected. ARGV: the opening, id, size, reason, bytes. Keeps the bytes of about a thousand."""
+"""KEYS stream, meta, rejected. ARGV: the opening, id, size, reason, first bytes. Keeps about a thousand."""

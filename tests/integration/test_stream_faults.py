@@ -1,5 +1,6 @@
 """Faults below the streams: lost answers, a Redis that is away, full or foreign; torn files, full disks, zombies."""
 
+import errno
 import logging
 import os
 import resource
@@ -7,18 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import StreamError
 from pipeline.groups.records import Reissue, encode
 from pipeline.roles.context import RoleContext
-from pipeline.streams import Depth, Entry, Streams, connect
+from pipeline.streams import Depth, Entry, Streams, connect, cursors, segments
 from pipeline.streams.cursors import newest_cursor
 from pipeline.streams.files import FileReader
 from pipeline.streams.redis import RedisStreams
 from pipeline.streams.segments import Frame
+from pipeline.system import files
 from tests.integration.cutting_proxy import CuttingProxy, a_cutting_proxy
 from tests.integration.redis_attempts import (
     ADDRESS,
@@ -220,6 +224,38 @@ def test_a_disk_that_is_full_is_a_stream_error_and_the_next_entry_is_whole_again
             streams.publish_many("reissue", records(1, size=5000))
         streams.publish_many("reissue", records(2))
         assert held(streams) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (segments, "take_entries"),
+        (files, "write_document"),
+        (files, "write_atomic"),
+        (files, "unseal"),
+        (cursors, "newest_cursor"),
+    ],
+)
+def test_an_error_of_the_disk_that_passes_ends_nobody(
+    on_files: RoleContext, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    calls, act = count(), getattr(owner, name)
+
+    def failing_once(*given: Any) -> Any:
+        if next(calls) == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return act(*given)
+
+    with connect(on_files) as streams:
+        streams.publish_many("reissue", records(0, 1))
+        reader = streams.reader("reissue", Reissue, "actor")
+        monkeypatch.setattr(owner, name, failing_once)
+        first, _ = reader.read(9, 5)
+        reader.acknowledge([first.id])
+        streams.put("key", b"value")
+        assert (streams.get("key"), streams.get_all("k")) == (b"value", {"key": b"value"})
+        assert streams.depth("reissue").entries == 1
+    assert next(calls) > 1
 
 
 @contextmanager

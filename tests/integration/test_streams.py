@@ -12,7 +12,7 @@ from pipeline.errors import DeadlineError, StreamError
 from pipeline.groups.records import EvalRequest, Reissue, encode
 from pipeline.roles.context import RoleContext
 from pipeline.streams import AsyncStreams, Depth, Entry, Reader, Streams, connect, open_streams
-from pipeline.streams.interface import PIECE_BYTES
+from pipeline.streams.interface import PIECE_BYTES, REJECTED_BYTES
 from pipeline.system.waiting import wait_for
 from tests.integration.redis_attempts import an_attempt, raw_client
 from tests.integration.redis_servers import redis_servers
@@ -319,6 +319,16 @@ def test_an_entry_of_another_kind_is_set_aside_with_its_reason_and_the_rest_goes
     again = reader_of(another())
     assert positions(again.read(9, 5)) == [0, 1]
     assert len(streams.rejected("reissue")) == 1
+
+
+def test_of_a_large_entry_that_is_set_aside_the_beginning_is_kept(streams: Streams) -> None:
+    poison = EvalRequest(id="e" * 2 * REJECTED_BYTES, weights=3)
+    streams.publish_many("reissue", [poison, *small(0)])
+    assert positions(reader_of(streams).read(9, 5)) == [0]
+    (rejected,) = streams.rejected("reissue")
+    assert rejected.data == encode(poison)[:REJECTED_BYTES]
+    depth = streams.depth("reissue")
+    assert (depth.entries, depth.bytes) == (1, len(encode(*small(0))))
 
 
 def test_poison_alone_does_not_end_a_wait_for_a_good_entry(streams: Streams, another: Open) -> None:

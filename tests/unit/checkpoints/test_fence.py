@@ -1,5 +1,6 @@
 """A trainer that was cut off writes nothing that a later attempt reads."""
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ from pipeline.checkpoints.fence import lineage
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, OvertakenError
 from pipeline.rundir.metrics import MetricSinks
-from pipeline.system import folders
+from pipeline.system import files, folders
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import jobs_of
@@ -110,6 +111,21 @@ def test_the_owner_may_write(run: FakeRun, owner: Trainer) -> None:
     assert len(run.paths.metrics.read_text().splitlines()) == 1
     assert owner.ranks.asked == ["save_hf_model"]
     assert run.paths.finished.exists()
+
+
+def test_a_disk_that_fails_for_a_moment_keeps_nobody_from_claiming(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, write = [OSError(errno.EIO, "Input/output error")], files.write_atomic
+
+    def failing_once(path: Path, data: bytes) -> None:
+        if errors:
+            raise errors.pop()
+        write(path, data)
+
+    monkeypatch.setattr(files, "write_atomic", failing_once)
+    fence = Fence(root, "12-0")
+    fence.claim()
+    assert not errors
+    assert lineage(Storage(root)).owner == "12-0"
 
 
 def test_the_attempt_of_another_job_takes_over(root: str) -> None:

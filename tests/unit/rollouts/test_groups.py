@@ -1,4 +1,4 @@
-"""Groups: what a failing task costs, how attempts share a request, and the order of issue."""
+"""Groups: what a failing task costs, how rollouts share a request, and the order of issue."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ def test_a_group_holds_the_tokens_and_logprobs_that_the_server_gave() -> None:
     assert (sample.reward, sample.version_min, sample.version_max, sample.finish) == (1.0, 5, 6, "stop")
 
 
-def test_the_attempts_of_a_group_share_one_request() -> None:
+def test_the_rollouts_of_a_group_share_one_request() -> None:
     servers = Answering()
     build(a_task(), servers)
     assert [(n, temperature, most) for _, n, temperature, most in servers.asked] == [(4, 1.0, 8)]

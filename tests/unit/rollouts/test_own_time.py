@@ -59,7 +59,7 @@ def test_while_no_server_may_be_asked_no_sample_fails() -> None:
 
 @pytest.mark.parametrize(("seconds", "samples"), [(300, 2), (60, 0), (0, 2)])
 def test_the_task_has_its_seconds_in_all_for_itself_and_no_bound_with_0(seconds: float, samples: int) -> None:
-    """Both attempts jump: what one does in its 80 s passes for the other too."""
+    """Both rollouts jump: what one does in its 80 s passes for the other too."""
     group = build(seconds, rollout=with_a_tool)
     assert len(group.samples) == samples
     assert all(failure.startswith("rollout took too long") for failure in group.failures)
