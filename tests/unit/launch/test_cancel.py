@@ -36,7 +36,7 @@ from pathlib import Path
 from slurm.registry import locks
 path = Path(sys.argv[1])
 with path.open("a+") as lock:
-    assert locks.take(lock.fileno(), path)
+    assert locks.take_lock(lock.fileno(), path)
     print("held", flush=True)
     time.sleep(60)
 """
