@@ -62,7 +62,7 @@ def dropped_micro_batch(rank: Worker) -> None:
         seen["mutated"] += len(first[-1]) > 0
         return [[*first[:-1], []], *others]
 
-    patch(packing, "split", dropping)
+    patch(packing, "split_rows", dropping)
 
 
 def duplicated_shard(rank: Worker) -> None:
@@ -72,7 +72,7 @@ def duplicated_shard(rank: Worker) -> None:
         seen["mutated"] += ranks > 1
         return [split(lengths, ranks, budget)[0]] * ranks
 
-    patch(packing, "split", twice)
+    patch(packing, "split_rows", twice)
 
 
 def averaged_gradients(rank: Worker) -> None:
