@@ -31,8 +31,8 @@ SLURM_KEYS = tuple(
 
 
 def check_run(config: RunConfig, positions: int | None = None) -> None:
-    """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
-    which `pipeline.training.jobs.check_alone` looks at."""
+    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.training.jobs.check_alone`
+    looks at each."""
     _something_is_trained(config)
     if config.has_rollouts:
         _servers_have_gpus(config)
@@ -73,7 +73,13 @@ def check_address(key: str, url: str, mend: str) -> None:
 
 
 def _something_is_trained(config: RunConfig) -> None:
-    if not config.has_rollouts and not config.training.warm_start.steps:
+    training = config.training
+    if training.jobs:
+        for key, steps in (("steps", training.steps), ("warm_start.steps", training.warm_start.steps)):
+            if steps:
+                expected = "0 with training.jobs: each job says its own steps"
+                raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
+    elif not config.has_rollouts and not training.warm_start.steps:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 

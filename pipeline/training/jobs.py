@@ -250,7 +250,7 @@ def check_alone(file: Path, job: Job, config: RunConfig) -> None:
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
     if isinstance(job.inputs, Stream):
-        mend = "pack the rows, or start a run: python launchers/submit.py"
+        mend = "pack the rows, or have a run sample them: python launchers/submit.py"
         raise ConfigError(f"{file}: inputs.kind", "stream", "packed, in a job that stands alone", mend)
     if isinstance(job, RlJob):
         check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")
