@@ -175,7 +175,7 @@ def servers(model: Path, count: int, tensor: int, api: int, first: int = 1, **ke
 def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator[tuple[str, Path, process.Child]]:
     tensor = config.resources.inference.gpus
     with process.hold_port() as holder:
-        gpus = tuple(range(first + index * tensor, first + (index + 1) * tensor))
+        gpus = tuple(visible_gpus()[first + index * tensor :][:tensor])
         place = Placement(
             role="inference", index=index, rank=0, address="127.0.0.1", ports=(holder.getsockname()[1],), gpus=gpus
         )
@@ -189,11 +189,17 @@ def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator
             print(f"--- {log.name}", *process.tail(log, 15), sep="\n", flush=True)
 
 
-def gpu_config(model: Path, tensor: int, api: int, **keys: Any) -> RunConfig:
+def visible_gpus() -> list[int]:
+    """Indices of the GPUs that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [int(word) for word in named.split(",")] if named else [*range(torch.cuda.device_count())]
+
+
+def gpu_config(model: Path, tensor: int, api: int, length: int = 1024, **keys: Any) -> RunConfig:
     return make_config(
-        model={"path": str(model), "init": "random", "max_length": 1024, "dtype": "bfloat16"},
+        model={"path": str(model), "init": "random", "max_length": length, "dtype": "bfloat16"},
         resources={"device": "cuda", "inference": {"gpus": tensor}, "trainer": {"gpus": 1}},
-        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_processes": api, **keys},
+        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_processes": api} | keys,
     )
 
 
