@@ -28,6 +28,7 @@ class Halves:
         shape: a name of `WORKLOADS`.
         trainers: GPUs that train.
         servers, tensor: servers, and GPUs of each.
+        per_gpu: servers that share one GPU.
         api: processes of each server that answer HTTP.
         tokens: most tokens of a completion.
         ends: token ids that end one; 1: completions have `tokens` tokens.
@@ -41,6 +42,7 @@ class Halves:
     trainers: int
     servers: int
     tensor: int
+    per_gpu: int
     api: int
     tokens: int
     ends: int
@@ -60,8 +62,9 @@ def measure(halves: Halves, model: Path) -> dict[str, float]:
 
 def serve(halves: Halves, model: Path) -> dict[str, float]:
     """Samples a second of all servers together."""
-    keys = {"length": halves.tokens + 64, "max_sequences": 512, "gpu_memory": 0.85}
-    with servers(model, halves.servers, halves.tensor, halves.api, first=halves.trainers, **keys) as endpoints:
+    places = [halves.trainers + index // halves.per_gpu * halves.tensor for index in range(halves.servers)]
+    keys = {"length": halves.tokens + 64, "max_sequences": 512, "gpu_memory": 0.85 / halves.per_gpu}
+    with servers(model, places, halves.tensor, halves.api, **keys) as endpoints:
         share = halves.concurrency // len(endpoints)
         with ThreadPoolExecutor(len(endpoints)) as pool:
             rates = list(pool.map(lambda endpoint: ask(halves, endpoint, share), endpoints))

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainers", type=int, default=1)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
+    parser.add_argument("--share", action="store_true", help="servers on the trainer's GPUs")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lag", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     result: dict[str, Any] = {"command": asked(chosen)}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -79,6 +81,7 @@ def halves(chosen: argparse.Namespace) -> Halves:
         trainers=chosen.trainers,
         servers=chosen.servers,
         tensor=chosen.tensor,
+        per_gpu=chosen.per_gpu,
         api=chosen.api,
         tokens=chosen.tokens,
         ends=chosen.ends,
@@ -136,12 +139,15 @@ def memory_of(pid: int) -> dict[str, int]:
 
 def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
     """The run, as keys of the config."""
-    gpus = chosen.trainers + chosen.servers * chosen.tensor
+    serving = -(-chosen.servers // chosen.per_gpu) * chosen.tensor
+    gpus = chosen.trainers + (0 if chosen.share else serving)
     on_gpus = [
         "resources.device=cuda",
         f"resources.gpus_per_node={gpus}",
         "resources.trainer.gpus=1",
         f"resources.inference.gpus={chosen.tensor}",
+        f"resources.inference.per_gpu={chosen.per_gpu}",
+        *(("resources.share_gpus=true", "inference.gpu_memory=0.4") if chosen.share else ()),
         "model.dtype=bfloat16",
         "training.compile=true",
     ]
