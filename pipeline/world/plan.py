@@ -17,6 +17,9 @@ from pipeline.errors import PlanError
 
 RoleName = Literal["redis", "trainer", "inference", "actor", "preprocessor"]
 
+_GPUS_OF = {"trainer": "resources.trainer.processes", "inference": "resources.inference.gpus"}
+"""The keys by which a role that has GPUs has fewer on one node."""
+
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank publishes about itself.
@@ -150,8 +153,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    _check_gpus(config)
     wanted = config.resources
+    _check_gpus(wanted)
     services = _services(redis=config.streams.backend == "redis")
     trainer, inference = _trainer_seats(wanted), _inference_seats(wanted)
     if wanted.gpus_per_node:
@@ -162,54 +165,47 @@ def make_plan(config: RunConfig) -> Plan:
         host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
-    _check_virtual_nodes(config, seats)
     return Plan(ranks=_ranks(wanted, len(seats)), seats=tuple(seats))
 
 
-def _check_gpus(config: RunConfig) -> None:
-    trainer = config.resources.trainer.gpus
+def _check_gpus(wanted: ResourcesConfig) -> None:
+    trainer = wanted.trainer.gpus
     if trainer > 1:
         raise PlanError(
             "resources.trainer.gpus", trainer, "0 or 1 for each process", "raise resources.trainer.processes"
         )
 
 
-def _check_virtual_nodes(config: RunConfig, seats: Sequence[Seat]) -> None:
-    """The virtual nodes of one machine would all take its first GPUs."""
-    holders = [seat for seat in seats if seat.gpus]
-    if config.resources.device == "cuda" and config.cluster.kind == "local" and len(holders) > 1:
-        gpus = sum(seat.gpus for seat in holders)
-        expected = f"{gpus} with cluster=local, so that one virtual node has all GPUs"
-        mend = f"set resources.gpus_per_node={gpus}"
-        raise PlanError("resources.gpus_per_node", config.resources.gpus_per_node, expected, mend)
-
-
 def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
-    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first."""
+    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; each part of the trainer
+    on a node of its own, as `resources.trainer.nodes` says."""
     slots = sorted((slot for seat in seats for slot in seat.slots), key=lambda slot: -slot.gpus)
     nodes: list[list[Slot]] = []
     for slot in slots:
         if slot.gpus > gpus:
-            expected = f"at least {slot.gpus}, which {slot.name} needs"
-            raise PlanError("resources.gpus_per_node", gpus, expected, "raise it, or give that role fewer GPUs")
-        room = (node for node in nodes if sum(each.gpus for each in node) + slot.gpus <= gpus)
-        node = next(room, None)
+            expected = f"at least {slot.gpus}, the GPUs of {slot.name}, which has one node"
+            raise PlanError("resources.gpus_per_node", gpus, expected, f"raise it, or lower {_GPUS_OF[slot.role]}")
+        node = next((node for node in nodes if _has_room(node, slot, gpus)), None)
         if node is None:
             nodes.append(node := [])
         node.append(slot)
     return [Seat(slots=tuple(node)) for node in nodes]
 
 
+def _has_room(node: Sequence[Slot], slot: Slot, gpus: int) -> bool:
+    trains = any(other.role == "trainer" for other in node)
+    return sum(other.gpus for other in node) + slot.gpus <= gpus and not (trains and slot.role == "trainer")
+
+
 def _ranks(wanted: ResourcesConfig, seats: int) -> int:
     """Size of the allocation."""
     least = seats + wanted.spares
     if wanted.nodes and wanted.nodes < least:
-        counts = {
-            "trainer": wanted.trainer.nodes,
-            "inference": wanted.inference.nodes,
-            "services": wanted.services.nodes,
-            "spares": wanted.spares,
-        }
+        counts = {"services": wanted.services.nodes, "spares": wanted.spares}
+        if wanted.gpus_per_node:
+            counts = {f"nodes of {wanted.gpus_per_node} GPUs": seats - wanted.services.nodes} | counts
+        else:
+            counts = {"trainer": wanted.trainer.nodes, "inference": wanted.inference.nodes} | counts
         parts = " + ".join(f"{name} {count}" for name, count in counts.items())
         expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
         raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
