@@ -128,8 +128,8 @@ class ResourcesConfig(Section):
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
     gpus_per_node: NotNegative = Field(
         0,
-        description="GPUs of each node, onto which trainer and servers are packed together; 0: each has nodes of its "
-        "own.",
+        description="GPUs of each node, onto which trainer and servers are packed together, in as few nodes as they "
+        "fit, but each node of the trainer stays one; 0: each has nodes of its own.",
     )
     share_gpus: bool = Field(
         False,

@@ -17,6 +17,9 @@ from pipeline.errors import PlanError
 
 RoleName = Literal["redis", "trainer", "inference", "actor", "preprocessor"]
 
+_GPUS_OF = {"trainer": "resources.trainer.processes", "inference": "resources.inference.gpus"}
+"""The keys by which a role that has GPUs has fewer on one node."""
+
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank publishes about itself.
@@ -163,8 +166,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    _check_gpus(config)
     wanted = config.resources
+    _check_gpus(wanted)
     services = _services(redis=config.streams.backend == "redis")
     trainer, inference = _trainer_seats(wanted), _inference_seats(wanted)
     if wanted.share_gpus:
@@ -177,43 +180,38 @@ def make_plan(config: RunConfig) -> Plan:
         host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
-    _check_virtual_nodes(config, seats)
     return Plan(ranks=_ranks(wanted, len(seats)), seats=tuple(seats))
 
 
-def _check_gpus(config: RunConfig) -> None:
-    trainer = config.resources.trainer.gpus
+def _check_gpus(wanted: ResourcesConfig) -> None:
+    trainer = wanted.trainer.gpus
     if trainer > 1:
         raise PlanError(
             "resources.trainer.gpus", trainer, "0 or 1 for each process", "raise resources.trainer.processes"
         )
 
 
-def _check_virtual_nodes(config: RunConfig, seats: Sequence[Seat]) -> None:
-    """The virtual nodes of one machine would all take its first GPUs."""
-    holders = [seat for seat in seats if seat.gpus]
-    if config.resources.device == "cuda" and config.cluster.kind == "local" and len(holders) > 1:
-        gpus = sum(seat.gpus for seat in holders)
-        expected = f"{gpus} with cluster=local, so that one virtual node has all GPUs"
-        mend = f"set resources.gpus_per_node={gpus}"
-        raise PlanError("resources.gpus_per_node", config.resources.gpus_per_node, expected, mend)
-
-
 def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
-    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; what shares GPUs stays
-    together."""
+    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; each part of the trainer
+    on a node of its own, as `resources.trainer.nodes` says. Slots that share GPUs stay together."""
     groups = sorted((group for seat in seats for group in _sharing(seat)), key=lambda group: -group.gpus)
     nodes: list[Seat] = []
     for group in groups:
         if group.gpus > gpus:
-            expected = f"at least {group.gpus}, which {group.name} needs"
-            raise PlanError("resources.gpus_per_node", gpus, expected, "raise it, or give that role fewer GPUs")
-        place = next((place for place, node in enumerate(nodes) if node.gpus + group.gpus <= gpus), None)
+            expected = f"at least {group.gpus}, the GPUs of {group.name}, which has one node"
+            mend = f"raise it, or lower {_GPUS_OF[group.slots[0].role]}"
+            raise PlanError("resources.gpus_per_node", gpus, expected, mend)
+        place = next((place for place, node in enumerate(nodes) if _has_room(node, group, gpus)), None)
         if place is None:
             nodes.append(group)
         else:
             nodes[place] = Seat(slots=nodes[place].slots + group.slots)
     return nodes
+
+
+def _has_room(node: Seat, group: Seat, gpus: int) -> bool:
+    two_trainers = all(any(slot.role == "trainer" for slot in seat.slots) for seat in (node, group))
+    return node.gpus + group.gpus <= gpus and not two_trainers
 
 
 def _sharing(seat: Seat) -> list[Seat]:
@@ -234,12 +232,10 @@ def _shared(trainer: Sequence[Seat], inference: Sequence[Seat], wanted: Resource
         raise PlanError("resources.inference.nodes", len(inference), expected, "set it")
     held, needed = trainer[0].gpus, inference[0].gpus
     if needed > held:
-        expected = f"at most the {held} GPUs of a node's trainer for all its servers, which need {needed}"
+        expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
         raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
-    return [
-        Seat(slots=(*training.slots, *_upon(serving, held)))
-        for training, serving in zip(trainer, inference, strict=True)
-    ]
+    pairs = zip(trainer, inference, strict=True)
+    return [Seat(slots=(*training.slots, *_upon(serving, held))) for training, serving in pairs]
 
 
 def _upon(serving: Seat, held: int) -> Iterator[Slot]:
@@ -252,12 +248,11 @@ def _ranks(wanted: ResourcesConfig, seats: int) -> int:
     """Size of the allocation."""
     least = seats + wanted.spares
     if wanted.nodes and wanted.nodes < least:
-        counts = {
-            "trainer": wanted.trainer.nodes,
-            "inference": wanted.inference.nodes,
-            "services": wanted.services.nodes,
-            "spares": wanted.spares,
-        }
+        counts = {"services": wanted.services.nodes, "spares": wanted.spares}
+        if wanted.gpus_per_node:
+            counts = {f"nodes of {wanted.gpus_per_node} GPUs": seats - wanted.services.nodes} | counts
+        else:
+            counts = {"trainer": wanted.trainer.nodes, "inference": wanted.inference.nodes} | counts
         parts = " + ".join(f"{name} {count}" for name, count in counts.items())
         expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
         raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")

@@ -10,8 +10,8 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,15 @@ from submitit.slurm.slurm import SlurmJob, _make_sbatch_string
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
 from pipeline.config.rules import check_config
-from pipeline.errors import ConfigError, DeadlineError, RollcallError, SchedulerError, TrainingError, one_line
+from pipeline.errors import (
+    ConfigError,
+    DeadlineError,
+    PlanError,
+    RollcallError,
+    SchedulerError,
+    TrainingError,
+    one_line,
+)
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import process
 from pipeline.system.outages import OUTAGE_SECONDS, is_passing
@@ -41,8 +49,9 @@ from slurm.batch.executors import RunJob
 from slurm.launch.compose import compose_config
 from slurm.launch.hearing import NOTICE, heard
 from slurm.launch.saying import say
+from slurm.node.claims import Claimant, claim_visible
 from slurm.scheduler.commands import find_slurm
-from slurm.scheduler.environment import batch_attempt, child_environment, submission_environment
+from slurm.scheduler.environment import batch_attempt, child_environment, gpus_of_user, submission_environment
 
 _PAUSE = 0.2
 _LONG_MINUTES = 1 << 20
@@ -172,16 +181,32 @@ class Trainer(Checkpointable):
     def _follow_child(self, stop: Stop) -> "tuple[Seen, int]":
         """What the logs said until the processes ended, and their exit code."""
         threads = str(self.config.resources.trainer.threads)
-        env = child_environment({"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"})
-        forget_earlier(self.path)
-        child = process.Child(self._command(stop), self.output, env)
-        try:
-            seen = follow_logs(self.path, lambda: child.poll() is not None)
-            if seen.unread:
-                self._have_committed(child, stop)
-        finally:
-            code = child.stop(self.config.cluster.stop_seconds)
+        with self._gpus() as visible:
+            env = child_environment({"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **visible})
+            forget_earlier(self.path)
+            child = process.Child(self._command(stop), self.output, env)
+            try:
+                seen = follow_logs(self.path, lambda: child.poll() is not None)
+                if seen.unread:
+                    self._have_committed(child, stop)
+            finally:
+                code = child.stop(self.config.cluster.stop_seconds)
         return seen, code
+
+    @contextmanager
+    def _gpus(self) -> Iterator[dict[str, str]]:
+        """Variables that name GPUs which are claimed within the block; none for a job without GPUs.
+
+        `PlanError` if too few are free.
+        """
+        claimant = Claimant(run_id=self.config.name, attempt=secrets.token_hex(8))
+        with ExitStack() as held:
+            want = sum(seat.gpus for seat in node_of(self.config).seats)
+            claimed = claim_visible(gpus_of_user(), [want], claimant, held)
+            if claimed.problem:
+                raise PlanError("cluster", "local", "a machine with enough free GPUs", claimed.problem)
+            indices = ",".join(str(gpu.index) for gpu in claimed.gpus)
+            yield {"CUDA_VISIBLE_DEVICES": indices} if indices else {}
 
     def _have_committed(self, child: process.Child, stop: Stop) -> None:
         """Ask for an end after the step under way, and give the trainer the time for it."""
@@ -201,6 +226,10 @@ class QueuedTrainer(Trainer):
             return 0
         say(f"ended by {interruption.by.name}: {self.queue_again(interruption)}", sys.stderr)
         sys.exit(128 + interruption.by)
+
+    @contextmanager
+    def _gpus(self) -> Iterator[dict[str, str]]:
+        yield {}  # Slurm has set them
 
     def queue_again(self, interruption: "Interruption") -> str:
         """Queue the job again, if it is not the scheduler's by now; what was done, for people.
