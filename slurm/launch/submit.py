@@ -15,7 +15,7 @@ from rich.console import Console
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
 from pipeline.config.rules import check_run
-from pipeline.errors import ConfigError, RollcallError
+from pipeline.errors import ConfigError, PlanError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
@@ -33,9 +33,11 @@ from slurm.launch.following import conclude_run, follow_job, print_job
 from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.node.agent import Agent
+from slurm.node.claims import missing_gpus
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
+from slurm.scheduler.environment import gpus_of_user
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
 
@@ -62,7 +64,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan, _warnings(config), script=options.dry_run)
+        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), script=options.dry_run)
         return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -150,8 +152,17 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
 
 
-def _warnings(config: RunConfig) -> list[str]:
-    return warnings(config, find_slurm()) if config.cluster.kind == "slurm" else []
+def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
+    """What may stand in the way later; `dry_run` also of what would, here and now."""
+    if config.cluster.kind == "slurm":
+        return warnings(config, find_slurm())
+    lacking = _lacking_gpus(plan) if dry_run else ""
+    return [f"this machine, now: {lacking}"] if lacking else []
+
+
+def _lacking_gpus(plan: Plan) -> str:
+    """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
+    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
@@ -205,7 +216,12 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
 
 
 def run_here(config: RunConfig, plan: Plan) -> int:
-    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
+    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher.
+
+    `PlanError` if the machine has too few free GPUs.
+    """
+    if lacking := _lacking_gpus(plan):
+        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
     with runs.claimed(config) as paths, noted_signals() as interrupted:
         print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
         executor = VirtualNodes(paths, plan.ranks)
@@ -228,7 +244,7 @@ def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
     return PointLauncher(
         check=partial(check, accepted=[]),
-        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config), script=whole),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), script=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
         scheduler=find_slurm,
