@@ -104,6 +104,8 @@ def test_a_run_one_of_whose_jobs_failed_does_the_others_and_fails(
         session_of(context, dispatch).run()
     assert Events(context.paths).seen("training_finished") is None
     assert [row["file"] for row in read_rows(context.run.metrics)] == ["2"] * STEPS
+    assert context.paths.committed.exists()
+    assert context.paths.exhausted.exists()
 
 
 def test_an_attempt_that_was_replaced_takes_no_job_any_more(
@@ -124,6 +126,7 @@ def test_an_attempt_that_was_replaced_takes_no_job_any_more(
     assert (queue / "done" / "1.json").exists()
     assert (queue / "2.json").exists()
     assert not (queue / "2.jsonl").exists()
+    assert not (queue / "failed").exists()
     with pytest.raises(OvertakenError):  # nor does it begin again
         session_of(context, dispatch).run()
 
