@@ -126,6 +126,11 @@ class ResourcesConfig(Section):
         description="GPUs of each node, onto which trainer and servers are packed together, in as few nodes as they "
         "fit, but each node of the trainer stays one; 0: each has nodes of its own.",
     )
+    gpu_memory: Memory = Field(
+        "",
+        description="Memory of each GPU, as `80G`: what does not fit is refused before anything starts; empty: it is "
+        "not known. `--dry-run` shows what each role needs.",
+    )
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="What trainer and servers compute on; with `cpu` GPUs are idle."
     )
