@@ -21,6 +21,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_task, load_task
 from pipeline.world.assignment import describe_plan
+from pipeline.world.memory import Sizes, check_memory, describe_memory
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
 from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), script=options.dry_run)
+        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
         return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,6 +107,8 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     if config.streams.backend == "redis":
         find_server()
     runs.examine(config)
+    if config.resources.device == "cuda" and config.resources.gpu_memory:
+        check_memory(config, _sizes(config))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
         accepted = [] if accepted is None else accepted
@@ -114,6 +117,12 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
             check_site(config, plan, scheduler, text)
             accepted.append(shape)
     return plan
+
+
+def _sizes(config: RunConfig) -> Sizes:
+    from pipeline.training.workers.sizes import sizes_of  # torch and transformers take seconds
+
+    return sizes_of(config.model)
 
 
 def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
@@ -136,16 +145,19 @@ def _lacking_gpus(plan: Plan) -> str:
     return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
 
 
-def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
-    """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
+def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
+    """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
+    GPU's memory, and what Slurm would get."""
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
+    for line in describe_memory(config, _sizes(config)) if whole and config.resources.device == "cuda" else ():
+        print(f"  {line}", flush=True)
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
-    if script and config.cluster.kind == "slurm":
+    if whole and config.cluster.kind == "slurm":
         print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
 
 
@@ -207,7 +219,7 @@ def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
     return PointLauncher(
         check=partial(check, accepted=[]),
-        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), script=whole),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), whole=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
         scheduler=find_slurm,
