@@ -16,9 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig, TaskConfig, nearest
+from pipeline.data.messages import Message
 from pipeline.errors import ConfigError, one_line
 from pipeline.tasks.episode import Episode, Turn
-from pipeline.tasks.protocol import Demonstration, Message, Policy, Prompt, Task, TaskOptions, ask
+from pipeline.tasks.protocol import Demonstration, Policy, Prompt, Task, TaskOptions, ask
 
 __all__ = [
     "Demonstration",
