@@ -4,6 +4,7 @@ Owns `data.*`. A `SourceConfig` is what any reader of rows needs; `DataConfig` a
 them. Must not know how a row is read or rendered.
 """
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -54,3 +55,12 @@ class DataConfig(SourceConfig):
     invalid: Literal["refuse", "drop"] = Field(
         "refuse", description="Rows that cannot be trained: an error that names the first, or left out and counted."
     )
+
+
+def located_data(data: DataConfig) -> DataConfig:
+    """The same data from whatever directory one looks: paths of what is on disk are absolute."""
+
+    def whole(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    return data.model_copy(update={"path": whole(data.path), "eval_path": whole(data.eval_path)})

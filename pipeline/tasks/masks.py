@@ -79,7 +79,10 @@ class Masker:
             text, spans = self._spans(conversation, turns)
         except TemplateError as error:
             raise MaskError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
-        tokens, places = self._chat.encode_with_places(text)
+        try:
+            tokens, places = self._chat.encode_with_places(text)
+        except Exception as error:  # noqa: BLE001 the library raises no narrower one
+            raise MaskError(f"the tokenizer cannot encode it: {' '.join(str(error).split())}") from None
         mask = tuple(int(any(_overlap(place, span) for span in spans)) for place in places)
         _check(mask, spans)
         return Trained(text, tuple(spans), tuple(tokens), (0, *mask[1:]))

@@ -223,7 +223,7 @@ def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Pro
     job, step = trained[-1]["job"], trained[-1]["step"]
     steps = 0
     if config:
-        steps = config.training.steps if job == "rl" else config.training.warm_start.steps
+        steps = config.training.steps if job == "rl" else sft_steps
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
 
 
