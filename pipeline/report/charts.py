@@ -113,7 +113,8 @@ def _sync(rows: list[Row], resumes: Sequence[int]) -> Chart:
 
 def _loss(rows: list[Row], resumes: Sequence[int], title: str) -> Chart:
     """Of SFT."""
-    curves = [_smooth_curve("loss", series(rows, "loss", job="sft"))]
+    held_out = Curve("held out", series(rows, "eval/loss", job="sft"), marks=True)
+    curves = [_smooth_curve("loss", series(rows, "loss", job="sft")), held_out]
     return _chart(title, "Cross-entropy (nats a token) of what is shown to the model.", curves, resumes, "loss")
 
 

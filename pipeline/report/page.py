@@ -83,12 +83,14 @@ def tiles(history: History) -> list[Tile]:
 
 
 def _sft_tiles(history: History, speeds: Sequence[float], total: int) -> list[Tile]:
-    losses = series(history.rows, "loss", job="sft")
-    done = f"{losses[-1][0] if losses else 0} / {total}"
+    losses, held_out = (series(history.rows, name, job="sft") for name in ("loss", "eval/loss"))
+    total = total or max((int(steps) for _, steps in series(history.rows, "steps", job="sft")), default=0)
+    best = min(held_out, key=lambda point: point[1], default=None)
     return [
-        (done, "steps of SFT"),
+        (f"{losses[-1][0] if losses else 0} / {total or '?'}", "steps of SFT"),
         _wall_tile(history),
         _first_last([value for _, value in losses], "loss, first → last tenth"),
+        *([(number(best[1], ".3f"), f"lowest held-out loss, at step {best[0]}")] if best else []),
         _speed_tile(speeds),
     ]
 

@@ -13,6 +13,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -189,29 +190,40 @@ def parts_of(data: DataConfig) -> tuple[Part, Part]:
     return Part(examples, range(kept)), Part(examples, range(kept, len(examples)))
 
 
-def check_data(config: RunConfig) -> Trained | None:
-    """What the first row trains, once the dataset's first rows were found right; None for a run without a dataset.
-
-    `ConfigError` for what keeps the dataset from being read, for a row that cannot be trained, and for a template that
-    cannot be masked.
-    """
+def check_data(config: RunConfig) -> None:
+    """`ConfigError` unless the dataset of a config can be read, and its first rows can be trained by the model."""
     data = config.data
     if not (data.path and config.has_sft):
+        return
+    masker = masker_of(config)
+    for part in parts_of(data):
+        _check_part(part, masker, data)
+
+
+def _check_part(part: Part, masker: Masker, data: DataConfig) -> None:
+    """`ConfigError` for the first row that cannot be trained; where such rows are dropped, if no other is found."""
+    wrong: list[RowError] = []
+    looked = part.indices[:CHECKED_ROWS]
+    for index in looked:
+        try:
+            part.make(index, masker)
+        except RowError as error:
+            wrong.append(error)
+            if data.invalid == "refuse":
+                break
+    if wrong and (data.invalid == "refuse" or len(wrong) == len(looked)):
+        raise ConfigError("data.path", data.path, "rows that can be trained", str(wrong[0]))
+
+
+def first_row(config: RunConfig) -> Trained | None:
+    """What the first row trains that can be trained; None for a run without a dataset."""
+    if not (config.data.path and config.has_sft):
         return None
-    train, held_out = parts_of(data)
-    masker, first = masker_of(config), None
-    error: RowError | None = None
-    for part in (train, held_out):
-        for index in part.indices[:CHECKED_ROWS]:
-            try:
-                made = part.make(index, masker)[1]
-                first = first or made[0]
-            except RowError as wrong:
-                error = error or wrong
-    if error and (data.invalid == "refuse" or first is None):
-        mend = "mend it, or leave such rows out with data.invalid=drop"
-        raise ConfigError("data.path", data.path, "rows that can be trained", f"{error}; {mend}")
-    return first
+    (part, _), masker = parts_of(config.data), masker_of(config)
+    for index in part.indices[:CHECKED_ROWS]:
+        with suppress(RowError):
+            return part.make(index, masker)[1][0]
+    return None
 
 
 def coloured(row: Trained) -> str:

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: one optimizer step a step, on the rows that its number names.
 
 Owns what such a step is: which model, which loss, normalised over the counted tokens of the step. Where rows come from
-is given to it: a dataset, the task's demonstrations, or packed files; and so is what measures it. Promises that step s asks for rows by s alone, so that a
-resumed job goes on as if it had not stopped, and that a fresh job starts with an optimizer that knows nothing of the
-job before. Must not know ranks, checkpoints or files.
+is given to it, a dataset, the task's demonstrations, or packed files, and so is what measures the model. Promises that
+step s asks for rows by s alone, so that a resumed job goes on as if it had not stopped, and that a fresh job starts
+with an optimizer that knows nothing of the job before. Must not know ranks, checkpoints or files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,8 @@ class SupervisedFineTuning:
         metrics |= self._dispatch.optim_step("policy")
         self.whole = True
         self._skips.note(metrics)
-        return metrics | {"tokens/batch": float(sum(batch.lengths))}
+        size = {"tokens/batch": float(sum(batch.lengths)), "steps": float(self.job.steps)}
+        return metrics | size
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Measure it if that is due. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
