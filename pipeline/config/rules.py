@@ -83,8 +83,8 @@ def _epochs_are_of_data(config: RunConfig) -> None:
     if start.epochs and start.steps:
         raise ConfigError("training.warm_start.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
     if start.epochs and not config.data.path:
-        mend = "set data.path, or training.warm_start.steps"
-        raise ConfigError("training.warm_start.epochs", start.epochs, "0 without a dataset", mend)
+        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.warm_start.epochs)"
+        raise ConfigError("data.path", "", expected, "set it, or training.warm_start.steps in place of epochs")
 
 
 def _data_is_trained(config: RunConfig) -> None:
