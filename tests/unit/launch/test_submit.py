@@ -199,7 +199,7 @@ def test_sft_alone_asks_for_no_server_of_any_kind(
 
     monkeypatch.setattr(submit, "find_vllm", absent)
     monkeypatch.setattr(submit, "find_server", absent)
-    task = ("task.name=tests.unit.tasks.user_tasks:NothingHeldOut", "~task.options")
-    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7", *task]
+    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7"]
     assert submit.main([*overrides, "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["  rank 0: trainer.0"]
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["demo  arithmetic, SFT alone, 7 steps", "  rank 0: trainer.0"]
