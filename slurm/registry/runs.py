@@ -287,7 +287,11 @@ def _unreadable(run: RunPaths, path: Path) -> RunStateError:
 
 def settled(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
-    return config.model_copy(update={"model": located_model(config.model), "data": located_data(config.data)})
+    jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
+    training = config.training.model_copy(update={"jobs": jobs})
+    return config.model_copy(
+        update={"model": located_model(config.model), "data": located_data(config.data), "training": training}
+    )
 
 
 def _freeze(run: RunPaths, config: RunConfig) -> None:
