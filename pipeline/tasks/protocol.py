@@ -17,15 +17,14 @@ and `task.name=my.package.parity:Parity` in the config.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.data.messages import Message
 from pipeline.tasks.episode import Episode, Turn
-
-Message = Mapping[Literal["role", "content"], str]
 
 
 class TaskOptions(BaseModel):

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
@@ -21,6 +22,7 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_demonstrations, check_task, load_task
+from pipeline.training.conversations import check_data, coloured, first_row
 from pipeline.training.jobs import Demonstrations, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
@@ -139,6 +141,7 @@ def check_inputs(config: RunConfig) -> None:
     """`ConfigError` unless the task, or every job that waits, has what it needs."""
     if not config.training.jobs:
         check_task(load_task(config.task, config.seed), config)
+        check_data(config)
         return
     path = Path(config.training.jobs).resolve()
     if path == config.directory.resolve():
@@ -184,6 +187,9 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         console.print(f"  {line}")
     for line in describe_memory(config, _sizes(config)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
+    if (first := first_row(config)) is not None:
+        console.print("\nThe first row; what is trained is green:")
+        console.print(Text.from_ansi(coloured(first)), end="\n\n")
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
     if whole and config.cluster.kind == "slurm":
@@ -193,8 +199,10 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
 def _what_it_trains(config: RunConfig) -> str:
     if config.training.jobs:
         return f"the jobs of {config.training.jobs}"
+    start = config.training.warm_start
     if not config.has_rollouts:
-        return f"{config.task.name}, SFT alone, {config.training.warm_start.steps} steps"
+        length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
+        return f"{config.data.path or config.task.name}, SFT alone, {length}"
     return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
 
 
