@@ -104,7 +104,9 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
     streams = await asyncio.to_thread(connect, context)
     async with (
         AsyncStreams(streams) as asynchronous,
-        TaskPool(Setup(config.task, config.seed, Path(config.model.path)), config.cluster.startup_seconds) as calls,
+        TaskPool(
+            Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
+        ) as calls,
         InferenceClient(
             [placement.endpoint for placement in world.of_role("inference")],
             world.password,

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +18,11 @@ import numpy as np
 from pipeline.errors import DeadlineError, RolloutError
 from pipeline.groups.records import Sample
 from pipeline.rollouts.own_time import OwnTime
-from pipeline.tasks import Episode, Prompt, Task, Turn
-from pipeline.tasks.calls import Asked, reason
+from pipeline.tasks import Answer, Episode, Prompt, Task, Turn
+from pipeline.tasks.calls import Asked
 from pipeline.tasks.chat import Chat
+from pipeline.tasks.guard import reason
+from pipeline.tasks.rewards import Score
 
 LONG_PROMPT = 2000
 """Characters that take longer to tokenise than to hand to a thread."""
@@ -176,17 +179,24 @@ def kind_of(reason: str) -> str:
     return reason.partition(":")[0]
 
 
-def sample_of(episode: Episode, reward: float, seconds: float) -> Sample:
+def answer_of(episode: Episode) -> Answer:
+    """An episode as rewards see it."""
+    said = episode.said or ({"role": "assistant", "content": episode.text},)
+    return Answer(episode.text, said, tuple(compress(episode.tokens, episode.sampled)))
+
+
+def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
     """The wire record of an episode."""
     return Sample(
         tokens=np.asarray(episode.tokens, dtype="<i4").tobytes(),
         sampled=np.asarray(episode.sampled, dtype="<u1").tobytes(),
         logprobs=np.asarray(episode.logprobs, dtype="<f4").tobytes(),
-        reward=reward,
+        reward=score.reward,
         version_min=episode.version_min,
         version_max=episode.version_max,
         finish=episode.finish,
         turns=episode.turns,
         seconds=seconds,
         server=episode.server,
+        metrics={**episode.metrics, **score.metrics},
     )

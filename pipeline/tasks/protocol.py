@@ -18,14 +18,15 @@ and `task.name=my.package.parity:Parity` in the config.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.tasks.episode import Episode, Turn
 
-Message = Mapping[Literal["role", "content"], str]
+Message = Mapping[str, Any]
+"""`role` and `content`, and what else the chat template knows, such as `tool_calls`."""
 
 
 class TaskOptions(BaseModel):
@@ -40,11 +41,30 @@ class Prompt:
 
     Attributes:
         messages: the conversation so far, as for a chat template.
-        answer: whatever the task's reward compares with; nobody else looks at it.
+        answer: whatever the reward compares with; nobody else looks at it.
+        columns: what else its row says, for reward functions.
+        text: the prompt as it is, in the place of messages: no template is applied.
     """
 
     messages: tuple[Message, ...]
     answer: Any = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy made of a prompt, as rewards see it.
+
+    Attributes:
+        text: its last turn.
+        conversation: all that was said since the prompt, in order: the policy's turns, and what it was told between.
+        tokens: ids of what it sampled, in order.
+    """
+
+    text: str
+    conversation: tuple[Message, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,8 @@ class Task(ABC):
 
     name: ClassVar[str]
     Options: ClassVar[type[TaskOptions]] = TaskOptions
+    scores: ClassVar[bool] = True
+    """Whether it has a reward of its own; else `reward.functions` says what an answer is worth."""
 
     def __init__(self, options: Any, seed: int) -> None:
         """`options` is a valid `Options`; `seed` is the run's."""

@@ -20,6 +20,7 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_task, load_task
+from pipeline.tasks.rewards import check_rewards
 from pipeline.world.assignment import describe_plan
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
@@ -99,7 +100,9 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
-    check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
+    task = load_task(config.task, config.seed)
+    check_task(task, config.task.name, config.training.warm_start.steps)
+    check_rewards(config.reward, task, config.task.name)
     find_vllm()
     if config.streams.backend == "redis":
         find_server()
