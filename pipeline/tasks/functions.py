@@ -122,7 +122,8 @@ class RewardFunction:
         return f"reward {self.name} gave too many or too few: {len(values)} for {count} samples"
 
     def _part(self, value: Any) -> Part | str:
-        return guarded(self._raised, lambda: self._made(value))
+        made: Part | str = guarded(self._raised, partial(self._made, value))
+        return made
 
     def _made(self, value: Any) -> Part | str:
         if value is None and self.style == "trl":
@@ -185,9 +186,10 @@ def _truth(columns: Mapping[str, Any]) -> Any:
 
 
 def trl_arguments(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Samples of one prompt as TRL gives them: lists, of texts for a prompt that is a text, of messages otherwise."""
-    columns, asked = columns_of(prompt), prompt.text if prompt.text is not None else list(prompt.messages)
-    told = [answer.text if prompt.text is not None else list(answer.conversation) for answer in answers]
+    """Samples of one prompt as TRL gives them: lists, of texts for a plain prompt, of messages otherwise."""
+    columns = columns_of(prompt)
+    asked = prompt.messages[-1]["content"] if prompt.plain else list(prompt.messages)
+    told = [answer.text if prompt.plain else list(answer.conversation) for answer in answers]
     repeated = {name: [value] * len(answers) for name, value in columns.items() if name not in TRL}
     return repeated | {
         "prompts": [asked] * len(answers),

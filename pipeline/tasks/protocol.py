@@ -43,13 +43,13 @@ class Prompt:
         messages: the conversation so far, as for a chat template.
         answer: whatever the reward compares with; nobody else looks at it.
         columns: what else its row says, for reward functions.
-        text: the prompt as it is, in the place of messages: no template is applied.
+        plain: whether functions of TRL's form get texts, its last message and the answers, in the place of messages.
     """
 
     messages: tuple[Message, ...]
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
-    text: str | None = None
+    plain: bool = False
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,10 @@ def test_a_function_of_trl_gets_lists_of_messages_and_the_columns_of_the_prompt(
     assert values(reward("trl_lengths"), PROMPT, "4", "567") == [1.0, 3.0]
 
 
-def test_what_a_text_was_answered_with_is_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_prompt_and_its_answers_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(f"{HERE}.gives", lambda **given: seen.update(given) or [0.0])
-    scores(reward("gives"), Prompt((), text="2+2=", columns={"level": 3}), [said("4", 9)])
+    scores(reward("gives"), Prompt(ask("2+2=").messages, columns={"level": 3}, plain=True), [said("4", 9)])
     assert seen == {"prompts": ["2+2="], "completions": ["4"], "completion_ids": [[9]], "level": [3]}
 
 
