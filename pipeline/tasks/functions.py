@@ -62,10 +62,7 @@ class RewardFunction:
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
         """One part, or the reason why there is none, for each of the answers to a prompt. Not for `async` ones."""
-        raised = self._raised
-        return self._parts(
-            [guarded(raised, lambda call=call: (call(),)) for call in self._calls(prompt, answers)], len(answers)
-        )
+        return self._parts([self._called(call) for call in self._calls(prompt, answers)], len(answers))
 
     async def score_async(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
         """The same of an `async` function; all its calls run at once."""

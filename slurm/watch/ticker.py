@@ -91,7 +91,7 @@ class Ticker:
 
 def _known(snapshot: Snapshot) -> str:
     """The figures that have a value, for one line."""
-    if snapshot.progress is None or snapshot.progress.job != "rl":
+    if snapshot.has_rollouts and (snapshot.progress is None or snapshot.progress.job != "rl"):
         loss = snapshot.numbers.get("loss")
         return "" if loss is None else f"  loss {loss:.3f}"
     return "".join(f"  {name} {value}" for name, value, _ in figures(snapshot) if value != "—")
