@@ -62,7 +62,7 @@ class Evaluation:
             asked = await self._calls.render(prompt)
             if isinstance(asked, str):
                 return asked
-            (ended,) = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, 1)
+            (ended,) = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, 1)
             if ended.episode is None:
                 return ended.reason
             (score,) = await self._calls.rewards(prompt, [answer_of(ended.episode)])

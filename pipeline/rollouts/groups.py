@@ -60,7 +60,7 @@ class GroupBuilder:
         asked = await self._calls.prompt(index)
         if isinstance(asked, str):
             return [], [asked] * self._size
-        rollouts = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, self._size)
+        rollouts = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, self._size)
         return await self.scored(asked.prompt, rollouts)
 
     async def scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:

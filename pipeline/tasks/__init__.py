@@ -29,7 +29,13 @@ __all__ = [
     "load_task",
 ]
 
-BUILT_IN = {"arithmetic": "pipeline.tasks.arithmetic:Arithmetic"}
+BUILT_IN = {
+    "arithmetic": "pipeline.tasks.arithmetic:Arithmetic",
+    "countdown": "pipeline.tasks.countdown:Countdown",
+    "dataset": "pipeline.tasks.dataset:Dataset",
+    "reasoning_gym": "pipeline.tasks.reasoning:ReasoningGym",
+    "tools": "pipeline.tasks.tools:Tools",
+}
 
 
 def load_task(config: TaskConfig, seed: int) -> Task:

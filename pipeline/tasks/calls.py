@@ -29,6 +29,13 @@ class Asked:
     text: str
 
 
+@dataclass(frozen=True)
+class Used:
+    """What a tool answered."""
+
+    text: str
+
+
 class Calls(Protocol):
     """The calls, made somewhere; each gives what is asked, or the reason (`what: why`) why there is none."""
 
@@ -40,6 +47,9 @@ class Calls(Protocol):
 
     async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
         """What each answer to a prompt is worth."""
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers."""
 
 
 class LocalCalls:
@@ -77,7 +87,9 @@ class LocalCalls:
 
     def render(self, prompt: Prompt) -> Asked | str:
         """The prompt with its text."""
-        return guarded("prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages)))
+        return guarded(
+            "prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages, prompt.tools))
+        )
 
     def score(self, which: int, prompt: Prompt, answer: Answer) -> Part | str:
         """What function number `which` says of an answer."""
@@ -94,6 +106,10 @@ class LocalCalls:
         if not function.is_async:
             return function.score(prompt, answers)
         return self._loop.run_until_complete(self._limited(function, prompt, answers))
+
+    def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers."""
+        return guarded(f"tool {name} raised", lambda: Used(str(self._task.use(prompt, name, arguments))))
 
     def _scores_at_once(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[Part | str]:
         function, loop = self._functions[which], self._loop

@@ -4,7 +4,7 @@ Owns the only place where text is tokenised: prompts, demonstrations and observa
 that Hugging Face's `apply_chat_template` gives, without importing torch or a model class. Must not know tasks' meaning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,23 @@ class Chat:
         """Token ids of a prompt with its answer and the end of the turn, and how many of them are the prompt."""
         prompt = self.prompt(shown.prompt.messages)
         return [*prompt, *self.encode(shown.answer), self.stop_token_ids[0]], len(prompt)
+
+    def reply(
+        self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids that follow the token which ended the policy's turn after `messages`: the rest of the turn's end,
+        `told`, and the head of the next turn."""
+        after = self._template.reply(messages, told, tools)
+        for end in self._ends:
+            if after.lstrip().startswith(end):
+                after = after.lstrip().removeprefix(end)
+                break
+        return self.encode(after)
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """How the tokens that end a turn are written."""
+        return [str(self._tokenizer.id_to_token(stop)) for stop in self.stop_token_ids]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it is, special tokens spelt out in it included."""

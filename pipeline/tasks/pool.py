@@ -30,7 +30,7 @@ import psutil
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.system.process import Leader, describe_exit
 from pipeline.system.waiting import wait_for, within
-from pipeline.tasks.calls import Asked
+from pipeline.tasks.calls import Asked, Used
 from pipeline.tasks.functions import Part
 from pipeline.tasks.guard import guarded
 from pipeline.tasks.protocol import Answer, Prompt
@@ -187,6 +187,11 @@ class TaskPool:
         asked = [self._parts(which, prompt, tuple(answers)) for which in range(len(self._mixture.names))]
         told = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
         return [self._mixture.combine(parts) for parts in zip(*told, strict=True)]
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers, or why it does not."""
+        used: list[Used | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
+        return used[0]
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[Part | str]:
         """What function number `which` says of each answer."""

@@ -6,7 +6,7 @@ importing transformers: workers of a task render with it, and are to stay small.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.errors import ConfigError
 from pipeline.tasks.protocol import Message
 
+_TURN = "\N{PILCROW SIGN}turn\N{PILCROW SIGN}"
+"""Stands for what the policy said, whose tokens are known and not to be made again."""
+
 
 class Template:
     """The chat template of a model directory."""
@@ -30,10 +33,19 @@ class Template:
         self._settings = read(directory / "tokenizer_config.json")
         self._text = self._find(directory)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as the template writes it, up to where the policy speaks."""
-        rest = {"tools": None, "documents": None, "add_generation_prompt": True}
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The conversation as the template writes it, up to where the policy speaks; with the tools it may call."""
+        rest = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         return self._compiled.render(messages=list(messages), **rest, **self.specials)
+
+    def reply(self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """What the template writes after a turn of the policy that follows `messages`: the end of the turn, then
+        `told`, up to where the policy speaks again. `ValueError` when it does not write what a turn says."""
+        said: Message = {"role": "assistant", "content": _TURN}
+        _, turn, after = self.render([*messages, said, *told], tools).partition(_TURN)
+        if not turn or _TURN in after:
+            raise ValueError("the chat template does not write each turn once")
+        return after
 
     @cached_property
     def specials(self) -> dict[str, str]:

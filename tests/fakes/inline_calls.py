@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import RewardConfig
 from pipeline.config.models import BUILT_IN
 from pipeline.tasks import Answer, Prompt, Task
-from pipeline.tasks.calls import Asked, LocalCalls
+from pipeline.tasks.calls import Asked, LocalCalls, Used
 from pipeline.tasks.rewards import Mixture, Score
 from pipeline.tasks.template import Template
 
@@ -25,3 +26,6 @@ class InlineCalls:
 
     async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
         return [self._mixture.combine([self._calls.score(0, prompt, answer)]) for answer in answers]
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        return self._calls.use(prompt, name, arguments)
