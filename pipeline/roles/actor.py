@@ -39,7 +39,7 @@ READ_SECONDS = 60.0
 def launch(context: RoleContext) -> Launch:
     """One process of one thread that matters, and below it those of the task's prompts and rewards."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=context.is_ready)
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, beats=1, ready=context.is_ready)
 
 
 class Actor:

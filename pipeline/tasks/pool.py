@@ -59,7 +59,9 @@ class Worker:
         self._socket = ours
         argv = (sys.executable, "-P", "-m", "pipeline.tasks.worker")
         try:
-            self._process = Leader(argv, os.environ, stdin=its.fileno(), output=output)
+            # Sets have the same order in each of them: what a task draws from one is the same everywhere.
+            environment = {**os.environ, "PYTHONHASHSEED": "0"}
+            self._process = Leader(argv, environment, stdin=its.fileno(), output=output)
         except OSError:
             self.close()
             raise

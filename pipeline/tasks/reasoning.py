@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from pipeline.config import nearest
 from pipeline.errors import ConfigError
@@ -28,14 +28,15 @@ BASE_SEED = 20_000_003
 """Of every generator; ranges of indices tell the uses apart."""
 SPAN = 1 << 24
 """Indices of one use of one run seed; tries of one prompt are this many divided by `size` apart."""
-MOST_SEEDS = 64
+MOST_SEEDS = 32
+"""Run seeds with ranges of their own; those further apart begin elsewhere in the same ones."""
 TRIES = 1000
 
 
 class Generator(TaskOptions):
     """One of the library's generators: how often it is drawn; all other keys are its own settings."""
 
-    model_config = {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     weight: Annotated[float, Field(gt=0)] = 1.0
 
@@ -78,17 +79,16 @@ class ReasoningGym(Task):
         return self.options.size
 
     def prompt(self, index: int) -> Prompt:
-        return self._asked(*self._entry(f"prompt {self.seed}", 1 + 2 * (self.seed % MOST_SEEDS), index))
+        return self._asked(*self._entry("prompt", 1, index))
 
     def held_out(self) -> list[Prompt]:
         return list(self._held_out.values())
 
     def demonstration(self, index: int) -> Demonstration:
-        kind, place = f"demonstration {self.seed}", 2 + 2 * (self.seed % MOST_SEEDS)
-        name, entry = self._entry(kind, place, index)
+        name, entry = self._entry("demonstration", 2, index)
         answer = entry["answer"]
         if Random(f"slip {self.seed} {index}").random() < self.options.slips:
-            answer = self._entry(kind, place, index + 1)[1]["answer"]
+            answer = self._entry("demonstration", 2, index + 1)[1]["answer"]
         return Demonstration(
             self._asked(name, entry), f"<answer>{answer}</answer>" if self.options.tags else str(answer)
         )
@@ -103,23 +103,31 @@ class ReasoningGym(Task):
         messages = (*(system if self.options.system else ()), {"role": "user", "content": entry["question"]})
         return Prompt(messages, (name, dict(entry)), {"dataset": name, "answer": entry["answer"]})
 
-    def _entry(self, kind: str, place: int, index: int) -> tuple[str, Any]:
-        """The first entry for `index` of a use, in the range of indices `place`, that is not held out."""
-        for name, entry in self._draws(kind, place, index):
+    def _entry(self, use: str, place: int, index: int) -> tuple[str, Any]:
+        """The first entry for `index` of a use that is not held out; `place` is that of its range for seed 0."""
+        rounds, seed = divmod(self.seed, MOST_SEEDS)
+        for name, entry in self._draws(f"{use} {self.seed}", place + 2 * seed, index + rounds * self.options.size):
             if entry["question"] not in self._held_out:
                 return name, entry
         raise AssertionError("draws have no end")
 
-    def _draws(self, kind: str, place: int, index: int) -> Iterator[tuple[str, Any]]:
+    def _draws(self, use: str, place: int, index: int) -> Iterator[tuple[str, Any]]:
         """Entries for an index: the first one, and others of the same generator, which take its place."""
         names = list(self._datasets)
         weights = [generator.weight for generator in self.options.datasets.values()]
-        (name,) = Random(f"{kind} {index}").choices(names, weights)
+        (name,) = Random(f"{use} {index}").choices(names, weights)
         for again in range(TRIES):
-            yield name, self._datasets[name][(place * SPAN + index % SPAN + again * (SPAN // TRIES)) % (1 << 31)]
+            yield name, self._made(name, place * SPAN + (index + again * (SPAN // TRIES)) % SPAN)
         raise ValueError(
             f"{name}: {TRIES} puzzles in a row are held out; make it harder, or lower task.options.held_out"
         )
+
+    def _made(self, name: str, number: int) -> Any:
+        """Entry `number` of a generator. Most make any; a few have a list of them, and make a list of one for each."""
+        try:
+            return self._datasets[name][number]
+        except IndexError:
+            return _dataset(name, self.options.datasets[name], BASE_SEED + number, size=1)[0]
 
     @cached_property
     def _held_out(self) -> dict[str, Prompt]:
@@ -136,7 +144,7 @@ class ReasoningGym(Task):
         raise AssertionError("count has no end")
 
 
-def _dataset(name: str, generator: Generator) -> Any:
+def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int) -> Any:
     """A generator of the library; `ConfigError` when there is none, or for a setting that it does not take."""
     key = f"task.options.datasets.{name}"
     try:
@@ -150,7 +158,7 @@ def _dataset(name: str, generator: Generator) -> Any:
     if taken:
         raise ConfigError(f"{key}.{min(taken)}", generator.settings[min(taken)], "nothing", "the run's seed says it")
     try:
-        return reasoning_gym.create_dataset(name, seed=BASE_SEED, size=1 << 31, **generator.settings)
+        return reasoning_gym.create_dataset(name, seed=seed, **size, **generator.settings)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             key, generator.settings, f"settings that {name} takes", " ".join(str(error).split())

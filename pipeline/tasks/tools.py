@@ -16,9 +16,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.errors import RolloutError
 from pipeline.tasks.arithmetic import evaluate as arithmetic_value
@@ -122,8 +122,9 @@ class ToolTask(Task):
             return replace(
                 call, name="unknown", wrong=f"error: no tool {call.name}; there are {', '.join(self._names)}"
             )
-        if wrong := sorted(call.arguments.keys() ^ taken["properties"].keys()):
-            return replace(call, wrong=f"error: {call.name} takes {', '.join(taken['properties'])}, not {wrong}")
+        if call.arguments.keys() != taken["properties"].keys():
+            given = ", ".join(call.arguments) or "nothing"
+            return replace(call, wrong=f"error: {call.name} takes {', '.join(taken['properties'])}, not {given}")
         return call
 
     async def _answer(self, prompt: Prompt, policy: Policy, call: ToolCall) -> Message:
@@ -155,6 +156,13 @@ class ArithmeticToolOptions(ToolOptions):
     )
     tool_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="Most seconds of one run of the Python tool.")
     tool_memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(1 << 29, description="Most memory of one such run.")
+
+    @model_validator(mode="after")
+    def _leaves_prompts_to_train(self) -> Self:
+        distinct = len(set(self.operators)) * (9 * 10 ** (self.digits - 1)) ** 2
+        if self.held_out * 2 > distinct:
+            raise ValueError(f"held_out at most half of the {distinct} expressions; lower it, or raise digits")
+        return self
 
 
 class Tools(ToolTask):
