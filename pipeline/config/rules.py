@@ -73,9 +73,28 @@ def check_address(key: str, url: str, mend: str) -> None:
 
 
 def _something_is_trained(config: RunConfig) -> None:
-    if not config.has_rollouts and not config.training.warm_start.steps:
+    if not config.has_rollouts and not config.has_sft:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
+
+
+def _epochs_are_of_data(config: RunConfig) -> None:
+    start = config.training.warm_start
+    if start.epochs and start.steps:
+        raise ConfigError("training.warm_start.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
+    if start.epochs and not config.data.path:
+        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.warm_start.epochs)"
+        raise ConfigError("data.path", "", expected, "set it, or training.warm_start.steps in place of epochs")
+
+
+def _data_is_trained(config: RunConfig) -> None:
+    data = config.data
+    if data.path and not config.has_sft:
+        mend = "set training.warm_start.epochs, or for RL task.options.path"
+        raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", mend)
+    for key in ("eval_path", "eval_split", "eval_rows"):
+        if getattr(data, key) and not data.path:
+            raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")
 
 
 def _servers_have_gpus(config: RunConfig) -> None:
@@ -206,6 +225,8 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _rewards_have_weights,
     _samples_fit_micro_batches,
     _checkpoints_can_be_kept,
+    _epochs_are_of_data,
+    _data_is_trained,
 )
 
 _ROLLOUT_RULES: tuple[Callable[[RunConfig], None], ...] = (

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pipeline.config.data import DataConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
 from pipeline.config.values import (
     FORMS,
@@ -172,10 +173,14 @@ class OptimConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised fine-tuning on the task's demonstrations, before RL or alone; 0 steps skips it."""
+    """Supervised fine-tuning, before RL or alone, on `data.*`, or without that on the task's demonstrations. Without
+    steps and epochs there is none."""
 
-    steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
-    batch: Positive = Field(128, description="Demonstrations in each of its steps.")
+    steps: NotNegative = Field(0, description="Its optimizer steps.")
+    epochs: Annotated[float, Field(ge=0)] = Field(
+        0, description="In place of steps: how often each row of data.path is trained."
+    )
+    batch: Positive = Field(128, description="Rows of each of its steps.")
     lr: Rate = Field(1e-3, description="Its learning rate.")
 
 
@@ -223,6 +228,9 @@ class TrainingConfig(Section):
         "basic", description="What is measured of each batch; see docs/metrics.md."
     )
     eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
+    keep_best: bool = Field(
+        True, description="Keep the model of the lowest held-out loss so far as `best/`, where SFT has held-out rows."
+    )
     checkpoint_every: Positive = Field(50, description="Steps between checkpoints.")
     checkpoints: str = Field(
         "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
@@ -318,6 +326,7 @@ class RunConfig(Section):
     model: ModelConfig
     task: TaskConfig
     reward: RewardConfig = RewardConfig()
+    data: DataConfig = DataConfig()
     loss: LossConfig
     critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
@@ -336,6 +345,11 @@ class RunConfig(Section):
     def has_rollouts(self) -> bool:
         """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
         return self.training.steps > 0
+
+    @property
+    def has_sft(self) -> bool:
+        """Whether the run begins with supervised fine-tuning."""
+        return self.training.warm_start.steps > 0 or self.training.warm_start.epochs > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

@@ -10,14 +10,13 @@ A folder has the files of a split by their names: `train.jsonl`, or `train-00000
 """
 
 import json
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.errors import RecordError
 
@@ -31,20 +30,20 @@ class JsonRows:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts = [_List(path) if _is_list(path) else _Lines(path) for path in paths]
-        self._ends = np.cumsum([len(part) for part in self._parts])
+        self._ends = list(accumulate(len(part) for part in self._parts))
         seen = (self[index] for index in islice(range(len(self)), PEEK_ROWS))
         self.columns = tuple(dict.fromkeys(name for row in seen for name in row))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Row `index`; `RecordError` when its line is no object, `IndexError` when there is none."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        place = int(np.searchsorted(self._ends, index, side="right"))
+        place = bisect_right(self._ends, index)
         part = self._parts[place]
-        return part.row(index - int(self._ends[place]) + len(part))
+        return part.row(index - self._ends[place] + len(part))
 
 
 class _Lines:
@@ -52,7 +51,7 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._starts: NDArray[np.int64] = np.fromiter(_starts(path), np.int64)
+        self._starts = array("q", _starts(path))
         with path.open("rb") as file:
             self._map = mmap(file.fileno(), 0, access=ACCESS_READ) if len(self._starts) else None
 
@@ -60,7 +59,7 @@ class _Lines:
         return len(self._starts)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        start = int(self._starts[index])
+        start = self._starts[index]
         assert self._map is not None, "there are rows"
         end = self._map.find(b"\n", start)
         return _object(self._map[start : end if end >= 0 else None], f"{self._path}, byte {start}")

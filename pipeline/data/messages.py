@@ -76,9 +76,11 @@ def _message(place: int, value: Any) -> Message:
     message: dict[str, Any] = _without_nones(value)
     if "role" not in message and "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", None)
-    role = _SHAREGPT.get(message.get("role", ""), message.get("role"))
+    role = message.get("role")
+    role = _SHAREGPT.get(role, role) if isinstance(role, str) else None
     if role not in ROLES:
-        raise MessageError(f"message {place} has the role {_shown(role)}; expected one of {', '.join(ROLES)}")
+        found = _shown(message.get("role"))
+        raise MessageError(f"message {place} has the role {found}; expected one of {', '.join(ROLES)}")
     message |= {"role": role, "content": _text(place, message.get("content"))}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(place, call) for call in _list_of_calls(place, calls)]

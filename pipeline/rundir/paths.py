@@ -18,6 +18,7 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
+      best/                               of SFT, the model of the lowest held-out loss so far, in the same way
       tracking/                           wandb's own files
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       metrics.jsonl  ledger.jsonl  report.html  finished.json
@@ -205,6 +206,11 @@ class RunPaths:
     @property
     def model(self) -> Path:
         return self.root / MODEL
+
+    @property
+    def best(self) -> Path:
+        """The model of SFT's lowest held-out loss."""
+        return self.root / "best"
 
     @property
     def metrics(self) -> Path:

@@ -9,10 +9,11 @@ loaded, is a `ConfigError` that names the key. Loading a task imports neither to
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig, TaskConfig, nearest
+from pipeline.data.messages import Message
 from pipeline.errors import ConfigError
 from pipeline.tasks.episode import Episode, Turn
 from pipeline.tasks.imports import find, users_code
-from pipeline.tasks.protocol import Answer, Demonstration, Message, Policy, Prompt, Task, TaskOptions, ask
+from pipeline.tasks.protocol import Answer, Demonstration, Policy, Prompt, Task, TaskOptions, ask
 
 __all__ = [
     "Answer",
@@ -51,7 +52,7 @@ def load_task(config: TaskConfig, seed: int) -> Task:
 
 def check_task(task: Task, config: RunConfig) -> None:
     """`ConfigError` unless the config's task has what its run needs: for RL prompts to train and prompts to evaluate,
-    for SFT demonstrations."""
+    for SFT without a dataset demonstrations."""
     name, sft_steps = config.task.name, config.training.warm_start.steps
     if config.has_rollouts:
         with users_code("task.name", name, "a task with prompts and held-out prompts"):
@@ -59,7 +60,7 @@ def check_task(task: Task, config: RunConfig) -> None:
                 raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
             if len(task.held_out()) == 0:
                 raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
-    if sft_steps:
+    if sft_steps and not config.data.path:
         _check_demonstrations(task, name, sft_steps)
 
 

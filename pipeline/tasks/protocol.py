@@ -23,10 +23,8 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.data.messages import Message
 from pipeline.tasks.episode import Episode, Turn
-
-Message = Mapping[str, Any]
-"""`role` and `content`, and what else the chat template knows, such as `tool_calls`."""
 
 
 class TaskOptions(BaseModel):

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from pipeline.config import nearest
+from pipeline.data.messages import Message
 from pipeline.errors import ConfigError
-from pipeline.tasks.protocol import Demonstration, Message, Prompt, Task, TaskOptions
+from pipeline.tasks.protocol import Demonstration, Prompt, Task, TaskOptions
 
 INSTALL = "pip install 'rollcall[reasoning-gym]'"
 TAGS = "Think about the question first. Then give the final answer, and nothing else, between <answer> and </answer>."

@@ -20,11 +20,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipeline.data.messages import Message
 from pipeline.errors import RolloutError
 from pipeline.tasks.arithmetic import evaluate as arithmetic_value
 from pipeline.tasks.countdown import evaluate
 from pipeline.tasks.episode import Episode
-from pipeline.tasks.protocol import Demonstration, Message, Policy, Prompt, Task, TaskOptions
+from pipeline.tasks.protocol import Demonstration, Policy, Prompt, Task, TaskOptions
 from pipeline.tasks.sandbox import run_python
 
 MOST_ANSWER = 2000

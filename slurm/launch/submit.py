@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rich.console import Console
+from rich.text import Text
 
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
@@ -21,6 +22,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_task, load_task
 from pipeline.tasks.rewards import check_rewards
+from pipeline.training.conversations import check_data, coloured, first_row
 from pipeline.world.assignment import describe_plan
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
@@ -102,6 +104,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     plan = make_plan(config)
     task = load_task(config.task, config.seed)
     check_task(task, config)
+    check_data(config)
     if config.has_rollouts:
         check_rewards(config.reward, task, config.task.name)
         find_vllm()
@@ -136,6 +139,9 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
+    if (first := first_row(config)) is not None:
+        console.print("\nThe first row; what is trained is green:")
+        console.print(Text.from_ansi(coloured(first)), end="\n\n")
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
     if script and config.cluster.kind == "slurm":
@@ -143,8 +149,10 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
 
 
 def _what_it_trains(config: RunConfig) -> str:
+    start = config.training.warm_start
     if not config.has_rollouts:
-        return f"{config.task.name}, SFT alone, {config.training.warm_start.steps} steps"
+        length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
+        return f"{config.data.path or config.task.name}, SFT alone, {length}"
     return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
 
 

@@ -28,6 +28,7 @@ from pipeline.system import files, network, process
 from pipeline.system.directory import Directory, FileDirectory
 from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
 from pipeline.system.waiting import CLOCK, Clock, wait_for
+from pipeline.training.jobs import steps_of_sft
 from pipeline.world.plan import Card, World, make_plan
 from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
 from slurm.node.preflight import Needs, find_gpus, free_memory, node_id, preflight
@@ -263,8 +264,7 @@ def _finish(
         clock=clock,
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
-    training = config.training
-    steps = training.steps if config.has_rollouts else training.warm_start.steps
+    steps = config.training.steps if config.has_rollouts else steps_of_sft(run, config)
     finished = Finished(time=time.time(), steps=steps, attempt=paths.attempt)
     insist("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
 

@@ -18,7 +18,6 @@ from pipeline.report.words import clock, number
 from pipeline.rundir.events import Event
 from slurm.watch.snapshot import Job, Progress, RoleLine, Snapshot
 
-JOB_NAMES = {"sft": "fine-tuning", "rl": "training"}
 MOST_ROLES = 16
 MOST_PAST = 5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -181,8 +180,15 @@ def _progress_line(snapshot: Snapshot) -> RenderableType:
     bar = ProgressBar(
         total=max(1, progress.steps), completed=progress.step, complete_style="blue", finished_style="green"
     )
-    row.add_row(JOB_NAMES.get(progress.job, progress.job), bar, step_text(progress))
+    row.add_row(job_text(snapshot, progress), bar, step_text(progress))
     return row
+
+
+def job_text(snapshot: Snapshot, progress: Progress) -> str:
+    """What the job that trains is called: SFT before RL is the warm start."""
+    if progress.job == "sft":
+        return "warm start" if snapshot.has_rollouts else "fine-tuning"
+    return "training"
 
 
 def step_text(progress: Progress) -> str:

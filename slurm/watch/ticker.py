@@ -7,9 +7,9 @@ clock.
 from collections.abc import Iterable
 
 from slurm.watch.display import (
-    JOB_NAMES,
     attempt_text,
     figures,
+    job_text,
     no_answer,
     nothing_runs,
     silence,
@@ -86,7 +86,7 @@ class Ticker:
         if not last and now < self._next and evaluations == self._told[2]:
             return []
         self._told, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
-        return [f"  {JOB_NAMES.get(progress.job, progress.job)} {step_text(progress)}{_known(snapshot)}"]
+        return [f"  {job_text(snapshot, progress)} {step_text(progress)}{_known(snapshot)}"]
 
 
 def _known(snapshot: Snapshot) -> str:
