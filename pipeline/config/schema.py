@@ -79,6 +79,25 @@ class TaskConfig(Section):
     )
 
 
+class RewardConfig(Section):
+    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
+
+    functions: tuple[str, ...] = Field(
+        (),
+        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
+        "is the task's own reward. Empty: that alone.",
+    )
+    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Further keywords for a function, by its name."
+    )
+    calls: Literal["sample", "group"] = Field(
+        "sample",
+        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
+        "samples of a prompt, for functions that compare them.",
+    )
+
+
 class LossConfig(Section):
     """The policy loss and the advantages it weighs."""
 
@@ -311,6 +330,7 @@ class RunConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     model: ModelConfig
     task: TaskConfig
+    reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig
     critic: CriticConfig = CriticConfig()

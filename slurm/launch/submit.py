@@ -22,6 +22,7 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_demonstrations, check_task, load_task
+from pipeline.tasks.rewards import check_rewards
 from pipeline.training.conversations import check_data, coloured, first_row
 from pipeline.training.jobs import Demonstrations, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
@@ -140,8 +141,11 @@ def _sizes(config: RunConfig) -> Sizes:
 def check_inputs(config: RunConfig) -> None:
     """`ConfigError` unless the task, or every job that waits, has what it needs."""
     if not config.training.jobs:
-        check_task(load_task(config.task, config.seed), config)
+        task = load_task(config.task, config.seed)
+        check_task(task, config)
         check_data(config)
+        if config.has_rollouts:
+            check_rewards(config.reward, task, config.task.name)
         return
     path = Path(config.training.jobs).resolve()
     if path == config.directory.resolve():
