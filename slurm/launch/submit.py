@@ -18,31 +18,31 @@ from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_task, load_task
 from pipeline.world.assignment import describe_plan
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
-from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
+from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.following import conclude_run, follow_job, interrupts, print_job
+from slurm.launch.here import JobHere
 from slurm.launch.sweep import PointLauncher, sweep
+from slurm.launch.sweepers.drive import search
+from slurm.launch.sweepers.settings import names_hydra
 from slurm.node.agent import Agent
-from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
-
-_SLACK_SECONDS = 20.0
-"""How much longer than its agents a job may take to come down."""
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of a submission with these command-line arguments."""
     try:
         options, overrides = _read(argv)
+        if options.multirun and names_hydra(overrides):
+            return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = compose_config(overrides)
@@ -72,6 +72,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
     if options.cfg and options.multirun:
         raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    if not options.multirun and (named := names_hydra(overrides)):
+        raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
         overrides.remove("job")
     return options, overrides
@@ -170,21 +172,14 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
 def run_here(config: RunConfig, plan: Plan) -> int:
     """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
     with runs.claimed(config) as paths, interrupts() as interrupted:
-        print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
-        executor = VirtualNodes(paths, plan.ranks)
-        runs.record_job(paths, "local", executor.job_name)
-        job = executor.submit(Agent(paths.root))
-        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
+        job = JobHere(paths, config, plan)
+        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
         if interrupted:
             print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
             job.cancel()
             print("press Ctrl-C again to end it at once", file=sys.stderr, flush=True)
-        most = longest_descent(config.cluster) + _SLACK_SECONDS
-        wait_for("the job to end", lambda: job.done() or len(interrupted) > 1, most)
-        if not job.done():
-            executor.kill()
-        attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
-        return conclude_run(paths, attempt, interrupted)
+        job.end(at_once=lambda: len(interrupted) > 1)
+        return conclude_run(paths, job.attempt, interrupted)
 
 
 def one_run() -> PointLauncher:
