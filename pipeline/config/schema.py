@@ -153,7 +153,7 @@ class OptimConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised fine-tuning on the task's demonstrations before RL; 0 steps skips it."""
+    """Supervised fine-tuning on the task's demonstrations, before RL or alone; 0 steps skips it."""
 
     steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
     batch: Positive = Field(128, description="Demonstrations in each of its steps.")
@@ -163,7 +163,10 @@ class WarmStartConfig(Section):
 class TrainingConfig(Section):
     """How long and in which portions to train."""
 
-    steps: Positive = Field(description="Steps of RL; each trains one batch.")
+    steps: NotNegative = Field(
+        description="Steps of RL; each trains one batch. 0: none, and no role but the trainer: then the warm start is "
+        "the run."
+    )
     prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
     max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
     update_epochs: Positive = Field(1, description="How often each batch is trained.")
@@ -209,6 +212,11 @@ class TrainingConfig(Section):
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
     data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
     warm_start: WarmStartConfig = WarmStartConfig()
+    jobs: str = Field(
+        "",
+        description="A job file, or a folder of them, that the trainer does instead (docs/jobs.md); there are no other "
+        "steps then.",
+    )
 
 
 class RolloutConfig(Section):
@@ -308,6 +316,11 @@ class RunConfig(Section):
     def directory(self) -> Path:
         """The run directory."""
         return self.output / self.name
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
+        return self.training.steps > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

@@ -12,7 +12,7 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       submitit/                           submitit's own job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/,
-                                          first_failure.json, outcome.json of one attempt
+                                          first_failure.json, outcome.json, committed of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       jobs/                               the trainer's jobs: sft.json, rl.json
@@ -33,7 +33,7 @@ from pathlib import Path
 
 RUN, SWEEP, METRICS, CHECKPOINTS, MODEL = "run.json", "sweep.json", "metrics.jsonl", "checkpoints", "model"
 WORLD = "world.json"
-EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
+EVENTS, DOWN, FIRST_FAILURE, COMMITTED = "events", "down", "first_failure.json", "committed"
 """Names below an attempt's own directory for those who see it as a `pipeline.system.directory.Directory`."""
 
 
@@ -120,6 +120,11 @@ class AttemptPaths:
     def outcome(self) -> Path:
         """What became of the job after this attempt (`pipeline.rundir.documents.Outcome`)."""
         return self.root / "outcome.json"
+
+    @property
+    def committed(self) -> Path:
+        """A mark: this attempt committed steps of a job of `training.jobs`, wherever that keeps them."""
+        return self.root / COMMITTED
 
     @property
     def alive(self) -> Path:

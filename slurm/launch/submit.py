@@ -6,8 +6,9 @@ then the exit code is 2, else that of `slurm.launch.following`.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
@@ -18,15 +19,18 @@ from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
-from pipeline.tasks import check_task, load_task
+from pipeline.tasks import check_demonstrations, check_task, load_task
+from pipeline.training.jobs import Demonstrations, check_alone, read_job
+from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
 from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
-from slurm.launch.following import conclude_run, follow_job, interrupts, print_job
+from slurm.launch.following import conclude_run, follow_job, print_job
 from slurm.launch.here import JobHere
+from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.launch.sweepers.drive import search
 from slurm.launch.sweepers.settings import names_hydra
@@ -37,15 +41,20 @@ from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
 
 
-def main(argv: Sequence[str]) -> int:
-    """The exit code of a submission with these command-line arguments."""
+def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
+    """The exit code of a submission with these command-line arguments.
+
+    `compose` is what makes a config of overrides for a command that submits one run of its own kind.
+    """
     try:
         options, overrides = _read(argv)
+        if options.multirun and compose is not None:
+            raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
         if options.multirun and names_hydra(overrides):
             return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
-        config = compose_config(overrides)
+        config = (compose or compose_config)(overrides)
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -101,10 +110,11 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
-    check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
-    find_vllm()
-    if config.streams.backend == "redis":
-        find_server()
+    check_inputs(config)
+    if config.has_rollouts:
+        find_vllm()
+        if config.streams.backend == "redis":
+            find_server()
     runs.examine(config)
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
@@ -114,6 +124,25 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
             check_site(config, plan, scheduler, text)
             accepted.append(shape)
     return plan
+
+
+def check_inputs(config: RunConfig) -> None:
+    """`ConfigError` unless the task, or every job that waits, has what it needs."""
+    if not config.training.jobs:
+        check_task(load_task(config.task, config.seed), config)
+        return
+    path = Path(config.training.jobs).resolve()
+    if path == config.directory.resolve():
+        mend = "set output=… or name=…"
+        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", mend)
+    files = waiting_at(path)
+    if not files and not RunPaths(config.directory).run.exists():  # of a run that goes on, all may be done
+        expected = "a job file, or a folder with at least one *.json"
+        raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
+    for file in files:
+        check_alone(file, job := read_job(file), config)
+        if isinstance(job.inputs, Demonstrations):
+            check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
 
 
 def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
@@ -130,7 +159,7 @@ def _warnings(config: RunConfig) -> list[str]:
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
     """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
     console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
+    console.print(f"[bold]{config.name}[/]  {_what_it_trains(config)}")
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
@@ -140,11 +169,19 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
         print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
 
 
+def _what_it_trains(config: RunConfig) -> str:
+    if config.training.jobs:
+        return f"the jobs of {config.training.jobs}"
+    if not config.has_rollouts:
+        return f"{config.task.name}, SFT alone, {config.training.warm_start.steps} steps"
+    return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
+
+
 def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
     if config.cluster.kind == "local":
         return run_here(config, plan)
-    with interrupts() as interrupted:
+    with noted_signals() as interrupted:
         job = submit_one(config, plan)
         print_job(job)
         return 0 if detach else follow_job(job, interrupted)
@@ -171,7 +208,7 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
 
 def run_here(config: RunConfig, plan: Plan) -> int:
     """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
-    with runs.claimed(config) as paths, interrupts() as interrupted:
+    with runs.claimed(config) as paths, noted_signals() as interrupted:
         job = JobHere(paths, config, plan)
         follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
         if interrupted:

@@ -23,6 +23,7 @@ from pipeline.roles.context import RoleContext, read_config
 from pipeline.rundir.documents import Finished
 from pipeline.rundir.events import Events, Listener, look_seconds
 from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.system import files, network, process
 from pipeline.system.directory import Directory, FileDirectory
@@ -263,8 +264,15 @@ def _finish(
         clock=clock,
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
-    finished = Finished(time=time.time(), steps=config.training.steps, attempt=paths.attempt)
+    finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
     insist("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
+
+
+def _steps_of(run: RunPaths, config: RunConfig) -> int:
+    """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
+    if config.training.jobs:
+        return max((row["step"] for row in read_rows(run.metrics)), default=0)
+    return config.training.steps or config.training.warm_start.steps
 
 
 def note_signals() -> Notice:

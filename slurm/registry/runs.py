@@ -286,7 +286,9 @@ def _unreadable(run: RunPaths, path: Path) -> RunStateError:
 
 def _settled(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
-    return config.model_copy(update={"model": located_model(config.model)})
+    jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
+    training = config.training.model_copy(update={"jobs": jobs})
+    return config.model_copy(update={"model": located_model(config.model), "training": training})
 
 
 def _freeze(run: RunPaths, config: RunConfig) -> None:

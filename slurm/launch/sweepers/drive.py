@@ -34,8 +34,9 @@ from pipeline.rundir.paths import SweepPaths
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.world.plan import Plan
 from slurm.launch.compose import CONF, compose_config, ends_of, prepare_fixed, split_axes
-from slurm.launch.following import called, interrupts
+from slurm.launch.following import called
 from slurm.launch.points import claimed_directory, directory_of, named_point, refuse_run
+from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher
 from slurm.launch.sweepers import launcher, optuna_studies
 from slurm.launch.sweepers.objective import Objective
@@ -87,7 +88,7 @@ def search(
     launch.show(found.first, found.plan, dry_run)
     if dry_run:
         return 0
-    with claimed_directory(found.paths), interrupts() as told:
+    with claimed_directory(found.paths), noted_signals() as told:
         study = Study(found.paths, settings.fixed, launch, found.objective, told, clock)
         try:
             _drive(hydra, found, study)

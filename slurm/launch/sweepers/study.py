@@ -20,8 +20,8 @@ from pipeline.system.waiting import CLOCK, Clock
 from pipeline.world.plan import Plan
 from slurm.launch.cancel import cancel
 from slurm.launch.compose import Expansion, spell_point
-from slurm.launch.following import INTERRUPTS
 from slurm.launch.points import PlannedPoint, prepare_sweep
+from slurm.launch.signals import INTERRUPTED, exit_code
 from slurm.launch.sweep import PointLauncher, note_submission
 from slurm.launch.sweepers.jobs import ElsewhereJob, HereJob, PointJob, SlurmJob
 from slurm.launch.sweepers.objective import Objective
@@ -61,7 +61,7 @@ class Study:
     def __call__(self, asked: Sequence[Sequence[str]]) -> list[Result]:
         """A result for each point, in their order, once all are over; `Interrupted` after a signal."""
         if self._told:
-            raise Interrupted(INTERRUPTS[self._told[0]])
+            raise Interrupted(exit_code(self._told[0]))
         looked = [self._look(overrides) for overrides in asked]
         failures = self._carry_out({one.point.name: one for one in looked if isinstance(one, PlannedPoint)})
         return [self._result(one, failures) for one in looked]
@@ -141,7 +141,7 @@ class Study:
         if self._told:
             print(f"{self._told[0].name}: what was started commits and stops …", file=sys.stderr, flush=True)
             self._stop(jobs)
-            raise Interrupted(INTERRUPTS[self._told[0]])
+            raise Interrupted(exit_code(self._told[0]))
         return over(lines)
 
     def _conclude(self, point: Point, line: Line, jobs: dict[str, PointJob]) -> RollcallError | None:
@@ -151,7 +151,7 @@ class Study:
         code = job.conclude()
         if code == 0:
             return None
-        if isinstance(job, HereJob) and code in INTERRUPTS.values():
+        if isinstance(job, HereJob) and code in INTERRUPTED:
             self._stop(jobs)
             raise Interrupted(code)
         failures: dict[str, RollcallError] = {}
