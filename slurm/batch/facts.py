@@ -42,7 +42,7 @@ class Facts:
         code: what srun ended with.
         advanced: whether it committed steps of its own.
         trained: whether the run has a commit, of whatever attempt.
-        barren: attempts of this job, in a row before this one, that were barren (see `slurm.batch.requeue.decide`).
+        failures: attempts of this job in a row, before this one, that count as such: see `slurm.batch.requeue.decide`.
     """
 
     restart: int
@@ -54,7 +54,7 @@ class Facts:
     code: int = 0
     advanced: bool = False
     trained: bool = False
-    barren: int = 0
+    failures: int = 0
 
     @property
     def in_doubt(self) -> bool:
@@ -100,7 +100,7 @@ def gather(
         code=code,
         advanced=committer == paths.attempt,
         trained=bool(committer),
-        barren=barren_before(run, paths, restart, committer),
+        failures=failures_before(run, paths, restart, committer),
     )
 
 
@@ -115,8 +115,8 @@ def newest_committer(run: RunPaths) -> str:
     return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent.name if marks else ""
 
 
-def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
-    """Barren attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
+def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
+    """Failed attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
 
     The last outcome on disk knows the count. Attempts without an outcome were cut off by the scheduler, which is no
     failure of theirs; and a commit begins the count anew.
@@ -128,7 +128,7 @@ def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: s
             return 0
         outcome = files.read_document(attempt.outcome, Outcome)
         if outcome is not None:
-            return outcome.barren
+            return outcome.failures
     return 0
 
 
