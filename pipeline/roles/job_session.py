@@ -1,7 +1,7 @@
 """One attempt of the trainer of a run that does the jobs of files, from the first that is left to `training_finished`.
 
-Owns how such jobs appear in their run: as rows of its metrics, as the trainer's status, and as the mark of an attempt
-that committed something, from which the requeue learns that it was not in vain. Promises that an attempt that another
+Owns how such jobs appear in their run: as rows of its metrics, as the trainer's status, and as the marks from which the
+requeue learns that an attempt committed something, or that nothing is left to do. Promises that an attempt that another
 has replaced takes no job any more. Must not know how a job is done.
 """
 
@@ -65,14 +65,15 @@ class RunObserver(Observer):
         self._step = roll_back_file(self._context.run.metrics, self._at, self._fence.check)
         self._report()
 
+    def committing(self) -> None:
+        self._sinks.flush()
+
     def committed(self) -> None:
         if not self._marked:
-            try:
-                self._context.paths.committed.touch()
-            except OSError as error:
-                log.warning("the mark of a commit is tried again with the next: %s", error)
-            else:
-                self._marked = True
+            self._marked = _touch(self._context.paths.committed)
+
+    def exhausted(self) -> None:
+        _touch(self._context.paths.exhausted)
 
     def stepped(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         self._step += 1
@@ -82,3 +83,13 @@ class RunObserver(Observer):
 
     def _report(self) -> None:
         self._context.report("ready", f"{self._at.file} step {self._at.done} of {self._at.of}")
+
+
+def _touch(mark: Path) -> bool:
+    """Leave a mark, for which no step is given up: without it another attempt may be made, or not made."""
+    try:
+        mark.touch()
+    except OSError as error:
+        log.warning("%s is not there: %s", mark, error)
+        return False
+    return True

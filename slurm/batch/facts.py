@@ -14,7 +14,7 @@ from pipeline.errors import DeadlineError
 from pipeline.rundir.documents import Outcome
 from pipeline.rundir.events import Event, EventName, Events
 from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import COMMITTED, FIRST_FAILURE, AttemptPaths, RunPaths
+from pipeline.rundir.paths import COMMITTED, EXHAUSTED, FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from pipeline.system.waiting import CLOCK, Clock, wait_for
@@ -42,6 +42,7 @@ class Facts:
         code: what srun ended with.
         advanced: whether it committed steps of its own.
         trained: whether the run has a commit, of whatever attempt.
+        exhausted: whether jobs of files failed, and nothing else is left to do.
         failures: attempts of this job in a row, before this one, that count as such: see `slurm.batch.requeue.decide`.
     """
 
@@ -54,6 +55,7 @@ class Facts:
     code: int = 0
     advanced: bool = False
     trained: bool = False
+    exhausted: bool = False
     failures: int = 0
 
     @property
@@ -100,6 +102,7 @@ def gather(
         code=code,
         advanced=committer == paths.attempt,
         trained=bool(committer),
+        exhausted=EXHAUSTED in attempt.names(),
         failures=failures_before(run, paths, restart, committer),
     )
 

@@ -3,6 +3,7 @@
 Owns the start of such a job and its end from here. Promises that it is on record before it starts, that it comes down
 in order within a deadline, and at once where that is asked for. The caller has claimed the run, and shows it.
 
+    refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths:
         job = JobHere(paths, config, plan)
         …                                   until job.done(), or job.cancel()
@@ -12,16 +13,30 @@ in order within a deadline, and at once where that is asked for. The caller has 
 from collections.abc import Callable
 
 from pipeline.config import RunConfig
+from pipeline.errors import PlanError
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Plan
 from slurm.batch.executors import VirtualNodes
 from slurm.node.agent import Agent
+from slurm.node.claims import missing_gpus
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
+from slurm.scheduler.environment import gpus_of_user
 
 _SLACK_SECONDS = 20.0
 """How much longer than its agents a job may take to come down."""
+
+
+def lacking_gpus(plan: Plan) -> str:
+    """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
+    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
+
+
+def refuse_lacking_gpus(plan: Plan) -> None:
+    """Raise `PlanError` if it has too few: before the run is claimed."""
+    if lacking := lacking_gpus(plan):
+        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
 
 
 class JobHere:

@@ -29,7 +29,7 @@ from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.following import conclude_run, follow_job, print_job
-from slurm.launch.here import JobHere
+from slurm.launch.here import JobHere, lacking_gpus, refuse_lacking_gpus
 from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.launch.sweepers.drive import search
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan, _warnings(config), script=options.dry_run)
+        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), script=options.dry_run)
         return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -152,8 +152,12 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
 
 
-def _warnings(config: RunConfig) -> list[str]:
-    return warnings(config, find_slurm()) if config.cluster.kind == "slurm" else []
+def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
+    """What may stand in the way later; `dry_run` also of what would, here and now."""
+    if config.cluster.kind == "slurm":
+        return warnings(config, find_slurm())
+    lacking = lacking_gpus(plan) if dry_run else ""
+    return [f"this machine, now: {lacking}"] if lacking else []
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
@@ -207,7 +211,11 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
 
 
 def run_here(config: RunConfig, plan: Plan) -> int:
-    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
+    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher.
+
+    `PlanError` if the machine has too few free GPUs.
+    """
+    refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths, noted_signals() as interrupted:
         job = JobHere(paths, config, plan)
         follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
@@ -223,7 +231,7 @@ def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
     return PointLauncher(
         check=partial(check, accepted=[]),
-        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config), script=whole),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), script=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
         scheduler=find_slurm,

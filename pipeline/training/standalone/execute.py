@@ -64,10 +64,12 @@ def execute_jobs(
     `OvertakenError`: the folder is another execution's by now.
     """
     if not path.is_dir():
+        observer.before_claim()
         execute(path, dispatch, config, pulse=pulse, observer=observer)
         return
     queue = JobQueue(path)
     while (file := queue.next()) is not None:
+        observer.before_claim()
         try:
             execute(file, dispatch, config, put_away=queue.done, pulse=pulse, observer=observer)
         except (Interrupted, OvertakenError):
@@ -80,6 +82,7 @@ def execute_jobs(
     if failures := queue.failures:
         waits.insert(0, f"failed: {', '.join(failures)} (see {path / 'failed'})")
     if waits:
+        observer.exhausted()
         raise TrainingError("; ".join(waits))
 
 
@@ -100,7 +103,6 @@ def execute(
     job = read_job(file)
     identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
     check_alone(file, job, config)
-    observer.before_claim()
     told = JobLog(Path(job.log))
     told.clear()
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
@@ -199,10 +201,13 @@ class Execution:
         job, training = self._job, self._config.training
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = Runner(self, training.checkpoint_every, machine)
+        patience = self._dispatch.patience.commit
         if not isinstance(job.inputs, Packed):
-            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse), done)
+            with heartbeat.during("making the task", patience):
+                algorithm = algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse)
+            runner.run(algorithm, done)
             return
-        folder, patience = Path(job.inputs.folder), self._dispatch.patience.commit
+        folder = Path(job.inputs.folder)
         with ExitStack() as opened:
             with heartbeat.during(f"checking {folder.name}", patience):
                 packed = opened.enter_context(PackedRows(folder))
@@ -234,6 +239,7 @@ class Execution:
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`; always durable."""
+        self._observer.committing()
         self._state.commit(done)
         self._observer.committed()
 

@@ -13,7 +13,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.world.plan import Plan
 from slurm.batch.executors import RunJob
 from slurm.launch.following import conclude_job, conclude_run, last_attempt
-from slurm.launch.here import JobHere
+from slurm.launch.here import JobHere, refuse_lacking_gpus
 from slurm.registry import runs
 from slurm.scheduler.protocol import Scheduler
 
@@ -42,6 +42,7 @@ class HereJob:
     found = False
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
+        refuse_lacking_gpus(plan)
         with ExitStack() as claim:
             self.run = claim.enter_context(runs.claimed(config))
             self._job = JobHere(self.run, config, plan)

@@ -309,6 +309,19 @@ def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) ->
     assert cluster.end(1).decision == "requeued"
 
 
+def test_a_run_with_nothing_left_but_jobs_that_failed_is_not_queued_again(cluster: Cluster) -> None:
+    """Although others were done in the attempt."""
+    paths = cluster.attempt()
+    paths.committed.touch()
+    paths.exhausted.touch()
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert outcome.decision == "stopped"
+    assert outcome.reason.endswith("no job is left that another attempt could do")
+    assert not cluster.scheduler.requeued
+
+
 def test_an_attempt_that_slurm_cut_off_does_not_count(cluster: Cluster) -> None:
     cluster.leave(cluster.attempt(), 1)
     assert cluster.end(137).failures == 1
