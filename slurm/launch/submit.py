@@ -16,11 +16,10 @@ from rich.text import Text
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
 from pipeline.config.rules import check_run
-from pipeline.errors import ConfigError, PlanError, RollcallError
+from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
 from pipeline.training.conversations import check_data, coloured, first_row
@@ -30,23 +29,20 @@ from pipeline.world.assignment import describe_plan
 from pipeline.world.memory import Sizes, check_memory, describe_memory
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
-from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
+from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.following import conclude_run, follow_job, print_job
+from slurm.launch.here import JobHere, lacking_gpus, refuse_lacking_gpus
 from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
+from slurm.launch.sweepers.drive import search
+from slurm.launch.sweepers.settings import names_hydra
 from slurm.node.agent import Agent
-from slurm.node.claims import missing_gpus
-from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
-from slurm.scheduler.environment import gpus_of_user
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
-
-_SLACK_SECONDS = 20.0
-"""How much longer than its agents a job may take to come down."""
 
 
 def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
@@ -58,6 +54,8 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         options, overrides = _read(argv)
         if options.multirun and compose is not None:
             raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
+        if options.multirun and names_hydra(overrides):
+            return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = (compose or compose_config)(overrides)
@@ -87,6 +85,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
     if options.cfg and options.multirun:
         raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    if not options.multirun and (named := names_hydra(overrides)):
+        raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
         overrides.remove("job")
     return options, overrides
@@ -172,13 +172,8 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
     """What may stand in the way later; `dry_run` also of what would, here and now."""
     if config.cluster.kind == "slurm":
         return warnings(config, find_slurm())
-    lacking = _lacking_gpus(plan) if dry_run else ""
+    lacking = lacking_gpus(plan) if dry_run else ""
     return [f"this machine, now: {lacking}"] if lacking else []
-
-
-def _lacking_gpus(plan: Plan) -> str:
-    """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
-    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
@@ -244,24 +239,16 @@ def run_here(config: RunConfig, plan: Plan) -> int:
 
     `PlanError` if the machine has too few free GPUs.
     """
-    if lacking := _lacking_gpus(plan):
-        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
+    refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths, noted_signals() as interrupted:
-        print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
-        executor = VirtualNodes(paths, plan.ranks)
-        runs.record_job(paths, "local", executor.job_name)
-        job = executor.submit(Agent(paths.root))
-        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
+        job = JobHere(paths, config, plan)
+        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
         if interrupted:
             print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
             job.cancel()
             print("press Ctrl-C again to end it at once", file=sys.stderr, flush=True)
-        most = longest_descent(config.cluster) + _SLACK_SECONDS
-        wait_for("the job to end", lambda: job.done() or len(interrupted) > 1, most)
-        if not job.done():
-            executor.kill()
-        attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
-        return conclude_run(paths, attempt, interrupted)
+        job.end(at_once=lambda: len(interrupted) > 1)
+        return conclude_run(paths, job.attempt, interrupted)
 
 
 def one_run() -> PointLauncher:

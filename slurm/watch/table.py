@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,8 +22,9 @@ from rich.text import Text
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.history import RUNS
 from pipeline.report.words import number
+from pipeline.rundir.paths import SweepPaths
 from pipeline.system.waiting import CLOCK, Clock
-from slurm.registry import manifest
+from slurm.registry import locks, manifest
 from slurm.scheduler.commands import find_slurm
 from slurm.watch.display import COLOURS, UNSURE
 from slurm.watch.overview import Line, Overview
@@ -33,6 +35,15 @@ _NUMBERS = COLUMNS[4:]
 _AROUND = 4
 """Lines around the rows of a table: its header, an empty one, how many more there are, and the summary."""
 _MOST_FAILURES = 3
+
+
+class Lines(Protocol):
+    """What a table is followed from: an `Overview`, or one that something is done beside at each look."""
+
+    @property
+    def source(self) -> str: ...
+
+    def look(self) -> list[Line]: ...
 
 
 @dataclass(frozen=True)
@@ -103,11 +114,15 @@ def show(lines: Sequence[Line], source: str, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def watch_sweep(arguments: Sequence[str]) -> int:
-    """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1."""
+def watch_sweep(arguments: Sequence[str], clock: Clock = CLOCK) -> int:
+    """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1.
+
+    Between two points none is live: as long as a launcher is at the sweep, it may start further ones.
+    """
     try:
         output, sweep, _ = _read(arguments)
-        lines = follow_table(Overview(output, sweep, find_slurm))
+        lock, overview = SweepPaths(output / sweep).lock, Overview(output, sweep, find_slurm)
+        lines = follow_table(overview, clock=clock, until=lambda lines: all_over(lines) and not locks.is_held(lock))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -117,8 +132,18 @@ def watch_sweep(arguments: Sequence[str]) -> int:
     return 0 if all(line.state == "finished" for line in lines) else 1
 
 
-def follow_table(overview: Overview, console: Console | None = None, clock: Clock = CLOCK) -> list[Line]:
-    """Show the table until no job of it is live any more, the last lines.
+def all_over(lines: Sequence[Line]) -> bool:
+    """Whether no job of these runs is live any more."""
+    return all(line.live is False for line in lines)
+
+
+def follow_table(
+    overview: Lines,
+    console: Console | None = None,
+    clock: Clock = CLOCK,
+    until: Callable[[Sequence[Line]], bool] = all_over,
+) -> list[Line]:
+    """Show the table `until(lines)`, by default until no job of it is live any more; the last lines.
 
     Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
     to its size until the end, when all of it is shown.
@@ -130,7 +155,7 @@ def follow_table(overview: Overview, console: Console | None = None, clock: Cloc
             def fit(lines: Sequence[Line]) -> None:
                 live.update(render_table(lines, overview.source, console.width, console.height - 1), refresh=True)
 
-            lines = _until_over(overview, fit, clock)
+            lines = _until(until, overview, fit, clock)
             live.update(render_table(lines, overview.source, console.width))
             return lines
     told: dict[str, str] = {}
@@ -142,7 +167,7 @@ def follow_table(overview: Overview, console: Console | None = None, clock: Cloc
                 told[line.path] = text
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    lines = _until_over(overview, tell, clock)
+    lines = _until(until, overview, tell, clock)
     show(lines, overview.source, console)
     return lines
 
@@ -253,11 +278,16 @@ def _summary(lines: Sequence[Line], source: str) -> str:
     return f"{told} (from {source})"
 
 
-def _until_over(overview: Overview, show: Callable[[Sequence[Line]], None], clock: Clock) -> list[Line]:
+def _until(
+    over: Callable[[Sequence[Line]], bool],
+    overview: Lines,
+    show: Callable[[Sequence[Line]], None],
+    clock: Clock,
+) -> list[Line]:
     while True:
         lines = overview.look()
         show(lines)
-        if all(line.live is False for line in lines):
+        if over(lines):
             return lines
         clock.sleep(REFRESH_SECONDS)
 
