@@ -104,6 +104,11 @@ class InferenceResources(Section):
     nodes: Positive = Field(1, description="Nodes that serve.")
     servers: Positive = Field(1, description="vLLM servers on each of its nodes.")
     gpus: NotNegative = Field(0, description="GPUs for each server.")
+    per_gpu: Positive = Field(
+        1,
+        description="Servers of one GPU that share it, each with its part of inference.gpu_memory: two engines feed "
+        "one GPU a small model faster than one does.",
+    )
     threads: Positive = Field(1, description="CPU threads for each server.")
 
 
@@ -125,6 +130,11 @@ class ResourcesConfig(Section):
         0,
         description="GPUs of each node, onto which trainer and servers are packed together, in as few nodes as they "
         "fit, but each node of the trainer stays one; 0: each has nodes of its own.",
+    )
+    share_gpus: bool = Field(
+        False,
+        description="Servers on the GPUs of the trainer, for machines with one or few; inference.gpu_memory has to "
+        "leave the trainer its part.",
     )
     gpu_memory: Memory = Field(
         "",

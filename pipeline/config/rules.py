@@ -21,6 +21,9 @@ _TOKEN_BYTES = 9
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""
 
+MOST_SHARED = 0.7
+"""Of a GPU, for the servers that share it with a process of the trainer."""
+
 
 SLURM_KEYS = tuple(
     key
@@ -83,6 +86,19 @@ def _servers_have_gpus(config: RunConfig) -> None:
     if device == "cuda" and config.weights_backend == "gloo" and gpus > 1:
         expected = "1 where weights travel over gloo (inference.backend=gloo, or adapters): it feeds one process"
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1")
+
+
+def _shared_gpus_have_room(config: RunConfig) -> None:
+    wanted, memory = config.resources, config.inference.gpu_memory
+    if wanted.inference.per_gpu > 1 and wanted.inference.gpus != 1:
+        expected = "1, where each server has one GPU only (resources.inference.gpus=1)"
+        raise ConfigError("resources.inference.per_gpu", wanted.inference.per_gpu, expected, "leave it out")
+    if wanted.share_gpus and wanted.device == "cpu":
+        raise ConfigError("resources.share_gpus", True, "false with resources.device=cpu", "leave it out")
+    if wanted.share_gpus and memory > MOST_SHARED:
+        expected = f"at most {MOST_SHARED} with resources.share_gpus, since the trainer needs the rest"
+        mend = "--dry-run says what the trainer needs; 0.4 is a good start"
+        raise ConfigError("inference.gpu_memory", memory, expected, mend)
 
 
 def _cuda_has_gpus(config: RunConfig) -> None:
@@ -176,6 +192,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _cuda_has_gpus,
+    _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,
     _what_is_set_is_read,

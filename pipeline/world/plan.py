@@ -6,7 +6,7 @@ no I/O, no clock, no randomness.
 """
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -33,7 +33,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         beacon: port where the agent answers connect-backs.
         token: what the callers of the beacon must know.
         ports: ports this agent holds (bound, see `pipeline.system.process.hold_port`) for the roles it may get.
-        gpus: indices of the usable GPUs.
+        gpus: indices of the GPUs that its roles may get: those that the scheduler gave, or that the agent has claimed.
         memory: bytes of free memory.
         problems: what its preflight found wrong; a rank with problems gets no role.
     """
@@ -102,12 +102,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """The `index`-th process of a role before it has a rank: how many ports and GPUs it needs."""
+    """The `index`-th process of a role before it has a rank: how many ports and GPUs it needs.
+
+    Its GPUs follow those of the slots before it in its seat; `back` GPUs further back begin those that it shares.
+    """
 
     role: RoleName
     index: int = 0
     ports: int = 0
     gpus: int = 0
+    back: int = 0
 
     @property
     def name(self) -> str:
@@ -125,7 +129,16 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        return sum(slot.gpus for slot in self.slots)
+        return max((places.stop for places in self.gpu_places()), default=0)
+
+    def gpu_places(self) -> list[range]:
+        """Which of the seat's GPUs each slot gets."""
+        places, end = list[range](), 0
+        for slot in self.slots:
+            begin = end - slot.back
+            places.append(range(begin, begin + slot.gpus))
+            end = max(end, begin + slot.gpus)
+        return places
 
     @property
     def name(self) -> str:
@@ -157,7 +170,9 @@ def make_plan(config: RunConfig) -> Plan:
     _check_gpus(wanted)
     services = _services(redis=config.streams.backend == "redis")
     trainer, inference = _trainer_seats(wanted), _inference_seats(wanted)
-    if wanted.gpus_per_node:
+    if wanted.share_gpus:
+        trainer, inference = [], _shared(trainer, inference, wanted)
+    elif wanted.gpus_per_node:
         trainer, inference = [], _packed([*trainer, *inference], wanted.gpus_per_node)
     if wanted.services.nodes:
         seats = [Seat(slots=services), *trainer, *inference]
@@ -178,23 +193,55 @@ def _check_gpus(wanted: ResourcesConfig) -> None:
 
 def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
     """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; each part of the trainer
-    on a node of its own, as `resources.trainer.nodes` says."""
-    slots = sorted((slot for seat in seats for slot in seat.slots), key=lambda slot: -slot.gpus)
-    nodes: list[list[Slot]] = []
-    for slot in slots:
-        if slot.gpus > gpus:
-            expected = f"at least {slot.gpus}, the GPUs of {slot.name}, which has one node"
-            raise PlanError("resources.gpus_per_node", gpus, expected, f"raise it, or lower {_GPUS_OF[slot.role]}")
-        node = next((node for node in nodes if _has_room(node, slot, gpus)), None)
-        if node is None:
-            nodes.append(node := [])
-        node.append(slot)
-    return [Seat(slots=tuple(node)) for node in nodes]
+    on a node of its own, as `resources.trainer.nodes` says. Slots that share GPUs stay together."""
+    groups = sorted((group for seat in seats for group in _sharing(seat)), key=lambda group: -group.gpus)
+    nodes: list[Seat] = []
+    for group in groups:
+        if group.gpus > gpus:
+            expected = f"at least {group.gpus}, the GPUs of {group.name}, which has one node"
+            mend = f"raise it, or lower {_GPUS_OF[group.slots[0].role]}"
+            raise PlanError("resources.gpus_per_node", gpus, expected, mend)
+        place = next((place for place, node in enumerate(nodes) if _has_room(node, group, gpus)), None)
+        if place is None:
+            nodes.append(group)
+        else:
+            nodes[place] = Seat(slots=nodes[place].slots + group.slots)
+    return nodes
 
 
-def _has_room(node: Sequence[Slot], slot: Slot, gpus: int) -> bool:
-    trains = any(other.role == "trainer" for other in node)
-    return sum(other.gpus for other in node) + slot.gpus <= gpus and not (trains and slot.role == "trainer")
+def _has_room(node: Seat, group: Seat, gpus: int) -> bool:
+    two_trainers = all(any(slot.role == "trainer" for slot in seat.slots) for seat in (node, group))
+    return node.gpus + group.gpus <= gpus and not two_trainers
+
+
+def _sharing(seat: Seat) -> list[Seat]:
+    """The seat in parts that share no GPU with each other."""
+    groups: list[tuple[Slot, ...]] = []
+    for slot in seat.slots:
+        if slot.back:
+            groups[-1] += (slot,)
+        else:
+            groups.append((slot,))
+    return [Seat(slots=group) for group in groups]
+
+
+def _shared(trainer: Sequence[Seat], inference: Sequence[Seat], wanted: ResourcesConfig) -> list[Seat]:
+    """Each node's servers on the GPUs of its trainer, from the first on."""
+    if len(trainer) != len(inference):
+        expected = f"{len(trainer)} with resources.share_gpus, as resources.trainer.nodes"
+        raise PlanError("resources.inference.nodes", len(inference), expected, "set it")
+    held, needed = trainer[0].gpus, inference[0].gpus
+    if needed > held:
+        expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
+        raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
+    pairs = zip(trainer, inference, strict=True)
+    return [Seat(slots=(*training.slots, *_upon(serving, held))) for training, serving in pairs]
+
+
+def _upon(serving: Seat, held: int) -> Iterator[Slot]:
+    """The slots with their GPUs among the `held` ones before them."""
+    for slot, places in zip(serving.slots, serving.gpu_places(), strict=True):
+        yield msgspec.structs.replace(slot, back=held - places.start)
 
 
 def _ranks(wanted: ResourcesConfig, seats: int) -> int:
@@ -227,7 +274,8 @@ def _trainer_seats(wanted: ResourcesConfig) -> list[Seat]:
 def _inference_seats(wanted: ResourcesConfig) -> list[Seat]:
     servers, gpus = wanted.inference.servers, wanted.inference.gpus
     count = servers * wanted.inference.nodes
-    slots = [Slot(role="inference", index=index, ports=1, gpus=gpus) for index in range(count)]
+    back = [gpus if index % servers % wanted.inference.per_gpu else 0 for index in range(count)]
+    slots = [Slot(role="inference", index=index, ports=1, gpus=gpus, back=back[index]) for index in range(count)]
     return [Seat(slots=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
 
 
