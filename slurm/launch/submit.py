@@ -12,8 +12,8 @@ from functools import partial
 from rich.console import Console
 
 from pipeline.config import RunConfig
-from pipeline.config.models import longest_sequence
-from pipeline.config.rules import check_run
+from pipeline.config.models import attention_heads, longest_sequence
+from pipeline.config.rules import check_parallel, check_run
 from pipeline.errors import ConfigError, PlanError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
@@ -101,6 +101,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
     """
     check_run(config, longest_sequence(config.model))
+    check_parallel(config, attention_heads(config.model))
     plan = make_plan(config)
     check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
     find_vllm()
