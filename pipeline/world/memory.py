@@ -6,8 +6,6 @@ bounds that lie near what was measured (docs/gpus.md says how near). Pure: what 
 
     trainer_need(config, sizes).total       # bytes of the GPU of a trainer process
     check_memory(config, sizes)             # `ConfigError` if resources.gpu_memory is known and too small
-
-Notation: P parameters, n trainer ranks, T tokens of a micro-batch; 4 bytes a float32 number.
 """
 
 import math
@@ -71,6 +69,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head(self) -> int:
+        """Parameters of the head."""
         return self.hidden * self.vocabulary
 
 
@@ -81,6 +80,7 @@ class Need(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
+        """All of them."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
     always = {
         "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks),
         "other models": _others(config, sizes, ranks),
-        "weights for the servers": _PUBLISHED * _sent(config, sizes) if config.weights_backend == "nccl" else 0,
+        "weights for the servers": _PUBLISHED * sizes.weights if config.weights_backend == "nccl" else 0,
         "copies in compute type": _copies(config, sizes),
         "gradients": _shard(_GRADIENT * sizes.trained, ranks if config.training.reshard else 1),
         "CUDA": CONTEXT,
@@ -290,10 +290,6 @@ def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:
     reference = _MASTER * sizes.parameters if config.loss.kl else 0
     trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage == "gae" else 0
     return _shard(reference + trained, ranks)
-
-
-def _sent(config: RunConfig, sizes: Sizes) -> int:
-    return sizes.width * (sizes.trained if config.model.lora.rank else sizes.parameters)
 
 
 def _copies(config: RunConfig, sizes: Sizes) -> int:

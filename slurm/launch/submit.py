@@ -7,11 +7,11 @@ then the exit code is 2, else that of `slurm.launch.following`.
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from rich.console import Console
 
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.config.models import attention_heads, longest_sequence
 from pipeline.config.rules import check_parallel, check_run
 from pipeline.errors import ConfigError, PlanError, RollcallError
@@ -109,7 +109,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
         find_server()
     runs.examine(config)
     if config.resources.device == "cuda" and config.resources.gpu_memory:
-        check_memory(config, _sizes(config))
+        check_memory(config, _sizes(config.model))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
         accepted = [] if accepted is None else accepted
@@ -120,10 +120,12 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     return plan
 
 
-def _sizes(config: RunConfig) -> Sizes:
+@cache
+def _sizes(model: ModelConfig) -> Sizes:
+    """Counted once for all points of a sweep."""
     from pipeline.training.workers.sizes import sizes_of  # torch and transformers take seconds
 
-    return sizes_of(config.model)
+    return sizes_of(model)
 
 
 def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
@@ -154,7 +156,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
-    for line in describe_memory(config, _sizes(config)) if whole and config.resources.device == "cuda" else ():
+    for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
