@@ -52,6 +52,14 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
         raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
 
 
+def check_parallel(config: RunConfig, heads: int | None) -> None:
+    """`ConfigError` unless a server's GPUs can share the model's attention heads evenly, if their number is known."""
+    gpus = config.resources.inference.gpus
+    if heads is not None and gpus > 1 and heads % gpus:
+        expected = f"a divisor of {heads}, the model's num_attention_heads, which the GPUs of a server share evenly"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "change it")
+
+
 def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
     """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
     parts = config.training.mini_batches

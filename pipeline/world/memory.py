@@ -6,8 +6,6 @@ bounds that lie near what was measured (docs/gpus.md says how near). Pure: what 
 
     trainer_need(config, sizes).total       # bytes of the GPU of a trainer process
     check_memory(config, sizes)             # `ConfigError` if resources.gpu_memory is known and too small
-
-Notation: P parameters, n trainer ranks, T tokens of a micro-batch; 4 bytes a float32 number.
 """
 
 import math
@@ -71,6 +69,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head(self) -> int:
+        """Parameters of the head."""
         return self.hidden * self.vocabulary
 
 
@@ -81,6 +80,7 @@ class Need(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
+        """All of them."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
     always = {
         "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks),
         "other models": _others(config, sizes, ranks),
-        "weights for the servers": _PUBLISHED * _sent(config, sizes) if config.weights_backend == "nccl" else 0,
+        "weights for the servers": _PUBLISHED * sizes.weights if config.weights_backend == "nccl" else 0,
         "copies in compute type": _copies(config, sizes),
         "gradients": _shard(_GRADIENT * sizes.trained, ranks if config.training.reshard else 1),
         "CUDA": CONTEXT,
@@ -112,11 +112,10 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
 
 
 def server_need(config: RunConfig, sizes: Sizes) -> Need:
-    """The least that each GPU of a server must have: room for one sequence of `model.max_length`."""
-    gpus = max(1, config.resources.inference.gpus)
+    """The least that a server must have of each of its GPUs: room for one sequence of `model.max_length`."""
     return Need(
         {
-            "weights": _shard(sizes.weights, gpus),
+            "weights": _shard(sizes.weights, _server_gpus(config)),
             "weights that arrive": sizes.weights if config.weights_backend == "nccl" else 0,
             "one sequence": config.model.max_length * kv_bytes(config, sizes),
             "vLLM": ENGINE,
@@ -127,22 +126,22 @@ def server_need(config: RunConfig, sizes: Sizes) -> Need:
 
 def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes that a token takes in the cache of each GPU of a server; 0 where that is not known."""
-    parallel = min(max(1, config.resources.inference.gpus), sizes.kv_heads)
-    return _shard(sizes.kv * sizes.width, parallel)
+    return _shard(sizes.kv * sizes.width, min(_server_gpus(config), sizes.kv_heads))
 
 
 def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
-    """Sequences of `model.max_length` whose cache fits on GPUs of so many bytes; 0 or less for too few, or unknown."""
+    """Sequences of `model.max_length` that fit in a server's cache on GPUs of so many bytes; 0 or less for too few, or
+    unknown."""
     each = config.model.max_length * kv_bytes(config, sizes)
-    gpus = max(1, config.resources.inference.gpus)
-    room = config.inference.gpu_memory * memory - _shard(sizes.weights, gpus) - ENGINE
+    mine = config.inference.gpu_memory * memory / config.resources.inference.per_gpu
+    room = mine - _shard(sizes.weights, _server_gpus(config)) - ENGINE
     return int(room // each) if each else 0
 
 
 def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
-    """The most that `inference.gpu_memory` may be, in hundredths: vLLM takes that part, and what arrives the rest."""
-    rest = server_need(config, sizes).parts["weights that arrive"] + CONTEXT
-    return max(0, math.floor(100 * (1 - rest / memory))) / 100
+    """The most that `inference.gpu_memory` may be, in hundredths: that part is vLLM's, and the rest for what is beside
+    it."""
+    return max(0, math.floor(100 * (1 - _beside_vllm(config, sizes) / memory))) / 100
 
 
 def host_need(config: RunConfig, sizes: Sizes) -> Need:
@@ -160,6 +159,9 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
     if not sizes.activations:
         lines.append("  without activations, which cannot be told of this model")
     lines.append(f"GPU of a server, at least: {server_need(config, sizes)}")
+    if config.resources.share_gpus:
+        shared = _least_vllm(config, sizes) + _beside_vllm(config, sizes)
+        lines.append(f"GPU that they share, at least: {shared / GIB:.1f} GiB")
     if each := kv_bytes(config, sizes):
         room = f"; {sequences(config, sizes, memory)} sequences of {config.model.max_length} fit" if memory else ""
         lines.append(f"  a token takes {each / 1024:.1f} KiB of its cache{room}")
@@ -189,20 +191,42 @@ def check_memory(config: RunConfig, sizes: Sizes) -> None:
     trainer = trainer_need(config, sizes)
     if trainer.total > memory:
         raise _too_small(config, "a trainer process", trainer, _mend_trainer(config, sizes, memory))
-    server, share = server_need(config, sizes), config.inference.gpu_memory
-    if server.total > memory:
-        raise _too_small(config, "each GPU of a server", server, _mend_server(config, sizes, memory))
-    most = most_share(config, sizes, memory)
+    inside, beside = _least_vllm(config, sizes), _beside_vllm(config, sizes)
+    if inside + beside > memory and config.resources.share_gpus:
+        servers = inside + beside - trainer.total
+        mend = _mend_trainer(config, sizes, memory - servers)
+        raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, mend)
+    if inside + beside > memory:
+        need = server_need(config, sizes)
+        raise _too_small(config, "each GPU of a server", need, _mend_server(config, sizes, memory))
+    share, most = config.inference.gpu_memory, most_share(config, sizes, memory)
     if share > most:
-        arriving = server.parts["weights that arrive"] / GIB
-        expected = (
-            f"at most {most}, since {arriving:.1f} GiB of each GPU hold the weights that arrive, and CUDA its part"
-        )
+        expected = f"at most {most}: {_BESIDE[config.resources.share_gpus]} take {beside / GIB:.1f} GiB beside vLLM"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
-    if sizes.kv and sequences(config, sizes, memory) < 1:
-        inside = server.total - server.parts["weights that arrive"] - CONTEXT
+    if share * memory < inside:
         expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
         raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
+
+
+_BESIDE = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
+"""What is on a server's GPU, by whether it is shared with the trainer."""
+
+
+def _least_vllm(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a GPU that vLLM needs inside of `inference.gpu_memory`, for all servers there."""
+    parts = server_need(config, sizes).parts
+    return config.resources.inference.per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
+
+
+def _beside_vllm(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
+    parts = server_need(config, sizes).parts
+    trainer = trainer_need(config, sizes).total if config.resources.share_gpus else 0
+    return trainer + config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
+
+
+def _server_gpus(config: RunConfig) -> int:
+    return max(1, config.resources.inference.gpus)
 
 
 def _too_small(config: RunConfig, who: str, need: Need, mend: str) -> ConfigError:
@@ -227,8 +251,8 @@ def _mend_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
     resources = config.resources
     for gpus in (2, 4, 8):
         wider = resources.model_copy(update={"inference": resources.inference.model_copy(update={"gpus": gpus})})
-        need = server_need(config.model_copy(update={"resources": wider}), sizes)
-        if gpus > resources.inference.gpus and need.total <= memory:
+        wide = config.model_copy(update={"resources": wider})
+        if gpus > resources.inference.gpus and _least_vllm(wide, sizes) + _beside_vllm(wide, sizes) <= memory:
             return f"set resources.inference.gpus={gpus}"
     return "choose GPUs of more memory"
 
@@ -266,10 +290,6 @@ def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:
     reference = _MASTER * sizes.parameters if config.loss.kl else 0
     trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage == "gae" else 0
     return _shard(reference + trained, ranks)
-
-
-def _sent(config: RunConfig, sizes: Sizes) -> int:
-    return sizes.width * (sizes.trained if config.model.lora.rank else sizes.parameters)
 
 
 def _copies(config: RunConfig, sizes: Sizes) -> int:

@@ -33,7 +33,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         beacon: port where the agent answers connect-backs.
         token: what the callers of the beacon must know.
         ports: ports this agent holds (bound, see `pipeline.system.process.hold_port`) for the roles it may get.
-        gpus: indices of the usable GPUs.
+        gpus: indices of the GPUs that its roles may get: those that the scheduler gave, or that the agent has claimed.
         memory: bytes of free memory.
         problems: what its preflight found wrong; a rank with problems gets no role.
     """

@@ -7,15 +7,15 @@ then the exit code is 2, else that of `slurm.launch.following`.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.config import RunConfig
-from pipeline.config.models import longest_sequence
-from pipeline.config.rules import check_run
+from pipeline.config import ModelConfig, RunConfig
+from pipeline.config.models import attention_heads, longest_sequence
+from pipeline.config.rules import check_parallel, check_run
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
@@ -113,6 +113,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
     """
     check_run(config, longest_sequence(config.model))
+    check_parallel(config, attention_heads(config.model))
     plan = make_plan(config)
     check_inputs(config)
     if config.has_rollouts:
@@ -121,7 +122,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
             find_server()
     runs.examine(config)
     if config.resources.device == "cuda" and config.resources.gpu_memory:
-        check_memory(config, _sizes(config))
+        check_memory(config, _sizes(config.model))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
         accepted = [] if accepted is None else accepted
@@ -132,10 +133,12 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     return plan
 
 
-def _sizes(config: RunConfig) -> Sizes:
+@cache
+def _sizes(model: ModelConfig) -> Sizes:
+    """Counted once for all points of a sweep."""
     from pipeline.training.workers.sizes import sizes_of  # torch and transformers take seconds
 
-    return sizes_of(config.model)
+    return sizes_of(model)
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -184,7 +187,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
-    for line in describe_memory(config, _sizes(config)) if whole and config.resources.device == "cuda" else ():
+    for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
     if (first := first_row(config)) is not None:
         console.print("\nThe first row; what is trained is green:")

@@ -30,30 +30,31 @@ _TOKENS = 256
 
 
 def sizes_of(config: ModelConfig) -> Sizes:
-    """The sizes of the policy; `ConfigError` for a directory that holds no model that transformers knows."""
+    """The sizes of the policy; `ConfigError` for a directory that holds no model that can be told."""
     directory = model_directory(config)
     try:
-        network = _outline(directory, config)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        expected = "a model that transformers knows"
+        return _count(_outline(directory, config))
+    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        expected = "a model that transformers knows, with a list of layers"
         raise ConfigError("model.path", config.path, expected, one_line(error)[:200]) from None
-    settings = network.config.get_text_config()
-    layers = list(network.get_decoder().layers)
-    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+
+
+def _count(network: Any) -> Sizes:
+    settings, head = network.config.get_text_config(), network.get_output_embeddings().weight
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in network.get_decoder().layers]
     parameters = sum(p.numel() for p in network.parameters())
-    head = network.get_output_embeddings().weight
     return Sizes(
         parameters=parameters,
         trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         outside_layers=parameters - sum(of_layers),
         layer=max(of_layers),
-        layers=len(layers),
+        layers=len(of_layers),
         hidden=settings.hidden_size,
         vocabulary=head.shape[0],
         head_trained=head.requires_grad,
         logits=CHUNK,
         activations=_activations(network),
-        kv=_kv(settings, len(layers)),
+        kv=_kv(settings, len(of_layers)),
         kv_heads=_kv_heads(settings),
         width=head.dtype.itemsize,
     )
@@ -68,8 +69,7 @@ def _outline(directory: Path, config: ModelConfig) -> Any:
         if config.lora.rank:
             from pipeline.training.workers import lora  # peft takes a second, and runs without adapters do without it
 
-            fresh = config.lora.model_copy(update={"adapter": ""})
-            lora.add_adapters(network, fresh)
+            lora.add_adapters(network, config.lora.model_copy(update={"adapter": ""}))  # one to go on from is as large
     return network.train()
 
 

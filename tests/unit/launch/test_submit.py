@@ -47,6 +47,14 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
         ("resources.layout=het", "resources.layout='het': expected one, without Slurm"),
+        (
+            "resources=gpus_4 resources.inference.servers=1 resources.inference.gpus=3",
+            "resources.inference.gpus=3: expected a divisor of 4, the model's num_attention_heads",
+        ),
+        (
+            "resources=gpus resources.inference.gpus=4",
+            "resources.gpus_per_node=2: expected at least 4, the GPUs of inference.0, which has one node; raise it, or",
+        ),
     ],
 )
 def test_a_mistake_is_refused_with_its_mend(

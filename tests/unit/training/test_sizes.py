@@ -104,8 +104,9 @@ def test_the_cache_holds_what_layers_of_its_kind_keep(settings: dict[str, object
     assert _kv(text, 3) == kv
 
 
-def test_what_transformers_does_not_know_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+@pytest.mark.parametrize("family", ["no_such_model", "gpt2"])
+def test_what_cannot_be_told_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "n_layer": 1}))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model\.path.*expected a model that transformers knows") as caught:
         sizes_of(ModelConfig(path=str(tmp_path), init="random"))

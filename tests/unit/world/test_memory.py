@@ -167,7 +167,7 @@ def test_a_server_that_does_not_fit_is_refused_with_how_many_gpus_do() -> None:
 @pytest.mark.parametrize(
     ("share", "words"),
     [
-        (0.85, "expected at most 0.79, since 14.9 GiB of each GPU hold the weights that arrive"),
+        (0.85, "expected at most 0.79: weights that arrive and CUDA take 16.4 GiB beside vLLM; lower it"),
         (0.1, "expected at least 0.24"),
     ],
 )
@@ -176,6 +176,33 @@ def test_a_part_of_the_gpu_that_is_too_large_or_too_small_is_refused(share: floa
     assert words in said(with_share(config, share))
     for fine in (0.24, most_share(config, B8, 80 * GIB)):
         check_memory(with_share(config, fine), B8)
+
+
+def shared(config: RunConfig, servers: int = 1) -> RunConfig:
+    resources = config.resources
+    inference = resources.inference.model_copy(update={"servers": servers, "per_gpu": servers})
+    return config.model_copy(
+        update={"resources": resources.model_copy(update={"share_gpus": True, "inference": inference})}
+    )
+
+
+def test_a_gpu_that_is_shared_holds_trainer_and_servers() -> None:
+    config = shared(config_of(processes=8, memory="141G", **SAVING))
+    trainer, server = trainer_need(config, B8).total, server_need(config, B8).total
+    assert f"GPU that they share, at least: {(trainer + server) / GIB:.1f} GiB" in describe_memory(config, B8)
+    assert "expected at most 0.46: the trainer, weights that arrive and CUDA take 75.4 GiB" in said(config)
+    check_memory(with_share(config, 0.46), B8)
+    told = said(shared(config_of(processes=8, memory="80G", **SAVING)))
+    assert told.startswith(
+        "resources.gpu_memory='80G': expected enough for its servers, 34.9 GiB, and a trainer process, "
+    )
+    assert " and spread the trainer over " in told
+
+
+def test_each_of_the_servers_of_one_gpu_takes_its_part() -> None:
+    one, two = (shared(config_of(), servers) for servers in (1, 2))
+    assert sequences(two, B8, 200 * GIB) < sequences(one, B8, 200 * GIB) / 2
+    assert most_share(two, B8, 400 * GIB) < most_share(one, B8, 400 * GIB)
 
 
 def test_without_a_known_memory_or_a_gpu_nothing_is_refused() -> None:
