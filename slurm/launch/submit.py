@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
@@ -183,7 +184,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
     GPU's memory, and what Slurm would get."""
     console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/]  {_what_it_trains(config)}")
+    console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
