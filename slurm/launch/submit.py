@@ -175,9 +175,11 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
-    if (first := first_row(config)) is not None:
+    if (shown := first_row(config)) is not None:
+        first, endless = shown
         console.print("\nThe first row; what is trained is green:")
         console.print(Text.from_ansi(coloured(first)), end="\n\n")
+        warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
     if script and config.cluster.kind == "slurm":
