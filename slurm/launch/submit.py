@@ -190,9 +190,11 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         console.print(f"  {line}")
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
-    if (first := first_row(config)) is not None:
+    if (shown := first_row(config)) is not None:
+        first, endless = shown
         console.print("\nThe first row; what is trained is green:")
         console.print(Text.from_ansi(coloured(first)), end="\n\n")
+        warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
     if whole and config.cluster.kind == "slurm":
