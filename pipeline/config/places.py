@@ -104,6 +104,11 @@ class InferenceResources(Section):
     nodes: Positive = Field(1, description="Nodes that serve.")
     servers: Positive = Field(1, description="vLLM servers on each of its nodes.")
     gpus: NotNegative = Field(0, description="GPUs for each server.")
+    per_gpu: Positive = Field(
+        1,
+        description="Servers of one GPU that share it, each with its part of inference.gpu_memory: two engines feed "
+        "one GPU a small model faster than one does.",
+    )
     threads: Positive = Field(1, description="CPU threads for each server.")
 
 
@@ -123,8 +128,13 @@ class ResourcesConfig(Section):
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: as many as the plan needs.")
     gpus_per_node: NotNegative = Field(
         0,
-        description="GPUs of each node, onto which trainer and servers are packed together; 0: each has nodes of its "
-        "own.",
+        description="GPUs of each node, onto which trainer and servers are packed together, in as few nodes as they "
+        "fit, but each node of the trainer stays one; 0: each has nodes of its own.",
+    )
+    share_gpus: bool = Field(
+        False,
+        description="Servers on the GPUs of the trainer, for machines with one or few; inference.gpu_memory has to "
+        "leave the trainer its part.",
     )
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="What trainer and servers compute on; with `cpu` GPUs are idle."

@@ -21,6 +21,9 @@ _TOKEN_BYTES = 9
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""
 
+MOST_SHARED = 0.7
+"""Of a GPU, for the servers that share it with a process of the trainer."""
+
 
 SLURM_KEYS = tuple(
     key
@@ -31,8 +34,8 @@ SLURM_KEYS = tuple(
 
 
 def check_run(config: RunConfig, positions: int | None = None) -> None:
-    """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
-    which `pipeline.training.jobs.check_alone` looks at."""
+    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.training.jobs.check_alone`
+    looks at each."""
     _something_is_trained(config)
     if config.has_rollouts:
         _servers_have_gpus(config)
@@ -73,7 +76,15 @@ def check_address(key: str, url: str, mend: str) -> None:
 
 
 def _something_is_trained(config: RunConfig) -> None:
-    if not config.has_rollouts and not config.has_sft:
+    training = config.training
+    if training.jobs:
+        start = training.warm_start
+        asked = {"steps": training.steps, "warm_start.steps": start.steps, "warm_start.epochs": start.epochs}
+        for key, steps in asked.items():
+            if steps:
+                expected = "0 with training.jobs: each job says its own steps"
+                raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
+    elif not config.has_rollouts and not config.has_sft:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 
@@ -110,6 +121,19 @@ def _servers_have_gpus(config: RunConfig) -> None:
     if device == "cuda" and config.weights_backend == "gloo" and gpus > 1:
         expected = "1 where weights travel over gloo (inference.backend=gloo, or adapters): it feeds one process"
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1")
+
+
+def _shared_gpus_have_room(config: RunConfig) -> None:
+    wanted, memory = config.resources, config.inference.gpu_memory
+    if wanted.inference.per_gpu > 1 and wanted.inference.gpus != 1:
+        expected = "1, where each server has one GPU only (resources.inference.gpus=1)"
+        raise ConfigError("resources.inference.per_gpu", wanted.inference.per_gpu, expected, "leave it out")
+    if wanted.share_gpus and wanted.device == "cpu":
+        raise ConfigError("resources.share_gpus", True, "false with resources.device=cpu", "leave it out")
+    if wanted.share_gpus and memory > MOST_SHARED:
+        expected = f"at most {MOST_SHARED} with resources.share_gpus, since the trainer needs the rest"
+        mend = "--dry-run says what the trainer needs; 0.4 is a good start"
+        raise ConfigError("inference.gpu_memory", memory, expected, mend)
 
 
 def _cuda_has_gpus(config: RunConfig) -> None:
@@ -219,6 +243,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _cuda_has_gpus,
+    _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,
     _what_is_set_is_read,

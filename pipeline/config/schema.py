@@ -239,6 +239,11 @@ class TrainingConfig(Section):
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
     data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
     warm_start: WarmStartConfig = WarmStartConfig()
+    jobs: str = Field(
+        "",
+        description="A job file, or a folder of them, that the trainer does instead (docs/jobs.md); there are no other "
+        "steps then.",
+    )
 
 
 class RolloutConfig(Section):

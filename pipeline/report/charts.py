@@ -16,6 +16,7 @@ from pipeline.report.history import History
 from pipeline.rundir.metrics import Row, series
 
 _WIDTH, _HEIGHT = 5.2, 2.3
+_KINDS = {"sft": "SFT", "rl": "RL"}
 Points = list[tuple[int, float]]
 
 
@@ -43,8 +44,7 @@ def all_charts(history: History) -> list[Chart]:
     """Every chart of a run, in the order of the page."""
     rows = history.rows
     if history.config and not history.config.has_rollouts:
-        resumes = resume_steps(rows, "sft")
-        return [_loss(rows, resumes, "Loss"), _throughput(rows, resumes, "sft")]
+        return [chart for job, name in _KINDS.items() for chart in _of_trainer(rows, job, name)] or [_no_steps()]
     resumes = resume_steps(rows)
     return [
         _reward(rows, resumes),
@@ -53,8 +53,20 @@ def all_charts(history: History) -> list[Chart]:
         _throughput(rows, resumes, "rl"),
         _idle(rows, resumes),
         _sync(rows, resumes),
-        *([_loss(rows, (), "Warm start")] if series(rows, "loss", job="sft") else []),
+        *([_loss(rows, (), "sft", "Warm start")] if series(rows, "loss", job="sft") else []),
     ]
+
+
+def _of_trainer(rows: list[Row], job: str, name: str) -> list[Chart]:
+    """The charts of one kind of job in a run that has a trainer only; none if it did no step of it."""
+    if not any(row["job"] == job for row in rows):
+        return []
+    resumes = resume_steps(rows, job)
+    return [_loss(rows, resumes, job, f"Loss of {name}"), _throughput(rows, resumes, job)]
+
+
+def _no_steps() -> Chart:
+    return _chart("Loss", "Of every step.", [], (), "loss")
 
 
 def resume_steps(rows: Iterable[Row], job: str = "rl") -> list[int]:
@@ -111,11 +123,11 @@ def _sync(rows: list[Row], resumes: Sequence[int]) -> Chart:
     return _chart("Weight sync", note, [_smooth_curve("seconds", points)], resumes, "sync/seconds")
 
 
-def _loss(rows: list[Row], resumes: Sequence[int], title: str) -> Chart:
-    """Of SFT."""
-    held_out = Curve("held out", series(rows, "eval/loss", job="sft"), marks=True)
-    curves = [_smooth_curve("loss", series(rows, "loss", job="sft")), held_out]
-    return _chart(title, "Cross-entropy (nats a token) of what is shown to the model.", curves, resumes, "loss")
+def _loss(rows: list[Row], resumes: Sequence[int], job: str, title: str) -> Chart:
+    held_out = Curve("held out", series(rows, "eval/loss", job=job), marks=True)
+    curves = [_smooth_curve("loss", series(rows, "loss", job=job)), held_out]
+    sft = "Cross-entropy (nats a token) of what is shown to the model."
+    return _chart(title, sft if job == "sft" else "The policy loss of each step.", curves, resumes, "loss")
 
 
 def _idle_order(name: str) -> tuple[bool, str]:

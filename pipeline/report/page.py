@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from pipeline.checkpoints import root_of
+from pipeline.config import TrainingConfig
 from pipeline.config.identity import flatten
 from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
@@ -19,7 +20,7 @@ from pipeline.report.style import STYLE
 from pipeline.report.timeline import timeline
 from pipeline.report.words import clock, count, number
 from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.metrics import series
+from pipeline.rundir.metrics import Row, series
 from pipeline.system import files
 
 Tile = tuple[str, str]
@@ -66,10 +67,9 @@ def tiles(history: History) -> list[Tile]:
     """The headline: (value, what it is)."""
     config, rows = history.config, history.rows
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
-    job = "rl" if config is None or config.has_rollouts else "sft"
-    speeds = sorted(value for _, value in series(rows, "tokens_per_second", job=job))
+    speeds = _speeds(row for row in rows if row["job"] == "rl")
     if config and not config.has_rollouts:
-        return _sft_tiles(history, speeds, config.training.warm_start.steps)
+        return _trainer_tiles(history, config.training)
     total = f" / {config.training.steps}" if config else ""
     limit = f", at most {config.training.max_lag} allowed" if config else ""
     return [
@@ -82,17 +82,26 @@ def tiles(history: History) -> list[Tile]:
     ]
 
 
-def _sft_tiles(history: History, speeds: Sequence[float], total: int) -> list[Tile]:
-    losses, held_out = (series(history.rows, name, job="sft") for name in ("loss", "eval/loss"))
-    total = total or max((int(steps) for _, steps in series(history.rows, "steps", job="sft")), default=0)
-    best = min(held_out, key=lambda point: point[1], default=None)
+def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
+    """Of a run that has a trainer only: SFT alone, or the jobs of files."""
+    rows = [row for row in history.rows if row["kind"] == "train"]
+    done = str(rows[-1]["step"] if rows else 0)
+    if training.jobs:
+        return [(done, "steps of all jobs"), _wall_tile(history), _speed_tile(_speeds(rows))]
+    total = training.warm_start.steps or max((int(steps) for _, steps in series(rows, "steps", job="sft")), default=0)
+    best = min(series(history.rows, "eval/loss", job="sft"), key=lambda point: point[1], default=None)
     return [
-        (f"{losses[-1][0] if losses else 0} / {total or '?'}", "steps of SFT"),
+        (f"{done} / {total or '?'}", "steps of SFT"),
         _wall_tile(history),
-        _first_last([value for _, value in losses], "loss, first → last tenth"),
+        _first_last([value for _, value in series(rows, "loss", job="sft")], "loss, first → last tenth"),
         *([(number(best[1], ".3f"), f"lowest held-out loss, at step {best[0]}")] if best else []),
-        _speed_tile(speeds),
+        _speed_tile(_speeds(rows)),
     ]
+
+
+def _speeds(rows: Iterable[Row]) -> list[float]:
+    """Tokens a second of each step, the slowest first."""
+    return sorted(row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None)
 
 
 def _wall_tile(history: History) -> Tile:
@@ -130,7 +139,8 @@ def _head(history: History) -> str:
     identity, config = history.identity, history.config
     facts = ["config.json is missing or unreadable"]
     if config:
-        facts = [config.task.name, config.loss.name if config.has_rollouts else "SFT", config.model.path]
+        done = config.loss.name if config.has_rollouts else config.training.jobs or "SFT"
+        facts = [config.task.name, done, config.model.path]
     if identity:
         facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
         facts += [f"revision {identity.revision}"] if identity.revision else []

@@ -135,7 +135,7 @@ def _program(config: RunConfig) -> tuple[str, ...]:
 def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
     return (
         *("--tensor-parallel-size", str(len(place.gpus))),
-        *("--gpu-memory-utilization", str(config.inference.gpu_memory)),
+        *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.per_gpu)),
         *("--api-server-count", str(config.inference.api_processes)),
     )
 

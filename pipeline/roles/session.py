@@ -6,24 +6,20 @@ down, device memory given back, and only then the event. Must not know losses, r
 """
 
 import logging
-import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
 from pipeline.roles.context import RoleContext
+from pipeline.roles.controller import Controller
 from pipeline.roles.peers import Peers
-from pipeline.rundir.events import Listener
-from pipeline.rundir.metrics import Console, MetricSinks, read_rows, series
+from pipeline.rundir.metrics import read_rows, series
 from pipeline.system import heartbeat
-from pipeline.system.outages import OUTAGE_SECONDS, insist
-from pipeline.tracking.sinks import tracking_sinks
 from pipeline.training.batches import Interrupted
 from pipeline.training.commits import Commits, JobPosition
 from pipeline.training.conversations import Conversations
 from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.release import release
 from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.runner import Algorithm, Runner, tells_more
@@ -33,15 +29,14 @@ from pipeline.training.speed import machine_of
 log = logging.getLogger(__name__)
 
 
-class Session:
+class Session(Controller):
     """The controller's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
-        self._context, self._dispatch, self._config = context, dispatch, context.config
+        super().__init__(context, dispatch)
         reads = self._config.has_sft and self._config.data.path
         self._conversations = Conversations(self._config, self._alive) if reads else None
         self._commits = Commits(context.paths, context.config, dispatch, self._conversations)
-        self._listener = Listener(context.events, ranks=1 + max(place.rank for place in context.world.placements))
         self._peers: Peers | None = None
 
     def run(self) -> None:
@@ -51,8 +46,7 @@ class Session:
             self._open(opened)
             opened.push(self._finish_commits)  # while those whom it tells are still open
             try:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on events say when to commit and end
-                self._context.announce("ready", "connected")
+                self._get_ready("connected")
                 if self._peers:
                     self._peers.give_up(self._commits.covered)
                 self._run_jobs(position)
@@ -60,17 +54,12 @@ class Session:
             except Interrupted as reason:
                 log.info("%s; what is done is committed", reason)
                 return
-        release(self._dispatch)
-        by = self._context.placement.name
-        insist("the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS)
+        self._finish()
 
     def _open(self, opened: ExitStack) -> None:
         """Connect to everything the controller talks to; `opened` closes it in the opposite order."""
-        config, paths = self._config, self._context.paths
-        tracking, check = tracking_sinks(config, paths), self._commits.fence.check
-        sinks = MetricSinks(self._context.run.metrics, paths.attempt, [Console(), *tracking], check=check)
-        self._sinks = opened.enter_context(sinks)
-        if config.has_rollouts:
+        self._sinks = self._open_sinks(opened, self._commits.fence.check)
+        if self._config.has_rollouts:
             ledger = self._commits.ledger
             self._peers = Peers(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
             self._commits.on_durable = self._peers.give_up
@@ -152,15 +141,11 @@ class Session:
         self._sinks.log("eval", "rl", version, metrics)
 
     def _pulse(self) -> None:
-        """Called while the controller waits between two operations: show the ranks that it lives, and acknowledge the
-        stream entries that a commit covers once it is durable.
+        """As every controller's; then acknowledge the stream entries that a commit covers once it is durable.
 
-        Raises `Interrupted` when the attempt is ending; that comes first, since the last commit makes up for one that
-        failed. Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.
+        That the attempt is ending comes first, since the last commit makes up for one that failed.
+
+        Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.
         """
-        self._dispatch.idle()
-        heard = self._listener.heard()
-        ending = heard.get("failed") or heard.get("draining")
-        if ending is not None:
-            raise Interrupted(f"{ending.name} by {ending.by}")
+        super()._pulse()
         self._commits.collect()

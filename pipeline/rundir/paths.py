@@ -12,7 +12,7 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       submitit/                           submitit's own job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/,
-                                          first_failure.json, outcome.json of one attempt
+                                          first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       jobs/                               the trainer's jobs: sft.json, rl.json
@@ -35,6 +35,7 @@ from pathlib import Path
 RUN, SWEEP, METRICS, CHECKPOINTS, MODEL = "run.json", "sweep.json", "metrics.jsonl", "checkpoints", "model"
 WORLD = "world.json"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
+COMMITTED, EXHAUSTED = "committed", "exhausted"
 """Names below an attempt's own directory for those who see it as a `pipeline.system.directory.Directory`."""
 
 
@@ -121,6 +122,16 @@ class AttemptPaths:
     def outcome(self) -> Path:
         """What became of the job after this attempt (`pipeline.rundir.documents.Outcome`)."""
         return self.root / "outcome.json"
+
+    @property
+    def committed(self) -> Path:
+        """A mark: this attempt committed steps of a job of `training.jobs`, wherever that keeps them."""
+        return self.root / COMMITTED
+
+    @property
+    def exhausted(self) -> Path:
+        """A mark: of `training.jobs` only such are left as failed, or wait for one that did."""
+        return self.root / EXHAUSTED
 
     @property
     def alive(self) -> Path:

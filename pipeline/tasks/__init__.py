@@ -26,6 +26,7 @@ __all__ = [
     "TaskOptions",
     "Turn",
     "ask",
+    "check_demonstrations",
     "check_task",
     "load_task",
 ]
@@ -61,16 +62,17 @@ def check_task(task: Task, config: RunConfig) -> None:
             if len(task.held_out()) == 0:
                 raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
     if sft_steps and not config.data.path:
-        _check_demonstrations(task, name, sft_steps)
+        check_demonstrations(task, name, "training.warm_start.steps", sft_steps)
 
 
-def _check_demonstrations(task: Task, name: str, steps: int) -> None:
-    with users_code("task.name", name, "a task whose demonstration(0) works, for the warm start"):
+def check_demonstrations(task: Task, name: str, key: str, value: object = "demonstrations") -> None:
+    """`ConfigError` unless the task of this name has what the `value` of a key asks for."""
+    with users_code("task.name", name, "a task whose demonstration(0) works, for SFT"):
         try:
             task.demonstration(0)
         except NotImplementedError:
-            expected = f"0, since the task {name} has no demonstrations"
-            raise ConfigError("training.warm_start.steps", steps, expected, "set it to 0, or write some") from None
+            expected = f"{'0' if isinstance(value, int) else 'packed'}, since the task {name} has no demonstrations"
+            raise ConfigError(key, value, expected, "change it, or write some") from None
 
 
 def _task_class(name: str) -> type[Task]:

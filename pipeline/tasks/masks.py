@@ -127,7 +127,7 @@ def _overlap(place: Span, span: Span) -> bool:
 
 def _check(mask: Sequence[int], spans: Sequence[Span]) -> None:
     if not any(mask[1:]):
-        raise MaskError("no token of it would be trained: its turns are empty")
+        raise MaskError(f"no token of it would be trained: its turns are empty, or left out by the template; {_MEND}")
     if all(mask):
         raise MaskError(f"every token of it would be trained, its prompt too; {_MEND}")
     if any(begin >= end for begin, end in spans):

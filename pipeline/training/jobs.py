@@ -274,7 +274,7 @@ def check_alone(file: Path, job: Job, config: RunConfig) -> None:
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
     if isinstance(job.inputs, Stream | Dataset):
-        mend = "pack the rows, or start a run: python launchers/submit.py"
+        mend = "pack the rows, or have a run make them: python launchers/submit.py"
         raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job that stands alone", mend)
     if isinstance(job, RlJob):
         check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")

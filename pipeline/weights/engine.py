@@ -45,6 +45,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
         seconds: deadline of each wait for the trainer.
         layout: `WeightLayout.plain()` of every update.
         adapter: what the tensors are: the settings of an adapter, or nothing for a whole model's weights.
+        gpu: the GPU that the trainer sends from; none over gloo.
     """
 
     host: str
@@ -54,6 +55,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
     seconds: float
     layout: list[list[Any]]
     adapter: dict[str, Any]
+    gpu: str
 
 
 @dataclass

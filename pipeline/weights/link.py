@@ -18,7 +18,7 @@ The order of an update, and why:
     finish    the new version is what the server writes on every token
     resume
 
-Over nccl a server whose requests go on is not paused: its `update` is a few copies between two steps.
+On GPUs a server whose requests go on is not paused: its `update` is a few copies between two steps.
 """
 
 import logging
@@ -35,8 +35,8 @@ from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import Refused, ServerControl
-from pipeline.weights.nccl import NcclGroup
-from pipeline.weights.wire import TRAINER, TransferGroup, WeightLayout, is_announced, visit_store
+from pipeline.weights.meeting import GpuGroup, gpu_of, meet
+from pipeline.weights.wire import TRAINER, TransferGroup, WeightLayout, announced_gpu, is_announced, visit_store
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Link:
     server: str
     state: LinkState
     version: int | None
-    _groups: Sequence[TransferGroup | NcclGroup] = ()
+    _groups: Sequence[TransferGroup | GpuGroup] = ()
     _paused: bool = False
 
     def bring(self, payload: Payload) -> None:
@@ -170,7 +170,7 @@ class Link:
             with ServerControl(self.server, self._meeting.password) as control:
                 _ask(control, "leave_weights", deadline)
 
-    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> list[TransferGroup | NcclGroup]:
+    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> list[TransferGroup | GpuGroup]:
         """New groups with the server's processes, one each, whatever became of earlier ones."""
         processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
@@ -184,6 +184,7 @@ class Link:
                 "group": name,
                 "address": self.server.rpartition(":")[0],
                 "seconds": self._config.update_seconds,
+                "gpu": gpu_of(payload.buffer.device),
                 "layout": payload.layout.plain(),
                 "adapter": dict(payload.adapter),
             },
@@ -194,12 +195,12 @@ class Link:
 
     def _join(
         self, control: ServerControl, payload: Payload, name: str, store: Store, deadline: Deadline
-    ) -> TransferGroup | NcclGroup:
+    ) -> TransferGroup | GpuGroup:
         wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
         if control.answered:
             control.end(deadline)
         if payload.buffer.is_cuda:
-            return NcclGroup(store, name, TRAINER, payload.buffer.device, deadline)
+            return meet(store, name, TRAINER, payload.buffer.device, announced_gpu(store, name), deadline)
         return TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
 
     def _transfer(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:

@@ -6,30 +6,28 @@ the store, that the bytes are on their way. Whatever takes too long is aborted.
 
 Must not know vLLM's engine, HTTP, or what the tensors mean.
 
-As a `wire.Group`, it is left by dropping it.
+It is left by dropping it.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipeline.errors import ForgedError, WeightSyncError
+from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
+from pipeline.weights.meeting import GpuGroup
 from pipeline.weights.wire import SERVER, TRAINER
 
-T = TypeVar("T")
 _POLL_SECONDS = 0.0005
 
 
-class NcclGroup:
-    """Two members on two GPUs. Any error leaves it unusable: drop it and meet again under another name."""
+class NcclGroup(GpuGroup):
+    """Two members on two GPUs."""
 
     _comm: Any = None
 
@@ -37,19 +35,18 @@ class NcclGroup:
         """Meet the other member under `name`, which is used once; `WeightSyncError` at the deadline."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-        self._store, self._name, self._rank, self._device = store, name, rank, device
-        self._library: Any = NCCLLibrary()
-        self._sent = 0
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        super().__init__(store, name, device)
+        self._rank, self._library = rank, NCCLLibrary()
         self._join(deadline)
 
+    _rank: int
+    _library: Any
+
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
-        """Send uint8[n], whose bytes are there; returns when all of it is handed over."""
         self._tell(self._key(), str(version))
         self._exchange(self._library.ncclSend, buffer, SERVER, deadline)
 
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
-        """Fill uint8[n] once `after` has passed; the version of what is in it."""
         version = self._told(self._key(), int, deadline)
         if after is not None:
             self._stream.wait_event(after)
@@ -57,7 +54,6 @@ class NcclGroup:
         return version
 
     def leave(self) -> None:
-        """End the communicator, also one with an operation under way."""
         comm, self._comm = self._comm, None
         if comm is not None:
             self._library.ncclCommAbort(comm)
@@ -101,7 +97,7 @@ class NcclGroup:
         if self._comm is None:
             raise WeightSyncError(f"group {self._name} was left")
         buffer.record_stream(self._stream)
-        self._sent += 1
+        self._buffers += 1
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.device(self._device):
@@ -117,20 +113,3 @@ class NcclGroup:
                 self.leave()
                 raise WeightSyncError(str(deadline.error()))
             time.sleep(_POLL_SECONDS)
-
-    def _key(self) -> str:
-        return f"{self._name}/{self._sent}"
-
-    def _tell(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
-
-    def _told(self, key: str, read: Callable[[bytes], T], deadline: Deadline) -> T:
-        """What the other member says under `key`, once it does."""
-        try:
-            self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))
-            return read(self._store.get(key))
-        except (RuntimeError, ValueError, ForgedError) as error:
-            raise WeightSyncError(f"{deadline.awaited}: {error}") from error

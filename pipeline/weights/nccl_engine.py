@@ -1,10 +1,11 @@
 """The `nccl` weight-transfer engine that runs inside a vLLM server on GPUs: weights without a pause.
 
-Owns the server's side of an update. A thread receives the bytes into a staging buffer, over nccl and on a stream of its
-own, while the engine generates. One call then enqueues copies from the buffer into the live parameters on the engine's
-stream, which puts them between two steps; nothing is paused and nothing waits for the device. Promises that a step sees
-all of the old weights or all of the new ones, that the first update proves the copies against vLLM's own reload, and
-that where they do not fit (quantised weights, say), every update is that reload, within one call. Must not know HTTP.
+Owns the server's side of an update. A thread receives the bytes into a staging buffer while the engine generates: over
+nccl or, on a GPU that it shares with the trainer, out of its memory, on a stream of its own. One call then enqueues
+copies from the buffer into the live parameters on the engine's stream, which puts them between two steps; nothing is
+paused and nothing waits for the device. Promises that a step sees all of the old weights or all of the new ones, that
+the first update proves the copies against vLLM's own reload, and that where they do not fit (quantised weights, say),
+every update is that reload, within one call. Must not know HTTP.
 
     start_weight_update    begins to receive; returns at once
     update_weights         once the bytes are here: the copies
@@ -31,7 +32,7 @@ from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
 from pipeline.weights.copies import CopyPlan, NoPlan
 from pipeline.weights.engine import reload_model
-from pipeline.weights.nccl import NcclGroup
+from pipeline.weights.meeting import GpuGroup, gpu_of, meet
 from pipeline.weights.wire import SERVER, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class NcclInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer is and what it will send; as `engine.GlooInit`, but never an adapter. Each process of the
-    server has a group of its own, `group/<rank>`."""
+    """Where the trainer is, on which `gpu`, and what it will send; as `engine.GlooInit`, but never an adapter. Each
+    process of the server has a group of its own, `group/<rank>`."""
 
     host: str
     port: int
@@ -49,6 +50,7 @@ class NcclInit(WeightTransferInitInfo):  # type: ignore[misc]
     seconds: float
     layout: list[list[Any]]
     adapter: dict[str, Any]
+    gpu: str
 
 
 @dataclass
@@ -70,7 +72,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
     supports_draft_weight_update = False
 
     version: int | None = None
-    _group: NcclGroup | None = None
+    _group: GpuGroup | None = None
     _arriving: "Future[int] | None" = None
     _plan: CopyPlan | None = None
     _tried_plan: bool = False
@@ -84,8 +86,8 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         self._seconds = init_info.seconds
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
         store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), deadline.left)
-        announce(store, name)
-        self._group = NcclGroup(store, name, SERVER, self.device, deadline)
+        announce(store, name, gpu_of(self.device))
+        self._group = meet(store, name, SERVER, self.device, init_info.gpu, deadline)
 
     def start_weight_update(self) -> None:
         if self._group is None:
@@ -136,7 +138,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         self._tensors = layout.views(self._staging)
         self._plan, self._tried_plan, self._taken = None, False, None
 
-    def _receive(self, group: NcclGroup, arriving: "Future[int]") -> None:
+    def _receive(self, group: GpuGroup, arriving: "Future[int]") -> None:
         try:
             torch.cuda.set_device(self.device)
             arriving.set_result(group.receive(self._staging, Deadline("weights", self._seconds), self._taken))

@@ -121,9 +121,17 @@ def visit_store(address: str, port: int, password: str, seconds: float) -> Store
     return SignedStore(store, password)
 
 
-def announce(store: Store, name: str) -> None:
-    """The server says that it is about to meet the trainer in group `name`."""
-    store.set(f"{name}/announced", "")
+def announce(store: Store, name: str, gpu: str = "") -> None:
+    """The server says that it is about to meet the trainer in group `name`, and on which GPU it is."""
+    store.set(f"{name}/announced", gpu)
+
+
+def announced_gpu(store: Store, name: str) -> str:
+    """On which GPU the server is that announced itself; "" for a CPU. `WeightSyncError` when the store is lost."""
+    try:
+        return str(store.get(f"{name}/announced").decode())
+    except (RuntimeError, ForgedError) as error:
+        raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
 
 
 def is_announced(store: Store, name: str) -> bool:

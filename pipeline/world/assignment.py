@@ -7,7 +7,7 @@ publishes and every rank checks for itself with `check_world`. No I/O, no clock,
 from collections.abc import Iterable, Sequence
 
 from pipeline.errors import RendezvousError
-from pipeline.world.plan import Card, Placement, Plan, Seat, Slot, World
+from pipeline.world.plan import Card, Placement, Plan, RoleName, Seat, Slot, World
 
 
 def assign(
@@ -36,12 +36,13 @@ def check_world(world: World, plan: Plan, card: Card) -> None:
     mine = world.of_rank(card.rank)
     if not mine:
         return
-    given = tuple(Slot(role=p.role, index=p.index, ports=len(p.ports), gpus=len(p.gpus)) for p in mine)
-    if all(seat.slots != given for seat in plan.seats):
+    given = [(p.role, p.index, len(p.ports), len(p.gpus)) for p in mine]
+    seat = next((seat for seat in plan.seats if [_needs(slot) for slot in seat.slots] == given), None)
+    if seat is None:
         names = ", ".join(place.name for place in mine)
         raise RendezvousError(f"rank {card.rank} got {names}, which is no seat of the plan; submit the run again")
-    _check_held(card, "port", [port for place in mine for port in place.ports], card.ports)
-    _check_held(card, "GPU", [gpu for place in mine for gpu in place.gpus], card.gpus)
+    _check_held(card, "port", [port for place in mine for port in place.ports], seat.ports, card.ports)
+    _check_held(card, "GPU", [gpu for place in mine for gpu in place.gpus], seat.gpus, card.gpus)
     for place in mine:
         if place.address not in card.addresses:
             raise RendezvousError(f"rank {card.rank} got {place.name} at {place.address}, which is not its address")
@@ -98,16 +99,20 @@ def _lacks(card: Card, seat: Seat) -> str:
     return ""
 
 
+def _needs(slot: Slot) -> tuple[RoleName, int, int, int]:
+    return slot.role, slot.index, slot.ports, slot.gpus
+
+
 def _place(seat: Seat, card: Card) -> Iterable[Placement]:
-    ports, gpus = iter(card.ports), iter(card.gpus)
-    for slot in seat.slots:
+    ports = iter(card.ports)
+    for slot, places in zip(seat.slots, seat.gpu_places(), strict=True):
         yield Placement(
             role=slot.role,
             index=slot.index,
             rank=card.rank,
             address=card.addresses[0],
             ports=tuple(next(ports) for _ in range(slot.ports)),
-            gpus=tuple(next(gpus) for _ in range(slot.gpus)),
+            gpus=tuple(card.gpus[place] for place in places),
         )
 
 
@@ -129,8 +134,9 @@ def _unusable(card: Card | None, rank: int, seat: Seat) -> str:
     return f"rank {rank} ({card.hostname}): {why}"
 
 
-def _check_held(card: Card, what: str, given: Sequence[int], held: Sequence[int]) -> None:
-    if len(set(given)) != len(given) or not set(given) <= set(held):
+def _check_held(card: Card, what: str, given: Sequence[int], needed: int, held: Sequence[int]) -> None:
+    """Among what is `held`, and as many different ones as are needed."""
+    if len(set(given)) != needed or not set(given) <= set(held):
         raise RendezvousError(
             f"rank {card.rank} got {what}s {list(given)} and holds {list(held)}; submit the run again"
         )
@@ -152,4 +158,6 @@ def _ideal_card(plan: Plan, rank: int, *, gpus: bool) -> Card:
 
 
 def _describe_slot(slot: Slot) -> str:
-    return f"{slot.name} ({slot.gpus} GPU{'s' if slot.gpus > 1 else ''})" if slot.gpus else slot.name
+    if not slot.gpus:
+        return slot.name
+    return f"{slot.name} ({slot.gpus} {'shared ' if slot.back else ''}GPU{'s' if slot.gpus > 1 else ''})"

@@ -6,7 +6,7 @@ no I/O, no clock, no randomness.
 """
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -16,6 +16,9 @@ from pipeline.config.places import ResourcesConfig
 from pipeline.errors import PlanError
 
 RoleName = Literal["redis", "trainer", "inference", "actor", "preprocessor"]
+
+_GPUS_OF = {"trainer": "resources.trainer.processes", "inference": "resources.inference.gpus"}
+"""The keys by which a role that has GPUs has fewer on one node."""
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,12 +102,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """The `index`-th process of a role before it has a rank: how many ports and GPUs it needs."""
+    """The `index`-th process of a role before it has a rank: how many ports and GPUs it needs.
+
+    Its GPUs follow those of the slots before it in its seat; `back` GPUs further back begin those that it shares.
+    """
 
     role: RoleName
     index: int = 0
     ports: int = 0
     gpus: int = 0
+    back: int = 0
 
     @property
     def name(self) -> str:
@@ -122,7 +129,16 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        return sum(slot.gpus for slot in self.slots)
+        return max((places.stop for places in self.gpu_places()), default=0)
+
+    def gpu_places(self) -> list[range]:
+        """Which of the seat's GPUs each slot gets."""
+        places, end = list[range](), 0
+        for slot in self.slots:
+            begin = end - slot.back
+            places.append(range(begin, begin + slot.gpus))
+            end = max(end, begin + slot.gpus)
+        return places
 
     @property
     def name(self) -> str:
@@ -150,13 +166,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    _check_gpus(config)
     wanted = config.resources
+    _check_gpus(wanted)
     if not config.has_rollouts:
-        return _plan_of(config, _trainer_seats(wanted, ports=1))
+        seats = _trainer_seats(wanted, ports=1)
+        return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
     services = _services(redis=config.streams.backend == "redis")
     trainer, inference = _trainer_seats(wanted, ports=2), _inference_seats(wanted)
-    if wanted.gpus_per_node:
+    if wanted.share_gpus:
+        trainer, inference = [], _shared(trainer, inference, wanted)
+    elif wanted.gpus_per_node:
         trainer, inference = [], _packed([*trainer, *inference], wanted.gpus_per_node)
     if wanted.services.nodes:
         seats = [Seat(slots=services), *trainer, *inference]
@@ -164,46 +183,68 @@ def make_plan(config: RunConfig) -> Plan:
         host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
-    return _plan_of(config, seats)
-
-
-def _plan_of(config: RunConfig, seats: Sequence[Seat]) -> Plan:
-    _check_virtual_nodes(config, seats)
     return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
 
 
-def _check_gpus(config: RunConfig) -> None:
-    trainer = config.resources.trainer.gpus
+def _check_gpus(wanted: ResourcesConfig) -> None:
+    trainer = wanted.trainer.gpus
     if trainer > 1:
         raise PlanError(
             "resources.trainer.gpus", trainer, "0 or 1 for each process", "raise resources.trainer.processes"
         )
 
 
-def _check_virtual_nodes(config: RunConfig, seats: Sequence[Seat]) -> None:
-    """The virtual nodes of one machine would all take its first GPUs."""
-    holders = [seat for seat in seats if seat.gpus]
-    if config.resources.device == "cuda" and config.cluster.kind == "local" and len(holders) > 1:
-        gpus = sum(seat.gpus for seat in holders)
-        expected = f"{gpus} with cluster=local, so that one virtual node has all GPUs"
-        mend = f"set resources.gpus_per_node={gpus}"
-        raise PlanError("resources.gpus_per_node", config.resources.gpus_per_node, expected, mend)
-
-
 def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
-    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first."""
-    slots = sorted((slot for seat in seats for slot in seat.slots), key=lambda slot: -slot.gpus)
-    nodes: list[list[Slot]] = []
-    for slot in slots:
-        if slot.gpus > gpus:
-            expected = f"at least {slot.gpus}, which {slot.name} needs"
-            raise PlanError("resources.gpus_per_node", gpus, expected, "raise it, or give that role fewer GPUs")
-        room = (node for node in nodes if sum(each.gpus for each in node) + slot.gpus <= gpus)
-        node = next(room, None)
-        if node is None:
-            nodes.append(node := [])
-        node.append(slot)
-    return [Seat(slots=tuple(node)) for node in nodes]
+    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; each part of the trainer
+    on a node of its own, as `resources.trainer.nodes` says. Slots that share GPUs stay together."""
+    groups = sorted((group for seat in seats for group in _sharing(seat)), key=lambda group: -group.gpus)
+    nodes: list[Seat] = []
+    for group in groups:
+        if group.gpus > gpus:
+            expected = f"at least {group.gpus}, the GPUs of {group.name}, which has one node"
+            mend = f"raise it, or lower {_GPUS_OF[group.slots[0].role]}"
+            raise PlanError("resources.gpus_per_node", gpus, expected, mend)
+        place = next((place for place, node in enumerate(nodes) if _has_room(node, group, gpus)), None)
+        if place is None:
+            nodes.append(group)
+        else:
+            nodes[place] = Seat(slots=nodes[place].slots + group.slots)
+    return nodes
+
+
+def _has_room(node: Seat, group: Seat, gpus: int) -> bool:
+    two_trainers = all(any(slot.role == "trainer" for slot in seat.slots) for seat in (node, group))
+    return node.gpus + group.gpus <= gpus and not two_trainers
+
+
+def _sharing(seat: Seat) -> list[Seat]:
+    """The seat in parts that share no GPU with each other."""
+    groups: list[tuple[Slot, ...]] = []
+    for slot in seat.slots:
+        if slot.back:
+            groups[-1] += (slot,)
+        else:
+            groups.append((slot,))
+    return [Seat(slots=group) for group in groups]
+
+
+def _shared(trainer: Sequence[Seat], inference: Sequence[Seat], wanted: ResourcesConfig) -> list[Seat]:
+    """Each node's servers on the GPUs of its trainer, from the first on."""
+    if len(trainer) != len(inference):
+        expected = f"{len(trainer)} with resources.share_gpus, as resources.trainer.nodes"
+        raise PlanError("resources.inference.nodes", len(inference), expected, "set it")
+    held, needed = trainer[0].gpus, inference[0].gpus
+    if needed > held:
+        expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
+        raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
+    pairs = zip(trainer, inference, strict=True)
+    return [Seat(slots=(*training.slots, *_upon(serving, held))) for training, serving in pairs]
+
+
+def _upon(serving: Seat, held: int) -> Iterator[Slot]:
+    """The slots with their GPUs among the `held` ones before them."""
+    for slot, places in zip(serving.slots, serving.gpu_places(), strict=True):
+        yield msgspec.structs.replace(slot, back=held - places.start)
 
 
 def _ranks(config: RunConfig, seats: int) -> int:
@@ -211,10 +252,13 @@ def _ranks(config: RunConfig, seats: int) -> int:
     wanted = config.resources
     least = seats + wanted.spares
     if wanted.nodes and wanted.nodes < least:
-        counts = {"trainer": wanted.trainer.nodes}
-        if config.has_rollouts:
-            counts |= {"inference": wanted.inference.nodes, "services": wanted.services.nodes}
-        counts |= {"spares": wanted.spares}
+        counts = {"services": wanted.services.nodes, "spares": wanted.spares}
+        if not config.has_rollouts:
+            counts = {"trainer": wanted.trainer.nodes, "spares": wanted.spares}
+        elif wanted.gpus_per_node:
+            counts = {f"nodes of {wanted.gpus_per_node} GPUs": seats - wanted.services.nodes} | counts
+        else:
+            counts = {"trainer": wanted.trainer.nodes, "inference": wanted.inference.nodes} | counts
         parts = " + ".join(f"{name} {count}" for name, count in counts.items())
         expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
         raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
@@ -237,7 +281,8 @@ def _trainer_seats(wanted: ResourcesConfig, ports: int) -> list[Seat]:
 def _inference_seats(wanted: ResourcesConfig) -> list[Seat]:
     servers, gpus = wanted.inference.servers, wanted.inference.gpus
     count = servers * wanted.inference.nodes
-    slots = [Slot(role="inference", index=index, ports=1, gpus=gpus) for index in range(count)]
+    back = [gpus if index % servers % wanted.inference.per_gpu else 0 for index in range(count)]
+    slots = [Slot(role="inference", index=index, ports=1, gpus=gpus, back=back[index]) for index in range(count)]
     return [Seat(slots=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
 
 

@@ -70,6 +70,8 @@ def decide(facts: Facts, job: QueuedJob | None, cluster: ClusterConfig, now: flo
         reason = f"{trouble or facts.told}: {why}"
         return Outcome(decision="requeued" if again else "stopped", reason=reason, barren=barren, time=now)
 
+    if facts.exhausted:
+        return outcome(False, "no job is left that another attempt could do")
     if facts.restart >= cluster.max_restarts:
         return outcome(False, f"the job was requeued cluster.max_restarts={cluster.max_restarts} times already")
     if not trouble and not fruitless:

@@ -233,6 +233,8 @@ def _greediest(component: Component) -> Seat:
 def _what_asks(component: Component, config: RunConfig) -> tuple[str, int, str]:
     """The key that asks for most GPUs of a node, its value, and what else to change."""
     roles = {slot.role for slot in _greediest(component).slots}
+    if config.resources.gpus_per_node:
+        return "resources.gpus_per_node", config.resources.gpus_per_node, "set it to what the nodes have"
     if "inference" in roles:
         servers, gpus = config.resources.inference.servers, config.resources.inference.gpus
         return "resources.inference.gpus", gpus, f"lower it, or resources.inference.servers ({servers})"

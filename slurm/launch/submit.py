@@ -6,8 +6,9 @@ then the exit code is 2, else that of `slurm.launch.following`.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -15,26 +16,31 @@ from rich.text import Text
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
 from pipeline.config.rules import check_run
-from pipeline.errors import ConfigError, RollcallError
+from pipeline.errors import ConfigError, PlanError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
-from pipeline.tasks import check_task, load_task
+from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
 from pipeline.training.conversations import check_data, coloured, first_row
+from pipeline.training.jobs import Demonstrations, check_alone, read_job
+from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
 from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
-from slurm.launch.following import conclude_run, follow_job, interrupts, print_job
+from slurm.launch.following import conclude_run, follow_job, print_job
+from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.node.agent import Agent
+from slurm.node.claims import missing_gpus
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
+from slurm.scheduler.environment import gpus_of_user
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
 
@@ -42,13 +48,18 @@ _SLACK_SECONDS = 20.0
 """How much longer than its agents a job may take to come down."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """The exit code of a submission with these command-line arguments."""
+def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
+    """The exit code of a submission with these command-line arguments.
+
+    `compose` is what makes a config of overrides for a command that submits one run of its own kind.
+    """
     try:
         options, overrides = _read(argv)
+        if options.multirun and compose is not None:
+            raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
-        config = compose_config(overrides)
+        config = (compose or compose_config)(overrides)
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -56,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan, _warnings(config), script=options.dry_run)
+        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), script=options.dry_run)
         return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -102,11 +113,8 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
-    task = load_task(config.task, config.seed)
-    check_task(task, config)
-    check_data(config)
+    check_inputs(config)
     if config.has_rollouts:
-        check_rewards(config.reward, task, config.task.name)
         find_vllm()
         if config.streams.backend == "redis":
             find_server()
@@ -121,6 +129,29 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     return plan
 
 
+def check_inputs(config: RunConfig) -> None:
+    """`ConfigError` unless the task, or every job that waits, has what it needs."""
+    if not config.training.jobs:
+        task = load_task(config.task, config.seed)
+        check_task(task, config)
+        check_data(config)
+        if config.has_rollouts:
+            check_rewards(config.reward, task, config.task.name)
+        return
+    path = Path(config.training.jobs).resolve()
+    if path == config.directory.resolve():
+        mend = "set output=… or name=…"
+        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", mend)
+    files = waiting_at(path)
+    if not files and not RunPaths(config.directory).run.exists():  # of a run that goes on, all may be done
+        expected = "a job file, or a folder with at least one *.json"
+        raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
+    for file in files:
+        check_alone(file, job := read_job(file), config)
+        if isinstance(job.inputs, Demonstrations):
+            check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
+
+
 def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
     paths = RunPaths(config.directory.resolve())
@@ -128,8 +159,17 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
 
 
-def _warnings(config: RunConfig) -> list[str]:
-    return warnings(config, find_slurm()) if config.cluster.kind == "slurm" else []
+def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
+    """What may stand in the way later; `dry_run` also of what would, here and now."""
+    if config.cluster.kind == "slurm":
+        return warnings(config, find_slurm())
+    lacking = _lacking_gpus(plan) if dry_run else ""
+    return [f"this machine, now: {lacking}"] if lacking else []
+
+
+def _lacking_gpus(plan: Plan) -> str:
+    """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
+    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
@@ -149,6 +189,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
 
 
 def _what_it_trains(config: RunConfig) -> str:
+    if config.training.jobs:
+        return f"the jobs of {config.training.jobs}"
     start = config.training.warm_start
     if not config.has_rollouts:
         length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
@@ -160,7 +202,7 @@ def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
     if config.cluster.kind == "local":
         return run_here(config, plan)
-    with interrupts() as interrupted:
+    with noted_signals() as interrupted:
         job = submit_one(config, plan)
         print_job(job)
         return 0 if detach else follow_job(job, interrupted)
@@ -186,8 +228,13 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
 
 
 def run_here(config: RunConfig, plan: Plan) -> int:
-    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher."""
-    with runs.claimed(config) as paths, interrupts() as interrupted:
+    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher.
+
+    `PlanError` if the machine has too few free GPUs.
+    """
+    if lacking := _lacking_gpus(plan):
+        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
+    with runs.claimed(config) as paths, noted_signals() as interrupted:
         print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
         executor = VirtualNodes(paths, plan.ranks)
         runs.record_job(paths, "local", executor.job_name)
@@ -209,7 +256,7 @@ def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
     return PointLauncher(
         check=partial(check, accepted=[]),
-        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config), script=whole),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), script=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
         scheduler=find_slurm,

@@ -23,8 +23,9 @@ from pipeline.rundir.paths import SweepPaths
 from pipeline.system import files
 from pipeline.world.plan import Plan
 from slurm.launch.compose import expand
-from slurm.launch.following import INTERRUPTS, called, interrupts
+from slurm.launch.following import called
 from slurm.launch.points import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
+from slurm.launch.signals import INTERRUPTED, noted_signals
 from slurm.registry.manifest import Point, SweepManifest
 from slurm.watch.overview import Overview
 from slurm.watch.table import follow_table, show
@@ -86,7 +87,7 @@ def run_all(prepared: Prepared, launch: PointLauncher) -> int:
             kept = _noted(prepared.paths, kept, entry.point, refused=str(error))
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
-        if code in INTERRUPTS.values():
+        if code in INTERRUPTED:
             print("the sweep ends here; the same command goes on with it", file=sys.stderr)
             return code
         failed += code != 0
@@ -101,7 +102,7 @@ def submit_all(prepared: Prepared, launch: PointLauncher) -> bool:
     A signal ends it between two points, never between a job and its record.
     """
     kept, done = prepared.manifest, 0
-    with interrupts() as interrupted:
+    with noted_signals() as interrupted:
         for entry, plan in prepared.open:
             if interrupted:
                 break

@@ -23,15 +23,17 @@ from pipeline.roles.context import RoleContext, read_config
 from pipeline.rundir.documents import Finished
 from pipeline.rundir.events import Events, Listener, look_seconds
 from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.system import files, network, process
 from pipeline.system.directory import Directory, FileDirectory
 from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.training.jobs import steps_of_sft
-from pipeline.world.plan import Card, World, make_plan
+from pipeline.world.plan import Card, Plan, World, make_plan
 from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
-from slurm.node.preflight import Needs, find_gpus, free_memory, node_id, preflight
+from slurm.node.claims import Claimant, claim_visible
+from slurm.node.preflight import Gpu, Needs, find_gpus, free_memory, node_id, parts_of_gpus, preflight
 from slurm.node.supervisor import End, Notice, Supervisor, longest_descent
 from slurm.registry import runs
 from slurm.rendezvous.beacon import Beacon
@@ -82,15 +84,16 @@ def run_agent(run: RunPaths, environment: Environment, notice: Notice) -> End:
 
 
 def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
-    try:
-        _make_folders(paths)
-        end = _take_part(run, paths, environment, notice)
-    except Exception as error:
-        _record_failure(paths, environment.rank, error)
-        raise
-    finally:
-        process.end_descendants()
-        mark_down(FileDirectory(paths.root), environment.rank)
+    with ExitStack() as held:  # until nothing runs below this process that may still use it
+        try:
+            _make_folders(paths)
+            end = _take_part(run, paths, environment, notice, held)
+        except Exception as error:
+            _record_failure(paths, environment.rank, error)
+            raise
+        finally:
+            process.end_descendants()
+            mark_down(FileDirectory(paths.root), environment.rank)
     if end == "failed":
         raise RollcallError(_first_failure(paths))
     return end
@@ -112,23 +115,23 @@ def _first_failure(paths: AttemptPaths) -> str:
     return told.detail if told else "a rank failed without a reason on disk"
 
 
-def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
+def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice, held: ExitStack) -> End:
+    """Meet, and run the roles; `held` is what the agent holds for them."""
     config = read_config(run)
     if environment.restart > config.cluster.max_restarts:
         limit = f"cluster.max_restarts={config.cluster.max_restarts}"
         raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")
-    with ExitStack() as held:
-        try:
-            world = _meet(paths, config, environment, notice, held)
-        except EndedBeforeWorld as reason:
-            events = Events(paths, FileDirectory(paths.root, LAST_SECONDS))
-            if events.seen("failed"):
-                return "failed"
-            events.publish("draining", agent_name(environment.rank), str(reason))
-            return "preempted"
-        contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
-        agent, ranks = agent_name(environment.rank), environment.ranks
-        end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks).run()
+    try:
+        world = _meet(paths, config, environment, notice, held)
+    except EndedBeforeWorld as reason:
+        events = Events(paths, FileDirectory(paths.root, LAST_SECONDS))
+        if events.seen("failed"):
+            return "failed"
+        events.publish("draining", agent_name(environment.rank), str(reason))
+        return "preempted"
+    contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
+    agent, ranks = agent_name(environment.rank), environment.ranks
+    end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks).run()
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end
@@ -174,11 +177,11 @@ def _have_left(attempt: Directory, ranks: int) -> bool:
 
 
 def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, notice: Notice, held: ExitStack) -> World:
-    """Publish this rank's card and wait for the world; `held` keeps the ports until the roles are down."""
+    """Publish this rank's card and wait for the world; `held` keeps its ports and GPUs."""
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
         raise RendezvousError(f"the job has {environment.ranks} ranks and the plan {plan.ranks}; submit the run again")
-    gpus, needs = find_gpus(environment.visible_gpus), Needs(free_gpus=any(seat.gpus for seat in plan.seats))
+    gpus, unfit = _find_node(paths, plan, environment, held)
     holders = [held.enter_context(process.hold_port()) for _ in range(plan.ports_per_rank)]
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)
     if len(addresses) == 1:
@@ -195,7 +198,7 @@ def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, noti
             ports=tuple(holder.getsockname()[1] for holder in holders),
             gpus=tuple(gpu.index for gpu in gpus),
             memory=free_memory(),
-            problems=(*preflight(paths.run, gpus, needs), *_off_network(addresses, config.cluster.network)),
+            problems=(*unfit, *_off_network(addresses, config.cluster.network)),
             token=token,
         )
         return meet(
@@ -206,6 +209,25 @@ def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, noti
             seconds=config.cluster.rendezvous_seconds,
             clock=AlertClock(paths, notice, plan.ranks),
         )
+
+
+def _find_node(
+    paths: AttemptPaths, plan: Plan, environment: Environment, held: ExitStack
+) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """The GPUs that this rank may use, and what makes its node unfit.
+
+    Slurm gave this job its GPUs, so each must be free; on a machine without a scheduler this rank claims what it needs
+    of those that are.
+    """
+    needs, visible = [seat.gpus for seat in plan.seats], environment.visible_gpus
+    if environment.scheduler == "slurm":
+        found, problem = find_gpus(visible), parts_of_gpus(visible) if any(needs) else ""
+    else:
+        claimant = Claimant(run_id=paths.run_id, attempt=paths.attempt, rank=environment.rank)
+        claimed = claim_visible(visible, needs, claimant, held)
+        found, problem = claimed.gpus, claimed.problem
+    unfit = preflight(paths.run, found, Needs(free_gpus=any(needs)))
+    return found, (*unfit, problem) if problem else unfit
 
 
 def _off_network(addresses: Sequence[str], wanted: str) -> list[str]:
@@ -264,9 +286,15 @@ def _finish(
         clock=clock,
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
-    steps = config.training.steps if config.has_rollouts else steps_of_sft(run, config)
-    finished = Finished(time=time.time(), steps=steps, attempt=paths.attempt)
+    finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
     insist("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
+
+
+def _steps_of(run: RunPaths, config: RunConfig) -> int:
+    """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
+    if config.training.jobs:
+        return max((row["step"] for row in read_rows(run.metrics)), default=0)
+    return config.training.steps or steps_of_sft(run, config)
 
 
 def note_signals() -> Notice:

@@ -20,13 +20,27 @@ PROBE_SECONDS = 20.0
 MIB, GIB = 1 << 20, 1 << 30
 
 
+BUSY = 0.1
+"""Share of a GPU's memory above which another process counts as its holder."""
+
+
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU of this node; memory in bytes, 0 where it is not known."""
+    """A GPU of this node; memory in bytes, 0 where it is not known, as `uuid` and `name` are then empty."""
 
     index: int
+    uuid: str = ""
     name: str = ""
     used: int = 0
     total: int = 0
+
+    @property
+    def held(self) -> str:
+        """A sentence about who holds its memory; empty if nobody does, or nobody can tell."""
+        return f"another process holds {self.used / GIB:.1f} GiB of GPU {self.index}" if self._is_busy else ""
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.used > BUSY * self.total
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,13 +50,11 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         disk, memory: free bytes.
         free_gpus: whether the run uses GPUs, so that GPUs held by others are a problem. How many a rank needs is known
             only once it has a role: `pipeline.world.assignment` counts them.
-        busy: share of a GPU's memory above which it counts as held.
     """
 
     disk: int = 1 * GIB
     memory: int = 1 * GIB
     free_gpus: bool = False
-    busy: float = 0.1
 
 
 def preflight(folder: Path, gpus: Sequence[Gpu], needs: Needs) -> tuple[str, ...]:
@@ -53,14 +65,24 @@ def preflight(folder: Path, gpus: Sequence[Gpu], needs: Needs) -> tuple[str, ...
 def find_gpus(visible: str | None) -> tuple[Gpu, ...]:
     """The GPUs that this job may use, by index.
 
-    `visible` is CUDA_VISIBLE_DEVICES as the scheduler set it (indices or UUIDs), None if it did not. Without a working
-    nvidia-smi its indices are believed.
+    `visible` is CUDA_VISIBLE_DEVICES as the scheduler or the user set it (indices or UUIDs), None if nobody did.
+    Without a working nvidia-smi its indices are believed.
     """
-    listed = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
+    listed = None if visible is None else _words(visible)
     found = [_parse_gpu(line) for line in _nvidia_smi().splitlines() if line.count(",") >= 4]
     if found:
-        return tuple(gpu for gpu, uuid in found if listed is None or _is_listed(gpu, uuid, listed))
+        return tuple(gpu for gpu in found if listed is None or _is_listed(gpu, listed))
     return tuple(Gpu(index=int(word)) for word in listed or () if word.isdecimal())
+
+
+def parts_of_gpus(visible: str | None) -> str:
+    """A sentence if CUDA_VISIBLE_DEVICES names parts of GPUs (MIG), which `find_gpus` passes over; else empty."""
+    parts = [word for word in _words(visible or "") if word.startswith("MIG-")]
+    return f"CUDA_VISIBLE_DEVICES names parts of GPUs ({', '.join(parts)}); a role needs whole ones" if parts else ""
+
+
+def _words(visible: str) -> list[str]:
+    return [word.strip() for word in visible.split(",") if word.strip()]
 
 
 def free_memory() -> int:
@@ -93,8 +115,7 @@ def _memory_problems(needs: Needs) -> list[str]:
 
 
 def _gpu_problems(gpus: Sequence[Gpu], needs: Needs) -> list[str]:
-    held = [gpu for gpu in gpus if needs.free_gpus and gpu.used > needs.busy * gpu.total]
-    return [f"another process holds {gpu.used / GIB:.1f} GiB of GPU {gpu.index}" for gpu in held]
+    return [gpu.held for gpu in gpus if needs.free_gpus and gpu.held]
 
 
 def _nvidia_smi() -> str:
@@ -107,14 +128,14 @@ def _nvidia_smi() -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _parse_gpu(line: str) -> tuple[Gpu, str]:
+def _parse_gpu(line: str) -> Gpu:
     index, uuid, name, used, total = (part.strip() for part in line.split(",", 4))
-    return Gpu(index=int(index), name=name, used=_bytes(used), total=_bytes(total)), uuid
+    return Gpu(index=int(index), uuid=uuid, name=name, used=_bytes(used), total=_bytes(total))
 
 
 def _bytes(mebibytes: str) -> int:
     return int(mebibytes) * MIB if mebibytes.isdecimal() else 0
 
 
-def _is_listed(gpu: Gpu, uuid: str, listed: Sequence[str]) -> bool:
-    return any(word == str(gpu.index) or (word.startswith("GPU-") and uuid.startswith(word)) for word in listed)
+def _is_listed(gpu: Gpu, listed: Sequence[str]) -> bool:
+    return any(word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word)) for word in listed)

@@ -180,7 +180,8 @@ class Supervisor:
 
     def _start(self, role: SupervisedRole) -> None:
         argv, log = role.launch.argv, self._log(role)
-        variables = child_environment({**role.launch.env, **role.vitals.board.environment})
+        hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
+        variables = child_environment({**role.launch.env, **role.vitals.board.environment, **hidden})
         role.child = insist("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")

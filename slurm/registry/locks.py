@@ -27,13 +27,24 @@ _LOOKS, _PAUSE = 5, 0.02
 def take_lock(descriptor: int, path: Path) -> bool:
     """Lock the open file at `path` until it is closed, and sign it; False if another process has it."""
     for left in reversed(range(_LOOKS)):
-        if _locked(descriptor, fcntl.LOCK_EX, path):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"pid {os.getpid()} on {os.uname().nodename}\n".encode())
+        if try_lock(descriptor, path):
+            sign_lock(descriptor, f"pid {os.getpid()} on {os.uname().nodename}")
             return True
         if left:
             time.sleep(_PAUSE)
     return False
+
+
+def try_lock(descriptor: int, path: Path) -> bool:
+    """Lock the open file at `path` until it is closed, unsigned, for those whom nobody looks at meanwhile; False if
+    another process has it."""
+    return _locked(descriptor, fcntl.LOCK_EX, path)
+
+
+def sign_lock(descriptor: int, text: str) -> None:
+    """Say in the file of a lock who has it; what stood there is gone."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{text}\n".encode(), 0)
 
 
 def is_held(path: Path) -> bool:

@@ -287,7 +287,12 @@ def _unreadable(run: RunPaths, path: Path) -> RunStateError:
 
 def settled(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
-    located: dict[str, Any] = {"model": located_model(config.model), "data": located_data(config.data)}
+    jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
+    located: dict[str, Any] = {
+        "model": located_model(config.model),
+        "data": located_data(config.data),
+        "training": config.training.model_copy(update={"jobs": jobs}),
+    }
     if config.task.name == "dataset":
         located["task"] = config.task.model_copy(update={"options": located_options(config.task.options)})
     return config.model_copy(update=located)

@@ -41,7 +41,8 @@ class Environment:
         rank, ranks: this task and how many there are.
         addresses: candidate addresses of this node, best first.
         interface: where this rank's beacon listens: a virtual node's own address, or "" for all interfaces.
-        visible_gpus: what the scheduler put into CUDA_VISIBLE_DEVICES, "" where it gave no GPU; None without Slurm.
+        visible_gpus: what the scheduler put into CUDA_VISIBLE_DEVICES, "" where it gave no GPU; on one machine what
+            the user did, None if nobody did.
     """
 
     scheduler: Literal["local", "slurm"]
@@ -82,6 +83,7 @@ def _local(variables: Mapping[str, str]) -> Environment:
         ranks=int(variables["SUBMITIT_LOCAL_NTASKS"]),
         addresses=(local_address(rank),),
         interface=local_address(rank),
+        visible_gpus=gpus_of_user(variables),
     )
 
 
@@ -114,6 +116,11 @@ def launcher_process(variables: Mapping[str, str] = os.environ) -> psutil.Proces
         return None
 
 
+def gpus_of_user(variables: Mapping[str, str] = os.environ) -> str | None:
+    """The GPUs to which a user, or an allocation around this process, restricts it; None for all of the machine."""
+    return variables.get("CUDA_VISIBLE_DEVICES")
+
+
 def local_address(rank: int) -> str:
     """Loopback address of a virtual node: 127.0.0.2 for rank 0, and so on."""
     return f"127.0.{(rank + 2) // 256}.{(rank + 2) % 256}"
@@ -142,9 +149,11 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a role: this process's own, less what describes the job around it, plus `extra`.
 
     Python children never import from their working directory (`PYTHONSAFEPATH`), so that a folder named like one of
-    ours cannot shadow it.
+    ours cannot shadow it. CUDA counts GPUs as nvidia-smi does, which our indices are from; by itself it begins with the
+    fastest.
     """
-    return _outside_a_job(os.environ) | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | dict(extra)
+    ours = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return _outside_a_job(os.environ) | ours | dict(extra)
 
 
 def submission_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:

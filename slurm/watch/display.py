@@ -185,7 +185,9 @@ def _progress_line(snapshot: Snapshot) -> RenderableType:
 
 
 def job_text(snapshot: Snapshot, progress: Progress) -> str:
-    """What the job that trains is called: SFT before RL is the warm start."""
+    """What the job that trains is called: SFT before RL is the warm start, and one of a file has its name."""
+    if progress.file:
+        return progress.file
     if progress.job == "sft":
         return "warm start" if snapshot.has_rollouts else "fine-tuning"
     return "training"

@@ -34,12 +34,16 @@ class RoleLine:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is: steps done of all, and the seconds left at its recent pace (None while unknown)."""
+    """How far a job is: steps done of all, and the seconds left at its recent pace (None while unknown).
+
+    `file` is the name of the file that the job is from, if it is from one.
+    """
 
     job: str
     step: int
     steps: int
     seconds_left: float | None
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Snapshot:
         ahead: the progress of a run before its first step; None while its config is unreadable.
         numbers: the latest value of each number of that job.
         has_rollouts: whether the run samples, so that there are rewards; True while its config is unreadable.
-        losses: of every step of SFT so far, all attempts.
+        losses: of every step so far, all attempts; empty with rollouts.
         rewards: mean reward of every RL step so far, all attempts.
         accuracies: (step, held-out accuracy), all attempts.
         events: what the attempt told, by time.
@@ -177,7 +181,7 @@ def compose(
         ahead=_ahead(config) if config else None,
         numbers=_numbers(rows),
         has_rollouts=config is None or config.has_rollouts,
-        losses=tuple(value for _, value in series(rows, "loss", job="sft")),
+        losses=() if config is None or config.has_rollouts else _losses(rows),
         rewards=tuple(value for _, value in series(rows, "reward/mean")),
         accuracies=tuple(series(rows, "eval/accuracy")),
         max_lag=config.training.max_lag if config else None,
@@ -221,11 +225,20 @@ def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Pro
     if not trained:
         return None
     job, step = trained[-1]["job"], trained[-1]["step"]
+    if "file" in trained[-1]:
+        return _progress_of_file(trained[-1], mine)
     steps = 0
     if config:
         counted = int(trained[-1].get("steps") or config.training.warm_start.steps)  # of epochs only the trainer knows
         steps = config.training.steps if job == "rl" else counted
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
+
+
+def _progress_of_file(last: Row, mine: list[Row]) -> Progress:
+    """How far the job is that the last row is of. The rows count the steps of all jobs on."""
+    same = [row for row in mine if (row.get("file"), row.get("written")) == (last["file"], last["written"])]
+    left = _seconds_left(same, last["step"] - last["done"] + last["of"])
+    return Progress(last["job"], last["done"], last["of"], left, last["file"])
 
 
 def _ahead(config: RunConfig) -> Progress:
@@ -239,6 +252,10 @@ def _seconds_left(mine: list[Row], steps: int) -> float | None:
         return None
     pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
     return float(pace * max(0, steps - recent[-1]["step"]))
+
+
+def _losses(rows: list[Row]) -> tuple[float, ...]:
+    return tuple(row["loss"] for row in rows if row.get("loss") is not None)
 
 
 def _numbers(rows: list[Row]) -> dict[str, float]:

@@ -102,6 +102,7 @@ class WeightServer(HttpServer):
         seconds: float,
         layout: list[list[Any]],
         adapter: dict[str, Any],
+        gpu: str,
     ) -> None:
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
         self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)

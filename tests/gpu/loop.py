@@ -1,9 +1,10 @@
 """The whole loop on the GPUs of this machine, and its two halves alone: how much of the slower one is left.
 
-    python -m tests.gpu.loop OUT.json [--shape 0.6b] [--trainers 1] [--servers 1] [--steps 40] [--lag 4] …
+    python -m tests.gpu.loop OUT.json [--shape 0.6b] [--trainers 1] [--servers 1] [--steps 40] [--lag 4] [--ceilings] …
 
-The work: 16-token prompts, 8 samples a prompt, 128 samples a step, completions of 512 tokens, one update a step. The
-run is what a user starts, `launchers/submit.py cluster=local`; its rate is taken over the steps after the first ten.
+The work: 16-token prompts, 8 samples a prompt, 128 samples a step, completions of 512 tokens, one update a step; with
+`--ends 64`, of 500 on average and 2,048 at most (`--tokens 2048`), in a geometric distribution. The run is what a user
+starts, `launchers/submit.py cluster=local`; its rate is taken over the steps after the first ten.
 """
 
 import argparse
@@ -18,12 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
 SAMPLES, PROMPTS = 8, 16
 SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
+LOOK_SECONDS = 5.0
+"""Between two looks at how much memory the run's processes hold."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,25 +39,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainers", type=int, default=1)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
+    parser.add_argument("--share", action="store_true", help="servers on the trainer's GPUs")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lag", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--ends", type=int, default=1, help="token ids that end a completion")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--api", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
+    result: dict[str, Any] = {"command": asked(chosen)}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write_model(root / "model", WORKLOADS[chosen.shape])
-        code, seconds = run(root, chosen)
+        write_model(root / "model", WORKLOADS[chosen.shape], chosen.ends)
+        if chosen.ceilings:
+            result["alone"] = measure(halves(chosen), root / "model")
+        began = time.time()
+        result |= run(root, chosen)
         rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
-        if code:
+        if result["exit"]:
             show_logs(root / "runs" / "loop")
-    result = {"command": asked(chosen), "exit": code, "seconds": seconds, **rates(rows), "rows": rows}
-    chosen.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
-    return code
+    result |= rates(rows, began) | {"gpu_mib_left": memory_left()}
+    if chosen.ceilings and "samples_per_second" in result:
+        lower = min(result["alone"][name] for name in ("generation_samples_per_second", "training_samples_per_second"))
+        result["efficiency"] = result["samples_per_second"] / lower
+    chosen.out.write_text(json.dumps(result | {"rows": rows}, indent=1))
+    print(json.dumps(result, indent=1))
+    return int(result["exit"])
+
+
+def halves(chosen: argparse.Namespace) -> Halves:
+    """The same work for each half alone."""
+    going_on = 1 - chosen.ends / WORKLOADS[chosen.shape].model["vocab_size"]
+    mean = float(chosen.tokens) if chosen.ends == 1 else (1 - going_on**chosen.tokens) / (1 - going_on)
+    return Halves(
+        shape=chosen.shape,
+        trainers=chosen.trainers,
+        servers=chosen.servers,
+        tensor=chosen.tensor,
+        per_gpu=chosen.per_gpu,
+        api=chosen.api,
+        tokens=chosen.tokens,
+        ends=chosen.ends,
+        mean=mean,
+        samples=SAMPLES * PROMPTS,
+        concurrency=SAMPLES * chosen.concurrency,
+        seconds=chosen.ceilings,
+    )
+
+
+def memory_left() -> list[int]:
+    """MiB that are held on each GPU of the machine; empty without any."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return [int(line) for line in subprocess.check_output(query, text=True, timeout=60).split()]
+    except OSError:
+        return []
 
 
 def asked(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -59,35 +106,57 @@ def asked(chosen: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(chosen).items() if name != "out"}
 
 
-def run(root: Path, chosen: argparse.Namespace) -> tuple[int, float]:
-    """The run's exit code and how long it took."""
+def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """The run's exit code, how long it took, and the most host memory that its processes held."""
     command = [sys.executable, "launchers/submit.py", *overrides(root, chosen)]
-    started = time.monotonic()
+    started, peak = time.monotonic(), dict[str, int]()
     process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
-    try:
-        code = process.wait(chosen.seconds)
-    except subprocess.TimeoutExpired:
+    code: int | None = None
+    while code is None and time.monotonic() - started < chosen.seconds:
+        try:
+            code = process.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            for name, held in memory_of(process.pid).items():
+                peak[name] = max(peak.get(name, 0), held)
+    if code is None:
         process.send_signal(2)
         code = process.wait(120) or 124
-    return code, time.monotonic() - started
+    return {"exit": code, "seconds": time.monotonic() - started, "host_gib": {k: v / 2**30 for k, v in peak.items()}}
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Bytes that the run's processes hold for themselves (PSS), by role; vLLM's count as the server's."""
+    held: dict[str, int] = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            words = " ".join(process.cmdline())
+            name = next((role for role in ("trainer", "actor", "redis", "vllm", "VLLM") if role in words), "other")
+            held[name.lower()] = held.get(name.lower(), 0) + process.memory_full_info().pss
+        except psutil.Error:
+            continue  # it has just ended
+    return held | {"all": sum(held.values())}
 
 
 def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
     """The run, as keys of the config."""
-    gpus = chosen.trainers + chosen.servers * chosen.tensor
+    serving = -(-chosen.servers // chosen.per_gpu) * chosen.tensor
+    gpus = chosen.trainers + (0 if chosen.share else serving)
     on_gpus = [
         "resources.device=cuda",
         f"resources.gpus_per_node={gpus}",
         "resources.trainer.gpus=1",
         f"resources.inference.gpus={chosen.tensor}",
+        f"resources.inference.per_gpu={chosen.per_gpu}",
+        *(("resources.share_gpus=true", "inference.gpu_memory=0.4") if chosen.share else ()),
         "model.dtype=bfloat16",
         "training.compile=true",
     ]
+    longest = WORKLOADS[chosen.shape].model["max_position_embeddings"]
     return [
         "name=loop",
         f"output={root / 'runs'}",
         f"model.path={root / 'model'}",
-        f"model.max_length={min(chosen.tokens + 64, WORKLOADS[chosen.shape].model['max_position_embeddings'])}",
+        f"model.max_length={min(chosen.tokens + PROMPT + 48, longest)}",
         "task.name=tests.gpu.words:Words",
         f"training.steps={chosen.steps}",
         f"training.prompts_per_step={PROMPTS}",
@@ -97,6 +166,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         "optim.lr=1e-5",
         f"rollout.samples={SAMPLES}",
         f"rollout.max_tokens={chosen.tokens}",
+        f"rollout.concurrency={chosen.concurrency}",
         "inference.max_sequences=512",
         f"inference.api_processes={chosen.api}",
         "cluster.startup_seconds=400",
@@ -114,14 +184,20 @@ def rows_of(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def rates(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def rates(rows: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
     """Samples a second over the settled steps, from the time of each row, and medians of what the trainer says."""
     train = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"]
     settled = train[SETTLED:]
     if len(settled) < 2:
         return {}
     seconds = settled[-1]["time"] - settled[0]["time"]
-    found = {"samples_per_second": (len(settled) - 1) * PROMPTS * SAMPLES / seconds}
+    found = {
+        "start_seconds": train[0]["time"] - train[0]["seconds/step"] - began,
+        "first_step_seconds": train[0]["seconds/step"],
+        "samples_per_second": (len(settled) - 1) * PROMPTS * SAMPLES / seconds,
+        "first_reward": train[0]["reward/mean"],
+        "last_reward": train[-1]["reward/mean"],
+    }
     names = [name for name, value in settled[-1].items() if "/" in name and isinstance(value, int | float)]
     return found | {name: statistics.median(row[name] for row in settled if name in row) for name in names}
 

@@ -174,15 +174,19 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names as in WAYS")
+    parser.add_argument("--length", type=int, default=0, help="tokens of each row; 0: ragged")
+    parser.add_argument("--rows", type=int, default=128, help="rows of a step, where they have one length")
     given = parser.parse_args()
     with joined(given.device, Deadlines(operation=300, control=600, grace=5)) as site:
         if site.rank:
             site.serve()
             return
         with tempfile.TemporaryDirectory() as folder:
-            WORKLOADS[given.shape].write_model(Path(folder))
-            device = torch.device(given.device)
-            lead(Task(site, Path(folder), WORKLOADS[given.shape], device, given.steps), given.ways, given.out)
+            load = WORKLOADS[given.shape]
+            load.write_model(Path(folder))
+            if given.length:
+                load = load.of_length(given.rows, given.length, 16)
+            lead(Task(site, Path(folder), load, torch.device(given.device), given.steps), given.ways, given.out)
         Dispatch(site, Budget(1)).close()
 
 

@@ -31,6 +31,7 @@ class Traffic:
     Attributes:
         greedy: whether to take the likeliest token, and count log-probabilities.
         logprobs: whether to ask for them.
+        ends: how many token ids, from 2 on, end a completion; 0: none does.
     """
 
     endpoint: str
@@ -40,6 +41,7 @@ class Traffic:
     tokens: int = 512
     greedy: bool = False
     logprobs: bool = True
+    ends: int = 0
 
     @contextmanager
     def running(self) -> Iterator[Answers]:
@@ -103,6 +105,7 @@ async def generate(session: Any, traffic: Traffic, prompt: list[int]) -> dict[st
         "max_tokens": traffic.tokens,
         "temperature": 0.0 if traffic.greedy else 1.0,
         "ignore_eos": True,
+        "stop_token_ids": [*range(2, 2 + traffic.ends)],
         "detokenize": False,
         **({"logprobs": 0} if traffic.logprobs else {}),
     }

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
         model = Path(folder) / "model"
         WORKLOADS[chosen.shape].write_model(model)
-        endpoints = started.enter_context(servers(model, chosen.servers, chosen.tensor, chosen.api))
+        places = [1 + index * chosen.tensor for index in range(chosen.servers)]
+        endpoints = started.enter_context(servers(model, places, chosen.tensor, chosen.api))
         config = InferenceConfig(update_seconds=60)
         holder = started.enter_context(process.hold_port())
         meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
@@ -154,11 +155,11 @@ def strange(seen: Counter[float], legal: dict[str, list[float]]) -> Counter[floa
 
 
 @contextmanager
-def servers(model: Path, count: int, tensor: int, api: int, first: int = 1, **keys: Any) -> Iterator[list[str]]:
-    """So many servers of `tensor` GPUs each, from GPU `first` on, with these keys of `inference.*`; all are ready."""
+def servers(model: Path, places: Sequence[int], tensor: int, api: int, **keys: Any) -> Iterator[list[str]]:
+    """A server of `tensor` GPUs, from each of these GPUs on, with these keys of `inference.*`; all are ready."""
     with ExitStack() as started:
         config = gpu_config(model, tensor, api, **keys)
-        children = [started.enter_context(a_server(config, model, index, first)) for index in range(count)]
+        children = [started.enter_context(a_server(config, model, *place)) for place in enumerate(places)]
         for endpoint, log, child in children:
             address, _, port = endpoint.partition(":")
 
@@ -175,7 +176,7 @@ def servers(model: Path, count: int, tensor: int, api: int, first: int = 1, **ke
 def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator[tuple[str, Path, process.Child]]:
     tensor = config.resources.inference.gpus
     with process.hold_port() as holder:
-        gpus = tuple(range(first + index * tensor, first + (index + 1) * tensor))
+        gpus = tuple(visible_gpus()[first : first + tensor])
         place = Placement(
             role="inference", index=index, rank=0, address="127.0.0.1", ports=(holder.getsockname()[1],), gpus=gpus
         )
@@ -189,11 +190,17 @@ def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator
             print(f"--- {log.name}", *process.tail(log, 15), sep="\n", flush=True)
 
 
-def gpu_config(model: Path, tensor: int, api: int, **keys: Any) -> RunConfig:
+def visible_gpus() -> list[int]:
+    """Indices of the GPUs that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [int(word) for word in named.split(",")] if named else [*range(torch.cuda.device_count())]
+
+
+def gpu_config(model: Path, tensor: int, api: int, length: int = 1024, **keys: Any) -> RunConfig:
     return make_config(
-        model={"path": str(model), "init": "random", "max_length": 1024, "dtype": "bfloat16"},
+        model={"path": str(model), "init": "random", "max_length": length, "dtype": "bfloat16"},
         resources={"device": "cuda", "inference": {"gpus": tensor}, "trainer": {"gpus": 1}},
-        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_processes": api, **keys},
+        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_processes": api} | keys,
     )
 
 

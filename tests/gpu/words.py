@@ -49,8 +49,12 @@ class Words(Task):
         return ask(" ".join(f"w{draw.randrange(3, 30_000)}" for _ in range(self.options.prompt)))
 
 
-def write_model(path: Path, workload: Workload) -> None:
-    """A directory with a config, a tokenizer of words and no weights."""
+def write_model(path: Path, workload: Workload, ends: int = 1) -> None:
+    """A directory with a config, a tokenizer of words and no weights; so many token ids, from `END` on, end a sample.
+
+    Random weights draw tokens nearly alike: with a share p of them ending it, a sample has 1/p tokens on average, and
+    lengths have the long tail of a geometric distribution.
+    """
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -62,4 +66,4 @@ def write_model(path: Path, workload: Workload) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=names[PAD], eos_token=names[END], chat_template=TEMPLATE
     ).save_pretrained(path, save_jinja_files=False)
-    GenerationConfig(eos_token_id=END, pad_token_id=PAD).save_pretrained(path)
+    GenerationConfig(eos_token_id=[*range(END, END + ends)], pad_token_id=PAD).save_pretrained(path)

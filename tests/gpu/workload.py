@@ -1,6 +1,6 @@
-"""What the measurements on GPUs train: a model of 0.6B parameters with random weights, or a tiny one; ragged rows."""
+"""What the measurements on GPUs train: models of Qwen3's shapes with random weights, or a tiny one; rows of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,11 @@ class Workload:
 
     def write_model(self, path: Path) -> None:
         """A directory with a config and no weights."""
-        Qwen3Config(**self.model, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True).save_pretrained(path)
+        Qwen3Config(**TIED | self.model, architectures=["Qwen3ForCausalLM"]).save_pretrained(path)
+
+    def of_length(self, rows: int, length: int, prompt: int) -> "Workload":
+        """The same model with rows of one length."""
+        return replace(self, rows=rows, shortest=length, longest=length, prompt=prompt)
 
     def make_batch(self) -> Batch:
         """Rows of one reward each, sampled by a policy that is not quite this one."""
@@ -47,23 +51,39 @@ class Workload:
         return Batch.of(rows)
 
 
+TIED = {"tie_word_embeddings": True}
+_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
+_REAL = _QWEN3 | {"vocab_size": 151_936}
+
+
+def _large(**model: Any) -> Workload:
+    return Workload(model=_REAL | model, rows=128, shortest=200, longest=1000, prompt=64, budget=16_384)
+
+
 WORKLOADS = {
     "0.6b": Workload(
-        model={
+        model=_QWEN3
+        | {
             "vocab_size": 32_000,
             "hidden_size": 1024,
             "num_hidden_layers": 28,
             "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
             "intermediate_size": 3072,
-            "max_position_embeddings": 4096,
         },
         rows=128,
         shortest=200,
         longest=1000,
         prompt=64,
         budget=16_384,
+    ),
+    "1.7b": _large(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144),
+    "4b": _large(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
+    "8b": _large(
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        intermediate_size=12_288,
+        tie_word_embeddings=False,
     ),
     "tiny": Workload(
         model={

@@ -10,7 +10,7 @@ from pipeline.rundir.metrics import read_rows
 from tests.integration.launched import Launched
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-STEPS = 400
+STEPS = 100
 SFT = (
     "training.steps=0",
     f"training.warm_start.steps={STEPS}",
@@ -53,6 +53,7 @@ def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(
 
     second = Launched.start(tmp_path, "sft", *SFT)
     launches.append(second)
+    second.wait("the end", second.run.finished.exists, 120)
     assert second.end() == 0, second.output()
     assert steps_of(second) == list(range(1, STEPS + 1))
     assert f"finished {STEPS} steps" in second.output()

@@ -59,6 +59,7 @@ class Attempt:
     paths: AttemptPaths
     cluster: ClusterConfig
     scripts: dict[RoleName, str]
+    gpus: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     supervisors: dict[int, Supervisor] = field(default_factory=dict)
@@ -86,7 +87,10 @@ class Attempt:
 
     def start(self) -> None:
         config = compose_config(["experiment=demo"])
-        places = tuple(Placement(role=role, index=0, rank=rank, address="127.0.0.2") for role, rank in RANKS.items())
+        places = tuple(
+            Placement(role=role, index=0, rank=rank, address="127.0.0.2", gpus=self.gpus.get(role, ()))
+            for role, rank in RANKS.items()
+        )
         world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places)
         for rank in sorted(set(RANKS.values())):
             contexts = [RoleContext(self.paths, config, world, place) for place in world.of_rank(rank)]
@@ -127,7 +131,12 @@ class Attempt:
 
 @pytest.fixture
 def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
-    def make(startup_seconds: float = 20, silence_seconds: float = 60, **scripts: str) -> Attempt:
+    def make(
+        startup_seconds: float = 20,
+        silence_seconds: float = 60,
+        gpus: dict[RoleName, tuple[int, ...]] | None = None,
+        **scripts: str,
+    ) -> Attempt:
         cluster = ClusterConfig(
             kind="local",
             startup_seconds=startup_seconds,
@@ -137,7 +146,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         )
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
-        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct)
+        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {})
         monkeypatch.setattr(supervisor, "launch_of", made.launch)
         made.start()
         return made
@@ -153,6 +162,17 @@ def test_a_finished_run_comes_down_in_order_and_redis_last(attempt: Callable[...
     stopped = [role for role, state in run.history() if state == "stopped"]
     assert set(stopped[:3]) == {"actor.0", "preprocessor.0", "trainer.0"}
     assert stopped[3:] == ["inference.0", "redis.0"]
+
+
+def test_a_role_without_gpus_sees_none(attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    tells = f"import os; print('GPUs', repr(os.environ['CUDA_VISIBLE_DEVICES']))\n{FOREVER}"
+    run = attempt(gpus={"inference": (0, 1)}, inference=tells, actor=tells)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    run.events.publish("training_finished", "trainer.0")
+    assert run.join() == {"finished"}
+    assert run.paths.log("actor", 0).read_text().startswith("GPUs ''\n")
+    assert run.paths.log("inference", 0).read_text().startswith("GPUs '0,1'\n")
 
 
 def test_a_role_that_is_killed_fails_every_rank_and_is_named(attempt: Callable[..., Attempt]) -> None:

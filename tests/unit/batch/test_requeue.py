@@ -288,6 +288,40 @@ def test_a_commit_of_an_attempt_that_slurm_cut_off_begins_the_count_anew(cluster
     assert (outcome.decision, outcome.barren) == ("requeued", 1)
 
 
+def test_what_jobs_of_files_commit_counts_as_commits_of_the_run(cluster: Cluster) -> None:
+    """They keep it elsewhere: the trainer's mark tells of it. Each attempt here runs out of time."""
+    for committed in (True, False, False):
+        paths = cluster.attempt()
+        Events(paths).publish("draining", "agent.0", signal.SIGUSR2.name)
+        if committed:
+            paths.committed.touch()
+        cluster.leave(paths)
+        outcome = cluster.end()
+    assert (outcome.decision, outcome.barren) == ("stopped", 2)
+    assert cluster.restart == 2
+
+
+def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    paths.committed.touch()
+    fail(paths)
+    cluster.leave(paths)
+    assert cluster.end(1).decision == "requeued"
+
+
+def test_a_run_with_nothing_left_but_jobs_that_failed_is_not_queued_again(cluster: Cluster) -> None:
+    """Although others were done in the attempt."""
+    paths = cluster.attempt()
+    paths.committed.touch()
+    paths.exhausted.touch()
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert outcome.decision == "stopped"
+    assert outcome.reason.endswith("no job is left that another attempt could do")
+    assert not cluster.scheduler.requeued
+
+
 def test_an_attempt_that_slurm_cut_off_does_not_count(cluster: Cluster) -> None:
     cluster.leave(cluster.attempt(), 1)
     assert cluster.end(137).barren == 1

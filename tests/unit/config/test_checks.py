@@ -55,6 +55,10 @@ def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -
     ("overrides", "said"),
     [
         (["training.steps=0", "training.warm_start.steps=0"], "training.steps=0: expected 1 or more where training"),
+        (["experiment=sft"], "data.path='': expected a dataset, whose rows the epochs count (1 training.warm_start.ep"),
+        (["data.path=x", "training.warm_start.steps=0"], "data.path='x': expected nothing without supervised fine-"),
+        ([*SFT, "data.path=x", "training.warm_start.epochs=2"], "epochs=2.0: expected 0 with 5 steps; set one of them"),
+        ([*SFT, "data.eval_rows=5"], "data.eval_rows=5: expected nothing without data.path; set that too"),
         ([*SFT, "cluster=slurm", "resources.layout=het"], "expected one with training.steps=0: the trainer is the"),
     ],
 )

@@ -1,6 +1,5 @@
 """What the launcher says when a job is over, its exit code, and what interrupts it."""
 
-import os
 import signal
 from pathlib import Path
 from typing import Literal
@@ -16,33 +15,11 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from slurm.batch.executors import RunJob
-from slurm.launch.following import called, conclude_job, conclude_run, follow_job, interrupts, last_attempt
+from slurm.launch.following import called, conclude_job, conclude_run, follow_job, last_attempt
 from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler
-
-
-def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with interrupts() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert received == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_hang_up_ends_a_launcher_that_does_not_ignore_it() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        with interrupts() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received == [signal.SIGHUP]
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from slurm.launch import submit
+from slurm.node.claims import Claimant, claim_visible
+from tests.fakes.gpus import give_gpus
 
 
 def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) -> str:
@@ -199,7 +202,24 @@ def test_sft_alone_asks_for_no_server_of_any_kind(
 
     monkeypatch.setattr(submit, "find_vllm", absent)
     monkeypatch.setattr(submit, "find_server", absent)
-    task = ("task.name=tests.unit.tasks.user_tasks:NothingHeldOut", "~task.options")
-    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7", *task]
+    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7"]
     assert submit.main([*overrides, "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["  rank 0: trainer.0"]
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["demo  arithmetic, SFT alone, 7 steps", "  rank 0: trainer.0"]
+
+
+def test_a_machine_whose_gpus_another_run_has_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0, 0)
+    with ExitStack() as held:
+        claim_visible(None, [1], Claimant(run_id="other-1f3a", attempt="local-0", pid=4711, user="ann"), held)
+        said = answer(capsys, tmp_path / "runs", "resources=gpus")
+        assert said == (
+            "error: cluster='local': expected a machine with enough free GPUs; "
+            "2 GPUs needed, 1 of 2 free (GPU 0 is claimed by run other-1f3a (pid 4711 of ann))"
+        )
+        assert submit.main(["experiment=demo", f"output={tmp_path}", "resources=gpus", "--dry-run"]) == 0
+        assert "warning: this machine, now: 2 GPUs needed, 1 of 2 free" in capsys.readouterr().err
+    assert submit.main(["experiment=demo", f"output={tmp_path}", "resources=gpus", "--dry-run"]) == 0
+    assert capsys.readouterr().err == ""

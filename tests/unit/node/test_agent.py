@@ -5,6 +5,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,14 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files, process
 from pipeline.system.directory import FileDirectory
 from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Plan, make_plan
 from slurm.node import agent
 from slurm.node.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.node.alive import SignsOfLife, lost_ranks, mark_down
 from slurm.node.supervisor import End, Notice
 from slurm.scheduler.environment import Environment
 from tests.fakes.configs import make_config
+from tests.fakes.gpus import give_gpus
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
 
@@ -204,3 +208,62 @@ def test_a_node_that_is_not_on_the_network_of_the_run_says_what_it_has(monkeypat
     assert agent._off_network(("10.0.0.5",), "eth0") == []
     (told,) = agent._off_network((), "ib0")
     assert told == "no interface that is up is on cluster.network=ib0 (there are: eth0 10.0.0.5/24)"
+
+
+def local(rank: int, ranks: int, visible: str | None = None) -> Environment:
+    return Environment(
+        scheduler="local", job="l", restart=0, rank=rank, ranks=ranks, addresses=("127.0.0.2",), visible_gpus=visible
+    )
+
+
+def gpu_plan(**resources: object) -> Plan:
+    return make_plan(
+        make_config(resources={"device": "cuda", "trainer": {"gpus": 1}, "inference": {"gpus": 1}} | resources)
+    )
+
+
+def test_virtual_nodes_claim_what_their_seats_need(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0, 900, 0, 0)
+    paths, plan = paths_of(run, 0), gpu_plan(gpus_per_node=3, inference={"servers": 2, "gpus": 1})
+    with ExitStack() as held:
+        cards = [agent._find_node(paths, plan, local(rank, plan.ranks), held) for rank in range(plan.ranks)]
+        assert [([gpu.index for gpu in gpus], unfit) for gpus, unfit in cards] == [([0, 2, 3], ()), ([], ())]
+        other = replace(paths, run_id="other")
+        gpus, (problem,) = agent._find_node(other, plan, local(0, plan.ranks), held)
+    assert gpus == ()
+    assert problem.startswith(
+        f"3 GPUs needed, 0 of 4 free (GPU 0 is claimed by run {paths.run_id} (pid {os.getpid()} of "
+    )
+    assert "another process holds 0.9 GiB of GPU 1" in problem
+
+
+def test_a_local_run_keeps_to_the_gpus_that_its_user_left_it(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0, 0, 0)
+    with ExitStack() as held:
+        gpus, _ = agent._find_node(paths_of(run, 0), gpu_plan(), local(0, 3, visible="1,2"), held)
+    assert [gpu.index for gpu in gpus] == [1]
+
+
+def test_what_slurm_gave_is_not_claimed_but_must_be_free(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = give_gpus(monkeypatch, tmp_path, 0, 900)
+    given = Environment(
+        scheduler="slurm", job="7", restart=0, rank=0, ranks=1, addresses=("127.0.0.1",), visible_gpus="0,1"
+    )
+    with ExitStack() as held:
+        gpus, unfit = agent._find_node(paths_of(run, 0), gpu_plan(), given, held)
+    assert [gpu.index for gpu in gpus] == [0, 1]
+    assert unfit == ("another process holds 0.9 GiB of GPU 1",)
+    assert not folder.exists()
+
+
+def test_a_run_without_gpus_claims_none(run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = give_gpus(monkeypatch, tmp_path, 900)
+    with ExitStack() as held:
+        assert agent._find_node(paths_of(run, 0), make_plan(make_config()), local(0, 3), held) == ((), ())
+    assert not folder.exists()

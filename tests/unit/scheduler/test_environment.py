@@ -47,6 +47,14 @@ def test_gpus_that_slurm_did_not_give_are_not_used() -> None:
     assert Environment.detect(LOCAL).visible_gpus is None
 
 
+def test_the_gpus_that_a_user_left_to_a_local_run_are_known() -> None:
+    assert Environment.detect(LOCAL | {"CUDA_VISIBLE_DEVICES": "1"}).visible_gpus == "1"
+
+
+def test_cuda_counts_the_gpus_of_a_role_as_nvidia_smi_does() -> None:
+    assert environment.child_environment({})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_on_a_cluster_all_interfaces_are_bound_and_the_scheduler_s_gpus_are_kept() -> None:
     found = Environment.detect(SLURM | {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert found.interface == ""

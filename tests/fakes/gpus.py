@@ -1,0 +1,21 @@
+"""A machine with GPUs, as its nvidia-smi tells, and claims that are the test's own."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurm.node import claims
+
+
+def give_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, *used: int) -> Path:
+    """Give this process one GPU of 1,000 MiB for each number, of which so many MiB are used; the folder of claims."""
+    tools = folder / "gpu-tools"
+    tools.mkdir()
+    lines = "".join(f"echo '{index}, GPU-{index}aa, H200, {mib}, 1000'\n" for index, mib in enumerate(used))
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(claims, "PLACE", folder)
+    return claims.folder_of_this_boot()

@@ -1,0 +1,102 @@
+"""What each half of a run does alone: the server that nobody updates, the trainer that never waits for rows.
+
+Owns both measurements, which `tests.gpu.loop` takes in the same call as the run that it compares with them. They run at
+the same time, each on the GPUs that its half of the run has.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.gpu.traffic import PROCESSES, Traffic
+from tests.gpu.weights import SECRET, servers, visible_gpus
+
+WAYS = ("plain loop, compiled", "worker, compiled, rows staged")
+TRAINING_SECONDS = 240
+PROMPT = 16
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The work and who does it.
+
+    Attributes:
+        shape: a name of `WORKLOADS`.
+        trainers: GPUs that train.
+        servers, tensor: servers, and GPUs of each.
+        per_gpu: servers that share one GPU.
+        api: processes of each server that answer HTTP.
+        tokens: most tokens of a completion.
+        ends: token ids that end one; 1: completions have `tokens` tokens.
+        mean: tokens of a completion on average.
+        samples: of a step.
+        concurrency: requests at a time, over all servers.
+        seconds: for which servers are asked.
+    """
+
+    shape: str
+    trainers: int
+    servers: int
+    tensor: int
+    per_gpu: int
+    api: int
+    tokens: int
+    ends: int
+    mean: float
+    samples: int
+    concurrency: int
+    seconds: float
+
+
+def measure(halves: Halves, model: Path) -> dict[str, float]:
+    """Samples a second of each half alone, and of the plain training loop; the first GPUs are the trainer's."""
+    with ThreadPoolExecutor(2) as pool:
+        trained = pool.submit(train, halves, model.parent / "training.json", visible_gpus()[: halves.trainers])
+        served = pool.submit(serve, halves, model)
+        return trained.result() | served.result()
+
+
+def serve(halves: Halves, model: Path) -> dict[str, float]:
+    """Samples a second of all servers together."""
+    places = [halves.trainers + index // halves.per_gpu * halves.tensor for index in range(halves.servers)]
+    keys = {"length": halves.tokens + 64, "max_sequences": 512, "gpu_memory": 0.85 / halves.per_gpu}
+    with servers(model, places, halves.tensor, halves.api, **keys) as endpoints:
+        share = halves.concurrency // len(endpoints)
+        with ThreadPoolExecutor(len(endpoints)) as pool:
+            rates = list(pool.map(lambda endpoint: ask(halves, endpoint, share), endpoints))
+    return {"generation_samples_per_second": sum(rates) / halves.mean, "generation_tokens_per_second": sum(rates)}
+
+
+def ask(halves: Halves, endpoint: str, concurrency: int) -> float:
+    """Tokens a second of one server, warmed up."""
+    ends = 0 if halves.ends == 1 else halves.ends
+    rate = 0.0
+    for seconds, tokens in ((1.0, 64), (halves.seconds, halves.tokens)):
+        traffic = Traffic(endpoint, SECRET, max(concurrency, PROCESSES), seconds, tokens, ends=ends)
+        with traffic.running() as answers:
+            pass
+        rate = answers.tokens_per_second
+    return rate
+
+
+def train(halves: Halves, out: Path, devices: list[int]) -> dict[str, float]:
+    """Samples a second of the trainer, and of a plain loop, on rows as long as a sample is on average."""
+    length = PROMPT + round(halves.mean)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(halves.trainers), "-m", "tests.gpu.speed", str(out), "--shape", halves.shape]
+    command += ["--length", str(length), "--rows", str(halves.samples), "--ways", *WAYS]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    subprocess.run(command, env=environment, timeout=TRAINING_SECONDS, check=True)
+    found = json.loads(out.read_text())
+    if trouble := [way["error"] for way in found.values() if "error" in way]:
+        raise RuntimeError(trouble[0])
+    plain, worker = (halves.samples / found[way]["step_seconds"] for way in WAYS)
+    return {
+        "plain_training_samples_per_second": plain,
+        "training_samples_per_second": worker,
+        "training_mfu": found[WAYS[1]]["mfu"],
+    }
