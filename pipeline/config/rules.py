@@ -201,11 +201,14 @@ def _adapters_are_there(config: RunConfig) -> None:
         )
 
 
-def _rewards_have_weights(config: RunConfig) -> None:
+def _rewards_have_functions(config: RunConfig) -> None:
     functions, weights = config.reward.functions, config.reward.weights
     if weights and len(weights) != len(functions):
         expected = f"one for each of reward.functions ({len(functions)})"
         raise ConfigError("reward.weights", list(weights), expected, "leave it out: then each counts 1")
+    if config.reward.calls == "group" and not functions:
+        expected = "sample, since reward.functions is empty"
+        raise ConfigError("reward.calls", "group", expected, "leave it out, or name functions")
     twice = [name for name in functions if functions.count(name) > 1]
     if twice:
         raise ConfigError("reward.functions", list(functions), "each function once", f"{twice[0]} is there twice")
@@ -255,7 +258,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _kl_has_a_gradient,
     _only_groups_are_filtered,
     _adapters_are_there,
-    _rewards_have_weights,
+    _rewards_have_functions,
     _samples_fit_micro_batches,
     _checkpoints_can_be_kept,
     _epochs_are_of_data,

@@ -14,6 +14,7 @@ import ast
 import re
 from collections.abc import Iterator
 from itertools import count
+from math import comb
 from random import Random
 from typing import Annotated, Literal, Self
 
@@ -49,10 +50,10 @@ class CountdownOptions(TaskOptions):
 
     @model_validator(mode="after")
     def _leaves_prompts_to_train(self) -> Self:
-        distinct = self.largest**self.numbers
-        if self.held_out * 8 > distinct:
+        distinct = comb(self.largest + self.numbers - 1, self.numbers) * len(set(self.operators))
+        if self.held_out * 2 > distinct:
             raise ValueError(
-                f"held_out at most an eighth of the {distinct} choices of numbers; lower it or raise largest"
+                f"held_out at most half of about {distinct} puzzles; lower it, or raise largest or numbers"
             )
         return self
 

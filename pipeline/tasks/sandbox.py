@@ -1,9 +1,10 @@
 """Python code of the policy's, run apart.
 
-Owns the process that such code runs in, and what it is kept from: more than its seconds, memory, output, files and
-processes; the network, where the kernel lets a process without rights leave it (`unshare`). Promises an answer in any
-case, as text that says what happened, and that nothing is left running. It is a fence against accidents and idle
-cleverness, not against an attacker: it reads what the worker's user can read.
+Owns the process that such code runs in, and what it is kept from: more than its seconds, and more memory, output and
+files than it is given; and, where the kernel lets a process without rights have namespaces of its own (`unshare`), the
+network and all other processes, and then whatever it started ends with it, in sessions of its own too. Promises an
+answer in any case, as text that says what happened. It is a fence against accidents and idle cleverness, not against an
+attacker: it reads what the worker's user can read, and memory is counted for each process.
 """
 
 import os
@@ -21,7 +22,7 @@ MOST_OUTPUT = 1 << 16
 MOST_FILE = 1 << 24
 MOST_FILES = 64
 PROBE_SECONDS = 10.0
-_WITHOUT_NETWORK = ("unshare", "--user", "--map-root-user", "--net")
+_APART = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Ran:
 
 
 @cache
-def without_network() -> tuple[str, ...]:
-    """The command that takes the network from a process; empty where there is none."""
-    if shutil.which(_WITHOUT_NETWORK[0]) is None:
+def apart() -> tuple[str, ...]:
+    """The command that gives a process namespaces of its own; empty where there is none."""
+    if shutil.which(_APART[0]) is None:
         return ()
     with suppress(OSError, subprocess.TimeoutExpired):
-        probe = subprocess.run([*_WITHOUT_NETWORK, "true"], capture_output=True, timeout=PROBE_SECONDS, check=False)
-        return _WITHOUT_NETWORK if probe.returncode == 0 else ()
+        probe = subprocess.run([*_APART, "true"], capture_output=True, timeout=PROBE_SECONDS, check=False)
+        return _APART if probe.returncode == 0 else ()
     return ()
 
 
@@ -52,7 +53,7 @@ def run_python(code: str, seconds: float, memory_bytes: int) -> Ran:
     """Run `code` with Python's standard library and what is installed beside it."""
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [*without_network(), sys.executable, "-I", "-c", code],
+            [*apart(), sys.executable, "-I", "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

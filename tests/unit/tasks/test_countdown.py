@@ -85,5 +85,5 @@ def test_in_words_the_answer_stands_between_tags() -> None:
 
 
 def test_too_few_puzzles_to_hold_out_are_refused() -> None:
-    with pytest.raises(ConfigError, match="an eighth of the 64 choices"):
+    with pytest.raises(ConfigError, match="half of about 80 puzzles"):
         countdown(largest=4)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -14,13 +15,15 @@ from pipeline.config import TaskConfig
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.rollouts.rollout import Sampling, answer_of, roll_out, sample_of
+from pipeline.system.waiting import wait_for
 from pipeline.tasks import Prompt, load_task
 from pipeline.tasks.calls import Asked, Used
 from pipeline.tasks.chat import Chat
 from pipeline.tasks.rewards import Score
-from pipeline.tasks.sandbox import run_python, without_network
+from pipeline.tasks.sandbox import apart, run_python
 from pipeline.tasks.tools import ToolCall, Tools
 from tests.fakes.inline_calls import InlineCalls
+from tests.patience import WAIT_SECONDS
 from tests.unit.tasks.test_tasks import Said
 
 TINY_TEXT = BUILT_IN / "tiny_text"
@@ -225,7 +228,21 @@ def test_a_program_is_bounded_in_memory_output_and_files(tmp_path: Path) -> None
     assert run_python("import os; print(os.listdir('.'))", 60, 1 << 28).output == "[]\n"
 
 
-def test_a_program_has_no_network_where_the_kernel_lets_it_be_taken() -> None:
-    if not without_network():
-        pytest.skip("unshare takes no network from a process here")
+def test_a_program_has_neither_network_nor_other_processes_where_the_kernel_lets_them_be_taken() -> None:
+    if not apart():
+        pytest.skip("unshare gives a process no namespaces of its own here")
     assert run_python("import socket; print(socket.if_nameindex())", 60, 1 << 28).output == "[(1, 'lo')]\n"
+    assert run_python("import os; print(os.getpid(), os.getppid())", 60, 1 << 28).output == "1 0\n"
+
+
+def test_what_a_program_starts_ends_with_it(tmp_path: Path) -> None:
+    if not apart():
+        pytest.skip("unshare gives a process no namespaces of its own here")
+    mark = f"daemon-{tmp_path.parent.name}-{tmp_path.name}"
+    daemon = f"import os, time\nif not os.fork(): os.setsid(); time.sleep(600)  # {mark}\ntime.sleep(0.2)"
+    assert run_python(daemon, 60, 1 << 28).failed == ""
+
+    def gone() -> bool:
+        return not any(mark in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+    wait_for("the daemon to be gone", gone, WAIT_SECONDS)
