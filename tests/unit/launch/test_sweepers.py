@@ -4,17 +4,19 @@ import math
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pipeline.config import RunConfig
 from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RunStateError, SweepError
 from pipeline.rundir.metrics import MetricSinks
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system.waiting import Clock
+from pipeline.world.plan import Plan
 from slurm.launch import following, submit
 from slurm.launch.sweepers.drive import search
 from slurm.launch.sweepers.settings import read_settings, refuse_missing
@@ -176,6 +178,17 @@ def test_a_signal_cancels_what_was_started_and_the_same_command_resumes_it(
     assert drive(cluster) == 0
     assert cluster.launch.submitted[4:6] == cluster.launch.submitted[2:4]
     assert len(points(cluster)) == 4
+
+
+def test_a_signal_between_two_submissions_starts_no_more_and_cancels_what_there_is(cluster: Cluster) -> None:
+    launch = cluster.launch.launch
+
+    def submit_and_signal(config: RunConfig, plan: Plan) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return cluster.launch.submit(config, plan)
+
+    assert search(command(cluster), replace(launch, submit=submit_and_signal), clock=cluster) == 130
+    assert (len(cluster.launch.submitted), cluster.launch.scheduler.cancelled) == (1, ["1"])
 
 
 def test_a_command_that_was_killed_leaves_jobs_that_the_next_one_waits_for(cluster: Cluster) -> None:
