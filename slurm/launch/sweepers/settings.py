@@ -25,6 +25,7 @@ OURS = ("objective", "window", "job")
 EXTRAS = {"optuna": "optuna"}
 """The extra that installs a sweeper."""
 _PLACES = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.output_subdir")
+_AXES = ("hydra.sweeper.params", "hydra.sweeper.search_space")
 _UNSAID = ("_target_", "name", "submitit_folder")
 
 
@@ -65,6 +66,9 @@ def read_settings(overrides: Sequence[str]) -> Settings:
             raise ConfigError(LAUNCHER, value, "rollcall, which starts runs", "leave it out")
         if key in _PLACES:
             raise ConfigError(key, value, "no place: name=… and output=… say where a sweep is", "leave it out")
+        if key.startswith(_AXES):  # Hydra cannot merge these on a command line; in a file they are read
+            mend = "sweep over the keys themselves: 'optim.lr=interval(1e-5,1e-3)'"
+            raise ConfigError(key, value, "no space on the command line", mend)
     if not settings.given(LAUNCHER):
         settings = Settings((f"{LAUNCHER}=rollcall", *hydra), fixed, axes)
     return settings

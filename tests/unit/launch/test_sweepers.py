@@ -277,6 +277,7 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA, "hydra.launcher.window=0", AXIS), "hydra.launcher.window=0: expected how many"),
         ((*OPTUNA, "hydra.launcher.objective=[loss,x]", AXIS), "expected 2 directions, one for each of loss, x"),
         ((*OPTUNA, "hydra/launcher=submitit_slurm", AXIS), "expected rollcall, which starts runs; leave it out"),
+        ((*OPTUNA, "+hydra.sweeper.params.seed=1", AXIS), "sweep over the keys themselves"),
         ((*OPTUNA, "hydra.sweep.dir=/tmp", AXIS), "name=… and output=… say where a sweep is"),
         ((*OPTUNA[:4], "hydra/sweeper/sampler=grid", AXIS), "plain -m runs every combination"),
         ((*OPTUNA, "hydra.sweeper.trials=3", AXIS), "Could not override 'hydra.sweeper.trials'"),
