@@ -80,10 +80,9 @@ def refuse_missing(settings: Settings, installed: Sequence[str]) -> None:
         value = text.partition("=")[2]
         if _key(text) == SWEEPER and value not in installed:
             expected = f"an installed sweeper ({', '.join(sorted(installed))})"
-            extra = EXTRAS.get(value)
-            mend = (
-                f"{sys.executable} -m pip install '{_project()}[{extra}]'" if extra else nearest(value, list(installed))
-            )
+            mend = nearest(value, list(installed))
+            if value in EXTRAS:
+                mend = f"{sys.executable} -m pip install {_with_extra(EXTRAS[value])}"
             raise ConfigError(SWEEPER, value, expected, mend)
 
 
@@ -104,10 +103,10 @@ def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> Objective
     return Objective(names, window, job)
 
 
-def _project() -> str:
-    """What pip is told to install: the checkout, or the project's name where it came from a wheel."""
+def _with_extra(extra: str) -> str:
+    """What pip is told to install: the checkout, or the project by its name where it came from a wheel."""
     checkout = Path(conf.__file__).parent.parent
-    return f"-e '{checkout}" if (checkout / "pyproject.toml").exists() else "'rollcall"
+    return f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").exists() else f"'rollcall[{extra}]'"
 
 
 def _key(text: str) -> str:
