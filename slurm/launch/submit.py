@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from pipeline.config import RunConfig
 from pipeline.config.models import longest_sequence
@@ -163,7 +164,7 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
     """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
     console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/]  {_what_it_trains(config)}")
+    console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")

@@ -52,7 +52,9 @@ def test_a_path_of_any_letters_gives_the_run_a_name(name: str, expected: str, tm
     assert compose_jobs(tmp_path / name, [f"output={tmp_path}"]).name == expected
 
 
-def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(tmp_path: Path, started: Started) -> None:
+def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(
+    tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "lr=1 [é] it's ${x}"
     folder.mkdir()
     file = write(folder, "step 7, lr=2.json", SFT)
@@ -61,6 +63,7 @@ def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(tmp_path:
     told = [(config.training.jobs, config.name, config.training.steps) for config, _ in started]
     assert told == [(str(file), "step-7-lr-2", 0), (str(folder), "lr-1-it-s-x-", 0)]
     assert [seat.name for seat in started[0][1].seats] == ["trainer.0", "trainer.1", "trainer.2"]
+    assert f"lr-1-it-s-x-  the jobs of {folder}\n" in capsys.readouterr().out
 
 
 def test_a_relative_path_is_kept_as_an_absolute_one(
