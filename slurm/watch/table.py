@@ -27,6 +27,7 @@ from pipeline.system.waiting import CLOCK, Clock
 from slurm.registry import locks, manifest
 from slurm.scheduler.commands import find_slurm
 from slurm.watch.display import COLOURS, UNSURE
+from slurm.watch.loop import show_until_last
 from slurm.watch.overview import Line, Overview
 
 REFRESH_SECONDS = 2.0
@@ -149,25 +150,30 @@ def follow_table(
     to its size until the end, when all of it is shown.
     """
     console = console or Console()
+
+    def look() -> tuple[list[Line], bool]:
+        lines = overview.look()
+        return lines, until(lines)
+
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
 
-            def fit(lines: Sequence[Line]) -> None:
+            def fit(lines: Sequence[Line], _: bool) -> None:
                 live.update(render_table(lines, overview.source, console.width, console.height - 1), refresh=True)
 
-            lines = _until(until, overview, fit, clock)
+            lines = show_until_last(look, fit, REFRESH_SECONDS, clock)
             live.update(render_table(lines, overview.source, console.width))
             return lines
     told: dict[str, str] = {}
 
-    def tell(lines: Sequence[Line]) -> None:
+    def tell(lines: Sequence[Line], _: bool) -> None:
         for line in lines:
             text = f"{line.path}: {line.state}" + (f": {line.failure}" if line.failure else "")
             if told.get(line.path) != text:
                 told[line.path] = text
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    lines = _until(until, overview, tell, clock)
+    lines = show_until_last(look, tell, REFRESH_SECONDS, clock)
     show(lines, overview.source, console)
     return lines
 
@@ -276,20 +282,6 @@ def _summary(lines: Sequence[Line], source: str) -> str:
     }
     told = ", ".join(f"{amount} {state}" for state, amount in counts.items()) or "no runs"
     return f"{told} (from {source})"
-
-
-def _until(
-    over: Callable[[Sequence[Line]], bool],
-    overview: Lines,
-    show: Callable[[Sequence[Line]], None],
-    clock: Clock,
-) -> list[Line]:
-    while True:
-        lines = overview.look()
-        show(lines)
-        if over(lines):
-            return lines
-        clock.sleep(REFRESH_SECONDS)
 
 
 def _read(arguments: Sequence[str]) -> tuple[Path, str, bool]:

@@ -28,7 +28,7 @@ from pipeline.config import RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
 from pipeline.config.models import located_model
-from pipeline.errors import ConfigError, RunStateError, SweepError
+from pipeline.errors import ConfigError, RunStateError, SweepError, one_line
 from pipeline.report.words import count
 from pipeline.rundir.paths import SweepPaths
 from pipeline.system.waiting import CLOCK, Clock
@@ -47,6 +47,7 @@ from slurm.registry import manifest
 _MOST_TRIED = 50
 """Values of one axis that are tried before the sweeper chooses any."""
 _MANY = 20
+_PARTS = ("sweeper", "launcher")
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def search(
         raise ConfigError("option", "--detach", "no sweeper", mend)
     hydra = _hydra()
     found = _prepare(hydra, settings, launch)
-    axes = " ".join(found.settings.axes) or "its own parameters"
-    print(f"sweep {found.paths.root}: {found.sweeper['_target_'].rpartition('.')[2]} over {axes}", flush=True)
+    sweeper, axes = found.sweeper["_target_"].rpartition(".")[2], _axes(settings, found.sweeper)
+    print(f"sweep {found.paths.root}: {sweeper} over {' '.join(axes) or 'nothing'}", flush=True)
     launch.show(found.first, found.plan, dry_run)
     if dry_run:
         return 0
@@ -137,18 +138,22 @@ def _composed(hydra: Hydra, overrides: Sequence[str]) -> dict[str, Any]:
     """Hydra's own part of the config."""
     try:
         tree = hydra.compose_config("config", list(overrides), RunMode.MULTIRUN)
-        parts = {name: OmegaConf.to_container(tree.hydra[name], resolve=False) for name in ("sweeper", "launcher")}
-    except (HydraException, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
+        parts = {name: OmegaConf.to_container(tree.hydra[name], resolve=name == "sweeper") for name in _PARTS}
+    except Exception as error:  # noqa: BLE001 (of a mistake Hydra also raises what broke on it inside)
+        reason = one_line(error)
         raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
     return parts
 
 
+def _axes(settings: Settings, sweeper: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the sweeper chooses from: what a file gives as its `params`, and what the command says."""
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    return split_axes([*params, *settings.fixed, *settings.axes])[1]
+
+
 def _tried(settings: Settings, sweeper: Mapping[str, Any]) -> list[RunConfig]:
     """Configs with each listed value, and both ends of each interval; the others at their first meanwhile."""
-    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    _, axes = split_axes([*params, *settings.fixed, *settings.axes])
-    ends = [ends_of(axis, _MOST_TRIED) for axis in axes]
+    ends = [ends_of(axis, _MOST_TRIED) for axis in _axes(settings, sweeper)]
     first = [values[0] for values in ends]
     points = [first]
     for place, values in enumerate(ends):

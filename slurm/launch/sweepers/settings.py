@@ -25,6 +25,7 @@ OURS = ("objective", "window", "job")
 EXTRAS = {"optuna": "optuna"}
 """The extra that installs a sweeper."""
 _PLACES = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.output_subdir")
+_AXES = ("hydra.sweeper.params", "hydra.sweeper.search_space")
 _UNSAID = ("_target_", "name", "submitit_folder")
 
 
@@ -65,6 +66,9 @@ def read_settings(overrides: Sequence[str]) -> Settings:
             raise ConfigError(LAUNCHER, value, "rollcall, which starts runs", "leave it out")
         if key in _PLACES:
             raise ConfigError(key, value, "no place: name=… and output=… say where a sweep is", "leave it out")
+        if key.startswith(_AXES):  # Hydra cannot merge these on a command line; in a file they are read
+            mend = "sweep over the keys themselves: 'optim.lr=interval(1e-5,1e-3)'"
+            raise ConfigError(key, value, "no space on the command line", mend)
     if not settings.given(LAUNCHER):
         settings = Settings((f"{LAUNCHER}=rollcall", *hydra), fixed, axes)
     return settings
@@ -76,10 +80,9 @@ def refuse_missing(settings: Settings, installed: Sequence[str]) -> None:
         value = text.partition("=")[2]
         if _key(text) == SWEEPER and value not in installed:
             expected = f"an installed sweeper ({', '.join(sorted(installed))})"
-            extra = EXTRAS.get(value)
-            mend = (
-                f"{sys.executable} -m pip install '{_project()}[{extra}]'" if extra else nearest(value, list(installed))
-            )
+            mend = nearest(value, list(installed))
+            if value in EXTRAS:
+                mend = f"{sys.executable} -m pip install {_with_extra(EXTRAS[value])}"
             raise ConfigError(SWEEPER, value, expected, mend)
 
 
@@ -100,10 +103,10 @@ def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> Objective
     return Objective(names, window, job)
 
 
-def _project() -> str:
-    """What pip is told to install: the checkout, or the project's name where it came from a wheel."""
+def _with_extra(extra: str) -> str:
+    """What pip is told to install: the checkout, or the project by its name where it came from a wheel."""
     checkout = Path(conf.__file__).parent.parent
-    return f"-e '{checkout}" if (checkout / "pyproject.toml").exists() else "'rollcall"
+    return f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").exists() else f"'rollcall[{extra}]'"
 
 
 def _key(text: str) -> str:

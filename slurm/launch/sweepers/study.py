@@ -60,8 +60,7 @@ class Study:
 
     def __call__(self, asked: Sequence[Sequence[str]]) -> list[Result]:
         """A result for each point, in their order, once all are over; `Interrupted` after a signal."""
-        if self._told:
-            raise Interrupted(exit_code(self._told[0]))
+        self._leave_if_told({})
         looked = [self._look(overrides) for overrides in asked]
         failures = self._carry_out({one.point.name: one for one in looked if isinstance(one, PlannedPoint)})
         return [self._result(one, failures) for one in looked]
@@ -81,6 +80,7 @@ class Study:
         """Have each of them over; why those that did not finish did not."""
         jobs, failures = dict[str, PointJob](), dict[str, RollcallError]()
         for name, entry in entries.items():
+            self._leave_if_told(jobs)
             if entry.standing == "live":
                 jobs[name] = self._found(entry)
                 print(f"{entry.point}: it is live already", flush=True)
@@ -138,10 +138,7 @@ class Study:
             return bool(self._told) or len(ended) == len(jobs) or any(jobs[name].found for name in ended)
 
         lines = follow_table(_Reaping(self._overview, jobs), clock=self._clock, until=enough)
-        if self._told:
-            print(f"{self._told[0].name}: what was started commits and stops …", file=sys.stderr, flush=True)
-            self._stop(jobs)
-            raise Interrupted(exit_code(self._told[0]))
+        self._leave_if_told(jobs)
         return over(lines)
 
     def _conclude(self, point: Point, line: Line, jobs: dict[str, PointJob]) -> RollcallError | None:
@@ -163,6 +160,14 @@ class Study:
                 self._start(again, again.plan, jobs, failures)
             return failures.get(point.name)
         return SweepError(f"{point}: {line.state}" + (f": {line.failure}" if line.failure else ""))
+
+    def _leave_if_told(self, jobs: dict[str, PointJob]) -> None:
+        """After a signal, end these jobs and raise `Interrupted`."""
+        if self._told:
+            if jobs:
+                print(f"{self._told[0].name}: what was started commits and stops …", file=sys.stderr, flush=True)
+            self._stop(jobs)
+            raise Interrupted(exit_code(self._told[0]))
 
     def _stop(self, jobs: dict[str, PointJob]) -> None:
         """End what this command has started and what Slurm has of it; a second signal kills what runs here."""

@@ -4,17 +4,19 @@ import math
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pipeline.config import RunConfig
 from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RunStateError, SweepError
 from pipeline.rundir.metrics import MetricSinks
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system.waiting import Clock
+from pipeline.world.plan import Plan
 from slurm.launch import following, submit
 from slurm.launch.sweepers.drive import search
 from slurm.launch.sweepers.settings import read_settings, refuse_missing
@@ -178,6 +180,17 @@ def test_a_signal_cancels_what_was_started_and_the_same_command_resumes_it(
     assert len(points(cluster)) == 4
 
 
+def test_a_signal_between_two_submissions_starts_no_more_and_cancels_what_there_is(cluster: Cluster) -> None:
+    launch = cluster.launch.launch
+
+    def submit_and_signal(config: RunConfig, plan: Plan) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return cluster.launch.submit(config, plan)
+
+    assert search(command(cluster), replace(launch, submit=submit_and_signal), clock=cluster) == 130
+    assert (len(cluster.launch.submitted), cluster.launch.scheduler.cancelled) == (1, ["1"])
+
+
 def test_a_command_that_was_killed_leaves_jobs_that_the_next_one_waits_for(cluster: Cluster) -> None:
     class Killed(BaseException):
         pass
@@ -264,6 +277,7 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA, "hydra.launcher.window=0", AXIS), "hydra.launcher.window=0: expected how many"),
         ((*OPTUNA, "hydra.launcher.objective=[loss,x]", AXIS), "expected 2 directions, one for each of loss, x"),
         ((*OPTUNA, "hydra/launcher=submitit_slurm", AXIS), "expected rollcall, which starts runs; leave it out"),
+        ((*OPTUNA, "+hydra.sweeper.params.seed=1", AXIS), "sweep over the keys themselves"),
         ((*OPTUNA, "hydra.sweep.dir=/tmp", AXIS), "name=… and output=… say where a sweep is"),
         ((*OPTUNA[:4], "hydra/sweeper/sampler=grid", AXIS), "plain -m runs every combination"),
         ((*OPTUNA, "hydra.sweeper.trials=3", AXIS), "Could not override 'hydra.sweeper.trials'"),
