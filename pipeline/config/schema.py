@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.serving import ServeConfig
 from pipeline.config.values import (
     FORMS,
     NAME_FORM,
@@ -303,6 +304,7 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     tracking: TrackingConfig = TrackingConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def directory(self) -> Path:
