@@ -33,14 +33,16 @@ SLURM_KEYS = tuple(
 def check_run(config: RunConfig, positions: int | None = None) -> None:
     """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
     which `pipeline.training.jobs.check_alone` looks at."""
-    _servers_have_gpus(config)
+    _something_is_trained(config)
+    if config.has_rollouts:
+        _servers_have_gpus(config)
+        check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
     check_config(config, positions)
-    check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
 
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
     """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
-    for rule in _RULES:
+    for rule in (*_RULES, *(_ROLLOUT_RULES if config.has_rollouts else ())):
         rule(config)
     if positions is not None and config.model.max_length > positions:
         expected = f"at most {positions}, the model's max_position_embeddings"
@@ -68,6 +70,12 @@ def check_address(key: str, url: str, mend: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except (ValueError, ImportError) as error:
         raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+
+
+def _something_is_trained(config: RunConfig) -> None:
+    if not config.has_rollouts and not config.training.warm_start.steps:
+        mend = "set it, or training.warm_start.steps for SFT alone"
+        raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 
 
 def _servers_have_gpus(config: RunConfig) -> None:
@@ -105,6 +113,9 @@ def _slurm_keys_need_slurm(config: RunConfig) -> None:
 
 
 def _het_needs_services(config: RunConfig) -> None:
+    if config.resources.layout == "het" and not config.has_rollouts:
+        expected = "one with training.steps=0: the trainer is the only role"
+        raise ConfigError("resources.layout", "het", expected, "leave it out")
     if config.resources.layout == "het" and not config.resources.services.nodes:
         expected = "1 with resources.layout=het, whose first component they are"
         raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
@@ -182,9 +193,13 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _kl_has_a_gradient,
     _only_groups_are_filtered,
     _adapters_are_there,
-    _groups_can_succeed,
-    _turns_leave_room_for_prompts,
     _samples_fit_micro_batches,
-    _groups_fit_streams,
     _checkpoints_can_be_kept,
 )
+
+_ROLLOUT_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _groups_can_succeed,
+    _turns_leave_room_for_prompts,
+    _groups_fit_streams,
+)
+"""Of what is sampled, where anything is."""

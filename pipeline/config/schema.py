@@ -154,7 +154,7 @@ class OptimConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised fine-tuning on the task's demonstrations before RL; 0 steps skips it."""
+    """Supervised fine-tuning on the task's demonstrations, before RL or alone; 0 steps skips it."""
 
     steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
     batch: Positive = Field(128, description="Demonstrations in each of its steps.")
@@ -164,7 +164,10 @@ class WarmStartConfig(Section):
 class TrainingConfig(Section):
     """How long and in which portions to train."""
 
-    steps: Positive = Field(description="Steps of RL; each trains one batch.")
+    steps: NotNegative = Field(
+        description="Steps of RL; each trains one batch. 0: none, and no role but the trainer: then the warm start is "
+        "the run."
+    )
     prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
     max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
     update_epochs: Positive = Field(1, description="How often each batch is trained.")
@@ -310,6 +313,11 @@ class RunConfig(Section):
     def directory(self) -> Path:
         """The run directory."""
         return self.output / self.name
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
+        return self.training.steps > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

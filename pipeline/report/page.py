@@ -5,7 +5,7 @@ is said where it would stand. Must not know how charts are drawn.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -66,17 +66,39 @@ def tiles(history: History) -> list[Tile]:
     """The headline: (value, what it is)."""
     config, rows = history.config, history.rows
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
-    speeds = sorted(value for _, value in series(rows, "tokens_per_second"))
+    job = "rl" if config is None or config.has_rollouts else "sft"
+    speeds = sorted(value for _, value in series(rows, "tokens_per_second", job=job))
+    if config and not config.has_rollouts:
+        return _sft_tiles(history, speeds, config.training.warm_start.steps)
     total = f" / {config.training.steps}" if config else ""
     limit = f", at most {config.training.max_lag} allowed" if config else ""
     return [
         (f"{steps[-1][0] if steps else 0}{total}", "steps of RL"),
-        (clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"),
+        _wall_tile(history),
         _accuracy_tile([value for _, value in series(rows, "eval/accuracy")]),
         _first_last(rewards, "mean reward, first → last tenth"),
         (number(max((value for _, value in series(rows, "lag/max")), default=None), ".0f"), f"largest lag{limit}"),
-        (number(speeds[len(speeds) // 2] if speeds else None, ",.0f"), "tokens/s trained, median"),
+        _speed_tile(speeds),
     ]
+
+
+def _sft_tiles(history: History, speeds: Sequence[float], total: int) -> list[Tile]:
+    losses = series(history.rows, "loss", job="sft")
+    done = f"{losses[-1][0] if losses else 0} / {total}"
+    return [
+        (done, "steps of SFT"),
+        _wall_tile(history),
+        _first_last([value for _, value in losses], "loss, first → last tenth"),
+        _speed_tile(speeds),
+    ]
+
+
+def _wall_tile(history: History) -> Tile:
+    return clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"
+
+
+def _speed_tile(speeds: Sequence[float]) -> Tile:
+    return number(speeds[len(speeds) // 2] if speeds else None, ",.0f"), "tokens/s trained, median"
 
 
 def wall_seconds(history: History) -> float:
@@ -104,9 +126,9 @@ def _first_last(values: list[float], what: str) -> Tile:
 def _head(history: History) -> str:
     word = state(history)
     identity, config = history.identity, history.config
-    facts = (
-        [config.task.name, config.loss.name, config.model.path] if config else ["config.json is missing or unreadable"]
-    )
+    facts = ["config.json is missing or unreadable"]
+    if config:
+        facts = [config.task.name, config.loss.name if config.has_rollouts else "SFT", config.model.path]
     if identity:
         facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
         facts += [f"revision {identity.revision}"] if identity.revision else []

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import TaskConfig, nearest
+from pipeline.config import RunConfig, TaskConfig, nearest
 from pipeline.errors import ConfigError, one_line
 from pipeline.tasks.episode import Episode, Turn
 from pipeline.tasks.protocol import Demonstration, Message, Policy, Prompt, Task, TaskOptions, ask
@@ -48,16 +48,18 @@ def load_task(config: TaskConfig, seed: int) -> Task:
         return kind(options, seed)
 
 
-def check_task(task: Task, name: str, warm_start_steps: int) -> None:
-    """`ConfigError` unless the task of this name has prompts to train, prompts to evaluate, and what a warm start
-    needs."""
-    with _users_code(name, "a task with prompts and held-out prompts"):
-        if len(task) == 0:
-            raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
-        if len(task.held_out()) == 0:
-            raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
-    if warm_start_steps:
-        _check_demonstrations(task, name, warm_start_steps)
+def check_task(task: Task, config: RunConfig) -> None:
+    """`ConfigError` unless the config's task has what its run needs: for RL prompts to train and prompts to evaluate,
+    for SFT demonstrations."""
+    name, sft_steps = config.task.name, config.training.warm_start.steps
+    if config.has_rollouts:
+        with _users_code(name, "a task with prompts and held-out prompts"):
+            if len(task) == 0:
+                raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
+            if len(task.held_out()) == 0:
+                raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
+    if sft_steps:
+        _check_demonstrations(task, name, sft_steps)
 
 
 def _check_demonstrations(task: Task, name: str, steps: int) -> None:

@@ -153,26 +153,26 @@ _form: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")
 
 
 def jobs_of(config: RunConfig) -> tuple[Job, ...]:
-    """The jobs of a run, in order: the warm start if it has steps, then RL. Paths are relative to `RunPaths.jobs`."""
-    training, start = config.training, config.training.warm_start
-    state = training.checkpoints or f"../{CHECKPOINTS}"
-    rl = RlJob(
-        inputs=Stream(),
-        optimizer_state=state,
-        output=f"../{MODEL}",
-        log=f"../{METRICS}",
-        schedule=RlSchedule(steps=training.steps, prompts=training.prompts_per_step, optim=config.optim),
-    )
-    if not start.steps:
-        return (rl,)
-    optim = config.optim.model_copy(update={"lr": start.lr, "schedule": "constant", "warmup_steps": 0})
-    sft = SftJob(
-        inputs=Demonstrations(),
-        optimizer_state=state,
-        log=f"../{METRICS}",
-        schedule=SftSchedule(steps=start.steps, batch=start.batch, optim=optim),
-    )
-    return sft, rl
+    """The jobs of a run, in order: the warm start if it has steps, then RL if that has. The last one's output is the
+    run's model. Paths are relative to `RunPaths.jobs`."""
+    jobs: list[Job] = []
+    if config.training.warm_start.steps:
+        jobs.append(_warm_start(config))
+    if config.has_rollouts:
+        schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
+        jobs.append(RlJob(inputs=Stream(), schedule=schedule))
+    places = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
+    outputs = [*("" for _ in jobs[1:]), f"../{MODEL}"]
+    return tuple(job.model_copy(update={**places, "output": output}) for job, output in zip(jobs, outputs, strict=True))
+
+
+def _warm_start(config: RunConfig) -> SftJob:
+    """Before RL, whose schedule `optim.*` is, its learning rate is constant; alone it has that schedule itself."""
+    start, optim = config.training.warm_start, config.optim.model_copy(update={"lr": config.training.warm_start.lr})
+    if config.has_rollouts:
+        optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+    schedule = SftSchedule(steps=start.steps, batch=start.batch, optim=optim)
+    return SftJob(inputs=Demonstrations(), schedule=schedule)
 
 
 def located_job(job: Job, folder: Path) -> Job:

@@ -152,8 +152,10 @@ def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
     _check_gpus(config)
     wanted = config.resources
+    if not config.has_rollouts:
+        return _plan_of(config, _trainer_seats(wanted, ports=1))
     services = _services(redis=config.streams.backend == "redis")
-    trainer, inference = _trainer_seats(wanted), _inference_seats(wanted)
+    trainer, inference = _trainer_seats(wanted, ports=2), _inference_seats(wanted)
     if wanted.gpus_per_node:
         trainer, inference = [], _packed([*trainer, *inference], wanted.gpus_per_node)
     if wanted.services.nodes:
@@ -162,8 +164,12 @@ def make_plan(config: RunConfig) -> Plan:
         host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
+    return _plan_of(config, seats)
+
+
+def _plan_of(config: RunConfig, seats: Sequence[Seat]) -> Plan:
     _check_virtual_nodes(config, seats)
-    return Plan(ranks=_ranks(wanted, len(seats)), seats=tuple(seats))
+    return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -200,16 +206,15 @@ def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
     return [Seat(slots=tuple(node)) for node in nodes]
 
 
-def _ranks(wanted: ResourcesConfig, seats: int) -> int:
+def _ranks(config: RunConfig, seats: int) -> int:
     """Size of the allocation."""
+    wanted = config.resources
     least = seats + wanted.spares
     if wanted.nodes and wanted.nodes < least:
-        counts = {
-            "trainer": wanted.trainer.nodes,
-            "inference": wanted.inference.nodes,
-            "services": wanted.services.nodes,
-            "spares": wanted.spares,
-        }
+        counts = {"trainer": wanted.trainer.nodes}
+        if config.has_rollouts:
+            counts |= {"inference": wanted.inference.nodes, "services": wanted.services.nodes}
+        counts |= {"spares": wanted.spares}
         parts = " + ".join(f"{name} {count}" for name, count in counts.items())
         expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
         raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
@@ -221,10 +226,11 @@ def _services(*, redis: bool) -> tuple[Slot, ...]:
     return (*store, Slot(role="preprocessor"), Slot(role="actor"))
 
 
-def _trainer_seats(wanted: ResourcesConfig) -> list[Seat]:
-    """One torchrun agent a node; the first holds torchrun's master port and the weight store's."""
+def _trainer_seats(wanted: ResourcesConfig, ports: int) -> list[Seat]:
+    """One torchrun agent a node; the first holds torchrun's master port and, where there are servers, the weight
+    store's: so many `ports`."""
     gpus = wanted.trainer.processes * wanted.trainer.gpus
-    slots = [Slot(role="trainer", index=i, ports=0 if i else 2, gpus=gpus) for i in range(wanted.trainer.nodes)]
+    slots = [Slot(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(wanted.trainer.nodes)]
     return [Seat(slots=(slot,)) for slot in slots]
 
 

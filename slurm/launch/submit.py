@@ -99,10 +99,11 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
-    check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
-    find_vllm()
-    if config.streams.backend == "redis":
-        find_server()
+    check_task(load_task(config.task, config.seed), config)
+    if config.has_rollouts:
+        find_vllm()
+        if config.streams.backend == "redis":
+            find_server()
     runs.examine(config)
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
@@ -128,7 +129,7 @@ def _warnings(config: RunConfig) -> list[str]:
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
     """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
     console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
+    console.print(f"[bold]{config.name}[/]  {_what_it_trains(config)}")
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
@@ -136,6 +137,12 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
         print(f"warning: {warning}", file=sys.stderr)
     if script and config.cluster.kind == "slurm":
         print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
+
+
+def _what_it_trains(config: RunConfig) -> str:
+    if not config.has_rollouts:
+        return f"{config.task.name}, SFT alone, {config.training.warm_start.steps} steps"
+    return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
 
 
 def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:

@@ -263,7 +263,9 @@ def _finish(
         clock=clock,
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
-    finished = Finished(time=time.time(), steps=config.training.steps, attempt=paths.attempt)
+    training = config.training
+    steps = training.steps if config.has_rollouts else training.warm_start.steps
+    finished = Finished(time=time.time(), steps=steps, attempt=paths.attempt)
     insist("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
 
 

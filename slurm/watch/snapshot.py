@@ -89,6 +89,8 @@ class Snapshot:
         progress: of the job that trains; None before its first step.
         ahead: the progress of a run before its first step; None while its config is unreadable.
         numbers: the latest value of each number of that job.
+        has_rollouts: whether the run samples, so that there are rewards; True while its config is unreadable.
+        losses: of every step of SFT so far, all attempts.
         rewards: mean reward of every RL step so far, all attempts.
         accuracies: (step, held-out accuracy), all attempts.
         events: what the attempt told, by time.
@@ -108,6 +110,8 @@ class Snapshot:
     progress: Progress | None
     ahead: Progress | None
     numbers: dict[str, float]
+    has_rollouts: bool
+    losses: tuple[float, ...]
     rewards: tuple[float, ...]
     accuracies: tuple[tuple[int, float], ...]
     max_lag: int | None
@@ -172,6 +176,8 @@ def compose(
         progress=_progress(rows, training_rows(newest, rows) if state == "training" else [], config),
         ahead=_ahead(config) if config else None,
         numbers=_numbers(rows),
+        has_rollouts=config is None or config.has_rollouts,
+        losses=tuple(value for _, value in series(rows, "loss", job="sft")),
         rewards=tuple(value for _, value in series(rows, "reward/mean")),
         accuracies=tuple(series(rows, "eval/accuracy")),
         max_lag=config.training.max_lag if config else None,

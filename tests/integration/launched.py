@@ -70,18 +70,18 @@ class Launched:
         return [row for row in read_rows(self.run.metrics) if row["job"] == "rl" and row["kind"] == kind]
 
     def wait_for_step(self, step: int, seconds: float = 200) -> None:
-        self._wait(f"step {step}", lambda: any(row["step"] >= step for row in self.rows()), seconds)
+        self.wait(f"step {step}", lambda: any(row["step"] >= step for row in self.rows()), seconds)
 
     def wait_for_world(self, seconds: float = 60) -> None:
         def published() -> bool:
             return any((attempt.rendezvous / "world.json").exists() for attempt in self.attempts)
 
-        self._wait("a world", published, seconds)
+        self.wait("a world", published, seconds)
 
     def wait_for_state(self, role: str, state: str, seconds: float = 100) -> None:
-        self._wait(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
+        self.wait(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
 
-    def _wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
+    def wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
         """A launcher that ends after it did what is waited for is no failure: a short run may."""
 
         def reached() -> bool:

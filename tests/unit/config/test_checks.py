@@ -35,6 +35,35 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
     check_run(compose_config(["experiment=demo", *overrides]))
 
 
+SFT = ("training.steps=0", "training.warm_start.steps=5")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.max_length=16", "rollout.max_tokens=32"],
+        ["rollout.samples=64", "streams.budget_bytes=65536"],
+        ["resources.device=cuda", "resources.trainer.gpus=1"],
+    ],
+)
+def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -> None:
+    check_run(compose_config(["experiment=demo", *SFT, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.steps=0", "training.warm_start.steps=0"], "training.steps=0: expected 1 or more where training"),
+        ([*SFT, "cluster=slurm", "resources.layout=het"], "expected one with training.steps=0: the trainer is the"),
+    ],
+)
+def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_run(compose_config(["experiment=demo", *overrides]))
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -189,3 +189,17 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+
+
+def test_sft_alone_asks_for_no_server_of_any_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> None:
+        raise AssertionError("nobody needs it")
+
+    monkeypatch.setattr(submit, "find_vllm", absent)
+    monkeypatch.setattr(submit, "find_server", absent)
+    task = ("task.name=tests.unit.tasks.user_tasks:NothingHeldOut", "~task.options")
+    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7", *task]
+    assert submit.main([*overrides, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["  rank 0: trainer.0"]

@@ -74,6 +74,20 @@ def test_the_headline_gives_state_steps_wall_time_accuracy_and_lag(finished: Fak
     assert wall_seconds(history) < 120, "the hour between the attempts does not count"
 
 
+def test_the_page_of_sft_alone_tells_of_its_steps_and_its_loss(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}}
+    run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training))
+    attempt = run.attempt("local1-0")
+    attempt.train("sft", range(1, 21))
+    run.finish(20)
+    history = read_history(run.root)
+    words = {what: value for value, what in tiles(history)}
+    assert words["steps of SFT"] == "20 / 20"
+    assert re.fullmatch(r"2\.\d+ → 2\.\d+", words["loss, first → last tenth"])
+    assert [chart.title for chart in all_charts(history)] == ["Loss", "Throughput"]
+    assert "of RL" not in page(history)
+
+
 def test_a_page_is_self_contained(finished: FakeRun) -> None:
     for log in ("trainer.0", "actor.0"):
         (finished.root / "attempts/local1-0/logs").mkdir(exist_ok=True)

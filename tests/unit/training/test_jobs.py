@@ -126,6 +126,14 @@ def test_a_run_without_a_warm_start_has_one_job() -> None:
     assert [job.kind for job in jobs_of(make_config())] == ["rl"]
 
 
+def test_sft_alone_makes_the_runs_model_on_the_schedule_of_the_config() -> None:
+    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 5, "batch": 2, "lr": 0.5}}
+    schedule = {"schedule": "cosine", "warmup_steps": 2, "clip_norm": 3.0}
+    (job,) = jobs_of(make_config(training=training, optim={"lr": 0.25, **schedule}))
+    assert (job.kind, job.steps, job.output) == ("sft", 5, "../model")
+    assert job.optim.model_dump(include={"lr", *schedule}) == {"lr": 0.5, **schedule}
+
+
 def test_jobs_that_ask_for_different_things_have_different_digests(tmp_path: Path) -> None:
     def digest(tree: dict[str, Any]) -> str:
         job: Job = read_job(write(tmp_path, "a.json", tree))

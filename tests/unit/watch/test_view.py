@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.report.state import Before, Ended, Running
-from slurm.watch.display import COLOURS, MOST_ROLES, most_telling, render_run, sparkline
+from slurm.watch.display import COLOURS, MOST_ROLES, figures, most_telling, render_run, sparkline
 from slurm.watch.snapshot import RoleLine, Snapshot
 from slurm.watch.ticker import LINE_SECONDS, Ticker
 from slurm.watch.view import ANSWER_SECONDS, follow_run, main, watch_run
@@ -101,6 +101,20 @@ def test_the_warm_start_has_its_own_progress(run: FakeRun, attempt: FakeAttempt)
     text = shown(snapshot(run.root))
     assert "warm start" in text
     assert "10 / 20" in text
+
+
+def test_sft_alone_shows_its_loss_and_nothing_of_what_is_sampled(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}}
+    run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training))
+    attempt = run.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.train("sft", range(1, 11))
+    now = snapshot(run.root)
+    assert [name for name, *_ in figures(now)] == ["loss", "grad norm", "tokens/s"]
+    assert figures(now)[0][1] == f"{now.losses[-1]:.3f}"
+    assert "fine-tuning" in shown(now)
+    assert "10 / 20" in shown(now)
 
 
 def test_a_new_attempt_is_shown_from_its_name_on_and_never_the_old_ones_failure(
