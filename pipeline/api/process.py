@@ -23,14 +23,13 @@ from pipeline.api.keys import Keys, own_key
 from pipeline.api.records import Facts
 from pipeline.api.registry import Registry
 from pipeline.api.sampling import Sampling
-from pipeline.api.settings import Address, Settings
+from pipeline.api.settings import MOST_ADAPTERS, Address, Settings
 from pipeline.api.store import Store
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.system import files
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS, SWEEP_SECONDS = 2.0, 30.0
-ADAPTERS = 8
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +53,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     keys.check()
     store = Store(settings.store)
     stop = stop or _stopped_by_signals()
-    sampling = Sampling(store, settings.weights, settings.max_length, ADAPTERS)
+    sampling = Sampling(store, settings.weights, settings.max_length, MOST_ADAPTERS)
     registry = Registry(store)
     registry.on_removed = lambda folder: _remove(settings.weights, folder)
     front = Front(settings, registry, sampling, keys)

@@ -174,9 +174,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the trainer knows of its base, and where the servers are that sample."""
+    """Where the servers are that sample."""
 
-    vocabulary: int
     servers: tuple[str, ...] = ()
     password: str = ""
 

@@ -24,11 +24,10 @@ from pipeline.api import store, wire
 from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import Sampler
 from pipeline.api.records import Facts, Failed
+from pipeline.api.settings import BASE
 from pipeline.api.store import Store
 
 log = logging.getLogger(__name__)
-BASE = "base"
-"""The name that servers have for the model without adapters."""
 REQUEST_SECONDS = 1800.0
 FETCHED_SECONDS = 300.0
 MOST_SAMPLES, MOST_WAITING = 1024, 20000

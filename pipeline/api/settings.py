@@ -9,6 +9,11 @@ import msgspec
 
 from pipeline.config import RunConfig
 
+BASE = "base"
+"""The name that servers have for the model without adapters."""
+MOST_ADAPTERS = 8
+"""That a server holds at once."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Of one front.

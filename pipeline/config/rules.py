@@ -73,7 +73,7 @@ def check_address(key: str, url: str, mend: str) -> None:
 
 
 def _something_is_trained(config: RunConfig) -> None:
-    if not config.has_rollouts and not config.training.warm_start.steps:
+    if not config.has_rollouts and not config.training.warm_start.steps and not config.serve.enabled:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 

@@ -316,8 +316,9 @@ class RunConfig(Section):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
-        return self.training.steps > 0
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams; and
+        of a run that serves, its clients decide."""
+        return self.training.steps > 0 and not self.serve.enabled
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

@@ -23,7 +23,10 @@ class ServeConfig(Section):
     keys: str = Field("", description="File of API keys, as hashes; empty: one key of the run's own.")
     base_name: str = Field("", description="What clients call the model; empty: the name of its directory.")
     alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="Adapters' output is scaled by alpha / rank.")
-    max_rank: Annotated[int, Field(ge=1, le=512)] = Field(128, description="Highest rank of an adapter.")
+    sampling: bool = Field(
+        True, description="Run vLLM servers that sample, of which `resources.inference` says how many."
+    )
+    max_rank: Annotated[int, Field(ge=1, le=512)] = Field(64, description="Highest rank of an adapter.")
     whole_models: bool = Field(False, description="Let clients train all weights, of a copy of the model for each.")
     request_bytes: Bytes = Field(1 << 26, description="Largest request, decompressed.")
     session_seconds: Seconds = Field(

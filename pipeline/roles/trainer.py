@@ -57,9 +57,14 @@ def main(arguments: list[str]) -> None:
 
     def lead(dispatch: Dispatch) -> None:
         try:
-            from pipeline.roles.session import Session
+            if context.config.serve.enabled:
+                from pipeline.roles.service import ServiceSession
 
-            Session(context, dispatch).run()
+                ServiceSession(context, dispatch).run()
+            else:
+                from pipeline.roles.session import Session
+
+                Session(context, dispatch).run()
         except Exception as error:
             context.report("failed", first_line(error))
             raise

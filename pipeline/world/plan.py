@@ -152,6 +152,8 @@ def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
     _check_gpus(config)
     wanted = config.resources
+    if config.serve.enabled:
+        return _plan_of(config, _serving_seats(config))
     if not config.has_rollouts:
         return _plan_of(config, _trainer_seats(wanted, ports=1))
     services = _services(redis=config.streams.backend == "redis")
@@ -165,6 +167,13 @@ def make_plan(config: RunConfig) -> Plan:
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
     return _plan_of(config, seats)
+
+
+def _serving_seats(config: RunConfig) -> list[Seat]:
+    """The trainer and the servers of a run that serves; its front is where its launcher is."""
+    wanted = config.resources
+    seats = _trainer_seats(wanted, ports=1) + (_inference_seats(wanted) if config.serve.sampling else [])
+    return _packed(seats, wanted.gpus_per_node) if wanted.gpus_per_node else seats
 
 
 def _plan_of(config: RunConfig, seats: Sequence[Seat]) -> Plan:

@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = compose_config(overrides)
+        if config.serve.enabled and not options.cfg:
+            raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -140,6 +142,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, scr
 
 
 def _what_it_trains(config: RunConfig) -> str:
+    if config.serve.enabled:
+        return f"what clients of the Tinker API ask for, adapters on {config.model.path}"
     if not config.has_rollouts:
         return f"{config.task.name}, SFT alone, {config.training.warm_start.steps} steps"
     return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"

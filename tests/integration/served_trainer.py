@@ -30,7 +30,7 @@ def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
             if asked:
                 raise Interrupted("asked to end")
 
-        facts = Facts(17, servers[1:], servers[0] if servers else "")
+        facts = Facts(servers[1:], servers[0] if servers else "")
         engine = Engine(dispatch, config, Path(root), str(Path(root).parent / "checkpoints"), attempt, facts, pulse)
         engine.restore()
         try:

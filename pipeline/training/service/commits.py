@@ -68,6 +68,11 @@ class ServiceCommits:
         return {id: model.cursor for id, model in known.items()}
 
     @property
+    def none_yet(self) -> bool:
+        """Whether this run has no commit."""
+        return self._number == 0
+
+    @property
     def idle(self) -> bool:
         """Whether no commit is under way."""
         return self._flight is None

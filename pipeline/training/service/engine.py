@@ -57,6 +57,8 @@ class Engine:
         """Be where the last commit of this run left off."""
         self._cursors = self._commits.restore(self._models, job)
         self._done = dict(self._cursors)
+        if self._commits.none_yet:
+            self._start_commit()  # of no model: whoever looks for progress finds some, and asks for another attempt
 
     def run(self) -> None:
         """Serve until `pulse` raises `Interrupted`, then commit."""
