@@ -335,9 +335,7 @@ class Front:
                 {"sampling_session_id": result.sampler, "path": None} if result.sampler else {"path": result.path}
             )
         assert isinstance(result, Plain)
-        model = live.fact.id
-        kind = "create_model" if request.seq == 0 else "load_weights"
-        return web.json_response({"model_id": model} | ({"type": kind} if kind == "create_model" else {}))
+        return web.json_response({"model_id": live.fact.id})
 
     # Lists
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from pipeline.api.errors import ApiError
 from pipeline.api.records import Datum, Pass, Passed
+from pipeline.config.sums import COLUMNS, SETTINGS
 from pipeline.errors import ConfigError
-from pipeline.losses.sums import COLUMNS, SETTINGS
 
 Array = NDArray[Any]
 _DTYPES: Mapping[int, str] = {1: "<f4", 2: "<i8"}

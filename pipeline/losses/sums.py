@@ -1,8 +1,8 @@
 """Losses that are plain sums over tokens, with what each token brings given with it.
 
-Owns the losses that clients of the API name, and what each of them reads. Promises that the loss is a sum, never
-divided by a count; that weights and advantages may have any sign; and that bounds of a ratio are absolute. The formulas
-that policy training has too are the same functions (`pipeline.losses.policy`). Must not know models, ranks or rows.
+Owns the formulas of the losses that clients of the API name (`pipeline.config.sums`). Promises that the loss is a sum,
+never divided by a count; that weights and advantages may have any sign; and that bounds of a ratio are absolute. Must
+not know models, ranks or rows.
 
 | name | loss, summed over the tokens | reads |
 |---|---|---|
@@ -17,43 +17,16 @@ and sg(·) stops the gradient.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from pipeline.config.sums import TokenSum
 from pipeline.losses.penalties import LARGEST
-
-POLICY_COLUMNS: Final = ("logprobs", "advantages")
-COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cross_entropy": ("weights",),
-    "importance_sampling": POLICY_COLUMNS,
-    "ppo": POLICY_COLUMNS,
-    "cispo": POLICY_COLUMNS,
-    "dro": POLICY_COLUMNS,
-}
-"""What each loss reads of every token beside its log-probability."""
-SETTINGS: Final[Mapping[str, Mapping[str, float]]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    "dro": {"beta": 0.05},
-}
-"""The settings of each loss, with what they are when the client does not say."""
-
-
-@dataclass(frozen=True)
-class TokenSum:
-    """A loss by its name, with all its settings; cheap to pickle."""
-
-    name: str
-    settings: Mapping[str, float]
 
 
 def token_losses(objective: TokenSum, logprobs_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-    """The loss of each token, [N]; `columns` has those that `COLUMNS` names, each [N]."""
+    """The loss of each token, [N]; `columns` has those that `pipeline.config.sums.COLUMNS` names, each [N]."""
     if objective.name == "cross_entropy":
         return -columns["weights"] * logprobs_N
     behaviour_N, advantages_N = columns["logprobs"], columns["advantages"]

@@ -50,6 +50,8 @@ class Engine:
         self._done: dict[str, int] = {}
         self._steps = 0
         self._dirty_since: float | None = None
+        self._durable: dict[str, int] | None = None
+        """The cursors of a commit that is durable, which the front has not been told yet."""
         self._steps_told = 0
         self.on_progress: Callable[[int, int], None] = lambda models, steps: None
 
@@ -72,15 +74,14 @@ class Engine:
 
     def _serve(self) -> None:
         results: list[Done] = []
-        committed: dict[str, int] | None = None
         while True:
             self._pulse()
-            wait = 0.0 if committed else WAIT_SECONDS
-            work, _ = self._link.turn(lambda: dict(self._done), results, committed, wait)
-            results, committed = [], None
+            wait = 0.0 if self._durable else WAIT_SECONDS
+            work = self._link.turn(lambda: dict(self._done), results, self._durable, wait)
+            results, self._durable = [], None
             if work is not None:
                 results = self._do(work)
-            committed = self._commit_if_due()
+            self._commit_if_due()
 
     def _do(self, work: Work) -> list[Done]:
         """Do one request; its result, unless its client has one from an earlier trainer."""
@@ -106,8 +107,10 @@ class Engine:
             case Step():
                 return self._stepped(id, body)
             case Save():
+                self._finish_commit()
                 return models.save(id, body.folder, sampler=body.sampler)
             case Load():
+                self._finish_commit()
                 if body.fresh:
                     models.create(id, body.adapter)
                 models.load(id, body.folder, optimizer=body.optimizer)
@@ -134,16 +137,19 @@ class Engine:
             if not isinstance(work.body, Pass | Save) and self._dirty_since is None:
                 self._dirty_since = time.monotonic()
 
-    def _commit_if_due(self) -> dict[str, int] | None:
-        """Begin a commit if it is time; the cursors of one that has become durable."""
+    def _commit_if_due(self) -> None:
+        """Note that a commit has become durable; begin another if it is time."""
         serve = self._config.serve
-        durable = self._commits.collect()
+        self._durable = self._commits.collect() or self._durable
         if self._dirty_since is None or not self._commits.idle:
-            return durable
+            return
         waited = time.monotonic() - self._dirty_since
         if self._steps - self._steps_told >= serve.commit_steps or waited >= serve.commit_seconds:
             self._start_commit()
-        return durable
+
+    def _finish_commit(self) -> None:
+        """Have no commit be under way: its collectives would mix with those of what is saved or loaded now."""
+        self._durable = self._commits.finish() or self._durable
 
     def _start_commit(self) -> None:
         ready = {id: cursor for id, cursor in self._cursors.items() if id in self._models}
@@ -152,7 +158,7 @@ class Engine:
 
     def _commit_last(self) -> None:
         """What was done since the last commit would come again; so commit it while there is time."""
-        self._commits.finish()
+        self._finish_commit()
         if self._dirty_since is not None:
             self._start_commit()
-            self._commits.finish()
+            self._finish_commit()

@@ -44,22 +44,19 @@ class FrontLink:
         done: Sequence[Done],
         committed: dict[str, int] | None,
         seconds: float,
-    ) -> tuple[Work | None, bool]:
-        """Bring results and take work; whether the front had to be met anew, so that work begins again from `cursors`.
-
-        `OvertakenError` when another trainer has come since.
+    ) -> Work | None:
+        """Bring results and take work, if there is any within `seconds`. A front that does not know this trainer is
+        told `cursors` first: what each model has behind it. `OvertakenError` when another trainer has come since.
         """
-        met = not self._attached
         while True:
             try:
                 if not self._attached:
                     self._attach(cursors())
-                    met = True
                 status, body = self._post(TURN, encode(Turn(self._attempt, tuple(done), committed, seconds)))
                 if status == 204:
-                    return None, met
+                    return None
                 if status == 200:
-                    return _work.decode(body), met
+                    return _work.decode(body)
                 raise _Again(f"it answered {status}: {body[:200]!r}")
             except (_Again, OSError, http.client.HTTPException) as reason:
                 self._lose(reason)

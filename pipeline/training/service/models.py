@@ -21,8 +21,8 @@ from pipeline.api.records import Adapter, Datum, Pass, Passed, Saved, Step, Step
 from pipeline.checkpoints import TrainerState, committed
 from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from pipeline.config.sums import TokenSum
 from pipeline.errors import CheckpointError, RollcallError
-from pipeline.losses.sums import TokenSum
 from pipeline.system import folders
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site

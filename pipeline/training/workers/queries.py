@@ -17,7 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.losses.sums import COLUMNS, TokenSum, token_losses
+from pipeline.config.sums import COLUMNS, TokenSum
+from pipeline.losses.sums import token_losses
 from pipeline.system import heartbeat
 from pipeline.training import packing
 from pipeline.training.packing import Budget
