@@ -1,6 +1,6 @@
 """The SDK's own client against a server of ours; what it computes against float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -47,7 +47,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(base: Path) -> Iterator[TinkerServer]:
     """Two ranks, so that rows are cut and gradients cross."""
-    with serving(base.parent / "run", base, ranks=2) as started:
+    with serving(base.parent / "run", base, ranks=2, commit_steps=3) as started:
         yield started
     forget_clients()
 
@@ -277,3 +277,29 @@ def test_what_is_not_there_is_the_sdks_own_error_with_one_message(
     status, body = raw_post(server, "create_session", b"{}", key="tml-nobody")
     assert status == 401
     assert b"no such API key" in body
+
+
+def test_a_session_survives_killed_trainers_and_a_killed_front_to_the_bit(server: TinkerServer) -> None:
+    def session(disturb: Callable[[int], None]) -> tuple[list[float], dict[str, Any]]:
+        with client_of(server) as client:
+            trainer, losses = new_model(client, seed=5), []
+            for step in range(8):
+                halves = [trainer.forward_backward(make_data(10 * step + n), "cross_entropy") for n in (0, 1)]
+                stepped = trainer.optim_step(adam())
+                disturb(step)
+                losses += [half.result().metrics["loss:sum"] for half in halves]
+                stepped.result()
+            return losses, weights(exported(server, trainer, "end"))
+
+    def kill(step: int) -> None:
+        if step == 3:
+            server.kill_trainer()
+            server.kill_front()
+            server.start_front()
+            server.start_trainer()
+
+    losses, expected = session(lambda step: None)
+    found, adapter = session(kill)
+    assert found == losses
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(tensor, adapter[name], err_msg=name)
