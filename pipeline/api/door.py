@@ -21,6 +21,7 @@ ATTACH, TURN, SECRET = "/engine/attach", "/engine/turn", "X-Rollcall-Secret"
 SILENT_SECONDS = 10.0
 """A trainer that is at work is silent for longer only while one request takes longer."""
 _LONGEST_WAIT = 5.0
+_REPLACED = "another trainer has come since"
 _LOOK_SECONDS = 0.5
 """How often it is looked whether a gap in a model's numbers has become too old."""
 
@@ -31,7 +32,8 @@ class Door:
     def __init__(self, registry: Registry, secret: str, on_change: Callable[[Facts | None], None]) -> None:
         """`on_change` is told what a trainer that comes knows, and None when it is gone."""
         self._registry, self.secret, self._on_change = registry, secret, on_change
-        self._attempt = ""
+        self._attempt = self._latest = ""
+        self._replaced: set[str] = set()
         self._heard = 0.0
         self._busy = False
 
@@ -49,6 +51,11 @@ class Door:
     async def _attach(self, request: web.Request) -> web.Response:
         self._admit(request)
         attach = msgspec.msgpack.decode(await request.read(), type=Attach)
+        if attach.attempt in self._replaced:
+            return web.Response(status=409, text=_REPLACED)
+        if self._latest not in ("", attach.attempt):
+            self._replaced.add(self._latest)
+        self._latest = attach.attempt
         self._attempt, self._heard, self._busy = attach.attempt, time.monotonic(), False
         await self._registry.attach(attach.cursors)
         self._on_change(attach.facts)
@@ -57,8 +64,10 @@ class Door:
     async def _turn(self, request: web.Request) -> web.Response:
         self._admit(request)
         turn = msgspec.msgpack.decode(await request.read(), type=Turn)
+        if turn.attempt in self._replaced:
+            return web.Response(status=409, text=_REPLACED)
         if turn.attempt != self._attempt:
-            return web.Response(status=409, text="another trainer has come since; or attach first")
+            return web.Response(status=428, text="attach first")
         self._heard, self._busy = time.monotonic(), False
         try:
             for done in turn.done:
@@ -68,8 +77,8 @@ class Door:
         except Full as error:
             return web.Response(status=503, text=str(error))
         work = await self._await_work(min(turn.seconds, _LONGEST_WAIT))
-        if turn.attempt != self._attempt:
-            return web.Response(status=409, text="another trainer has come since")
+        if turn.attempt in self._replaced:
+            return web.Response(status=409, text=_REPLACED)
         self._heard, self._busy = time.monotonic(), work is not None
         return web.Response(body=work) if work is not None else web.Response(status=204)
 

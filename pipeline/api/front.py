@@ -92,8 +92,9 @@ class Front:
                 return await handle(self._keys.owner(_key_of(request)), request)
             except ApiError as error:
                 return web.json_response({"detail": str(error)}, status=error.status)
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                return web.json_response({"detail": one_line(error)}, status=400)
+            except (TypeError, AttributeError, KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+                log.warning("%s is malformed: %s", request.path, one_line(error))
+                return web.json_response({"detail": f"the request is malformed: {one_line(error)}"}, status=400)
 
         return answer
 
@@ -107,11 +108,12 @@ class Front:
         return self._whole(read)
 
     async def _body(self, request: web.Request) -> bytes:
-        limit = self._settings.request_bytes
-        body = await request.content.read(-1) if (request.content_length or 0) <= limit else None
-        if body is None or len(body) > limit:
-            raise ApiError(f"the request is larger than serve.request_bytes={limit}", 413)
-        return wire.decompressed(body, request.headers.get("Content-Encoding", ""), limit)
+        limit, body = self._settings.request_bytes, bytearray()
+        async for chunk in request.content.iter_chunked(1 << 16):
+            body += chunk
+            if len(body) > limit:
+                raise ApiError(f"the request is larger than serve.request_bytes={limit}", 413)
+        return wire.decompressed(bytes(body), request.headers.get("Content-Encoding", ""), limit)
 
     # Sessions
 

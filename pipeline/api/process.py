@@ -65,7 +65,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
 
     known = _known(settings)
     door = Door(registry, known.secret if known else secrets.token_hex(16), changed)
-    app = web.Application(client_max_size=settings.request_bytes)
+    app = web.Application(client_max_size=0)  # clients are held to their limit by `Front`
     front.add_routes(app)
     door.add_routes(app)
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)

@@ -272,6 +272,9 @@ class Registry:
         await self._store.keep(*changes, store.result(request.id, encode(result)))
         after()
         request.finish(result)
+        if changes:
+            for old in self._surplus(request.model):
+                await self.remove_checkpoint(old)
 
     async def attach(self, cursors: dict[str, int]) -> None:
         """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
@@ -366,7 +369,7 @@ class Registry:
 
         return Saved(result.size, order.path, order.sampler), changes, after
 
-    def surplus(self, model: str) -> list[Checkpoint]:
+    def _surplus(self, model: str) -> list[Checkpoint]:
         """Checkpoints without a name that newer ones of the model have replaced."""
         own = [
             each for each in self.checkpoints.values() if each.passing and names.parse_path(each.path).model == model

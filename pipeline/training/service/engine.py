@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.api.records import Create, Done, Facts, Failed, Load, Pass, Plain, Result, Save, Step, Unload, Work
 from pipeline.config import RunConfig
-from pipeline.errors import CheckpointError, first_line
+from pipeline.errors import CheckpointError, OvertakenError, first_line
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.service.commits import ServiceCommits
@@ -91,6 +91,8 @@ class Engine:
             result = self._execute(work)
         except Refused as refusal:
             result = Failed(str(refusal), "user")
+        except OvertakenError:
+            raise
         except CheckpointError as error:
             log.warning("%s: %s", work.request, error)
             result = Failed(first_line(error), "server")
@@ -140,7 +142,7 @@ class Engine:
     def _commit_if_due(self) -> None:
         """Note that a commit has become durable; begin another if it is time."""
         serve = self._config.serve
-        self._durable = self._commits.collect() or self._durable
+        self._take_commit(self._commits.collect)
         if self._dirty_since is None or not self._commits.idle:
             return
         waited = time.monotonic() - self._dirty_since
@@ -149,7 +151,18 @@ class Engine:
 
     def _finish_commit(self) -> None:
         """Have no commit be under way: its collectives would mix with those of what is saved or loaded now."""
-        self._durable = self._commits.finish() or self._durable
+        self._take_commit(self._commits.finish)
+
+    def _take_commit(self, collect: Callable[[], dict[str, int] | None]) -> None:
+        """Note the cursors of a commit that ended. One that failed costs a later trainer some work, not this one its
+        models: another is made in a while."""
+        try:
+            self._durable = collect() or self._durable
+        except OvertakenError:
+            raise
+        except CheckpointError as error:
+            log.warning("a commit failed, and is tried again: %s", error)
+            self._dirty_since = time.monotonic()
 
     def _start_commit(self) -> None:
         ready = {id: cursor for id, cursor in self._cursors.items() if id in self._models}

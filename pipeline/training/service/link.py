@@ -86,7 +86,7 @@ class FrontLink:
         self._link.request("POST", route, body, {SECRET: self._secret})
         answer = self._link.getresponse()
         read = answer.read()
-        if answer.status == 409 and self._attached and b"another" in read and b"attach" not in read:
+        if answer.status == 409:
             raise OvertakenError("another trainer serves by now: this one changes nothing more")
         return answer.status, read
 
