@@ -88,7 +88,7 @@ class RunObserver(Observer):
 
 
 def _touch(mark: Path) -> bool:
-    """Leave a mark, for which no step is given up: without it another attempt may be made, or not made."""
+    """Leave a mark. A disk that refuses it costs no step: at worst the requeue decides without it."""
     try:
         mark.touch()
     except OSError as error:

@@ -122,7 +122,7 @@ def batch_file(
     _check_path(folder)
     parts = components(config, plan)
     comment, output = f"rollcall {run_id}", {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
-    asked = [directives(config, part, comment, first=part is parts[0]) for part in parts]
+    asked = [_directives(config, part, comment, first=part is parts[0]) for part in parts]
     asked[0] += _lines(output)
     sections = [
         ["#!/bin/bash"],
@@ -135,11 +135,8 @@ def batch_file(
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
-def directives(config: RunConfig, part: Component, comment: str = "", *, first: bool = True) -> list[str]:
-    """The `#SBATCH` lines of one component: all that `cluster.*` asks for, whatever is run there.
-
-    Mail is asked for once, with the `first`. `ConfigError` as for `batch_file`.
-    """
+def _directives(config: RunConfig, part: Component, comment: str, *, first: bool) -> list[str]:
+    """The `#SBATCH` lines of one component. Mail is asked for once, with the `first`."""
     cluster = config.cluster
     mail = {"mail-user": cluster.mail_user, "mail-type": cluster.mail_type} if first else {}
     return _lines({**_shared(config, comment), **mail, **_options(part), **_extras(cluster.sbatch)})
