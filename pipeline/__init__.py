@@ -8,6 +8,7 @@
 | `rollouts` | requests to the servers, episodes, groups, evaluation |
 | `tasks` | prompts and rewards, and the processes that run them |
 | `losses` | losses as functions of tensors |
+| `data` | datasets: conversations and prompts by index |
 | `tracking` | wandb, in a process of its own |
 | `streams` | the topics between actor, preprocessor and trainer, and the board beside them |
 | `weights` | the way of weights to the servers, on both sides |

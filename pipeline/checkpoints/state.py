@@ -11,9 +11,9 @@ import msgspec
 from pipeline.errors import CheckpointError
 
 STATE_VERSION = 2
-Job = Literal["sft", "rl"]
-JOBS: tuple[Job, ...] = ("sft", "rl")
-"""The jobs of a run in their order."""
+Job = Literal["sft", "rl", "serve"]
+JOBS: tuple[Job, ...] = ("sft", "rl", "serve")
+"""The jobs of a run in their order; a run that serves has one alone."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         ledger_bytes: size of `ledger.jsonl` that the snapshot covers; of a run.
         covered: ids of the entries of the stream `prepared` that this checkpoint covers, which may be acknowledged once
             it is durable; of a run.
+        data: digest of the rows of the dataset that the job trains; empty without one.
         alone: of a job that stands alone; None in a run.
+        served: of a run that serves, the models of its clients, in the trainer's own form.
         version: of this record, and of how tensors are named beside it.
     """
 
@@ -49,7 +51,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     ledger: bytes = b""
     ledger_bytes: int = 0
     covered: tuple[str, ...] = ()
+    data: str = ""
     alone: Alone | None = None
+    served: bytes = b""
     version: int = STATE_VERSION
 
 

@@ -136,6 +136,11 @@ class ResourcesConfig(Section):
         description="Servers on the GPUs of the trainer, for machines with one or few; inference.gpu_memory has to "
         "leave the trainer its part.",
     )
+    gpu_memory: Memory = Field(
+        "",
+        description="Memory of each GPU, as `80G`: what does not fit is refused before anything starts; empty: it is "
+        "not known. `--dry-run` shows what each role needs.",
+    )
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="What trainer and servers compute on; with `cpu` GPUs are idle."
     )

@@ -21,7 +21,9 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pipeline.config.data import DataConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.serving import ServeConfig
 from pipeline.config.values import (
     FORMS,
     NAME_FORM,
@@ -75,6 +77,25 @@ class TaskConfig(Section):
     )
     memory_bytes: NotNegative = Field(
         1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
+    )
+
+
+class RewardConfig(Section):
+    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
+
+    functions: tuple[str, ...] = Field(
+        (),
+        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
+        "is the task's own reward. Empty: that alone.",
+    )
+    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Further keywords for a function, by its name."
+    )
+    calls: Literal["sample", "group"] = Field(
+        "sample",
+        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
+        "samples of a prompt, for functions that compare them.",
     )
 
 
@@ -153,10 +174,14 @@ class OptimConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised fine-tuning on the task's demonstrations, before RL or alone; 0 steps skips it."""
+    """Supervised fine-tuning, before RL or alone, on `data.*`, or without that on the task's demonstrations. Without
+    steps and epochs there is none."""
 
-    steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
-    batch: Positive = Field(128, description="Demonstrations in each of its steps.")
+    steps: NotNegative = Field(0, description="Its optimizer steps.")
+    epochs: Annotated[float, Field(ge=0)] = Field(
+        0, description="In place of steps: how often each row of data.path is trained."
+    )
+    batch: Positive = Field(128, description="Rows of each of its steps.")
     lr: Rate = Field(1e-3, description="Its learning rate.")
 
 
@@ -204,6 +229,9 @@ class TrainingConfig(Section):
         "basic", description="What is measured of each batch; see docs/metrics.md."
     )
     eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
+    keep_best: bool = Field(
+        True, description="Keep the model of the lowest held-out loss so far as `best/`, where SFT has held-out rows."
+    )
     checkpoint_every: Positive = Field(50, description="Steps between checkpoints.")
     checkpoints: str = Field(
         "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
@@ -303,6 +331,8 @@ class RunConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     model: ModelConfig
     task: TaskConfig
+    reward: RewardConfig = RewardConfig()
+    data: DataConfig = DataConfig()
     loss: LossConfig
     critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
@@ -311,6 +341,7 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     tracking: TrackingConfig = TrackingConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def directory(self) -> Path:
@@ -319,8 +350,14 @@ class RunConfig(Section):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
-        return self.training.steps > 0
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams; and
+        of a run that serves, its clients decide."""
+        return self.training.steps > 0 and not self.serve.enabled
+
+    @property
+    def has_sft(self) -> bool:
+        """Whether the run begins with supervised fine-tuning."""
+        return self.training.warm_start.steps > 0 or self.training.warm_start.epochs > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

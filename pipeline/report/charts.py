@@ -124,7 +124,8 @@ def _sync(rows: list[Row], resumes: Sequence[int]) -> Chart:
 
 
 def _loss(rows: list[Row], resumes: Sequence[int], job: str, title: str) -> Chart:
-    curves = [_smooth_curve("loss", series(rows, "loss", job=job))]
+    held_out = Curve("held out", series(rows, "eval/loss", job=job), marks=True)
+    curves = [_smooth_curve("loss", series(rows, "loss", job=job)), held_out]
     sft = "Cross-entropy (nats a token) of what is shown to the model."
     return _chart(title, sft if job == "sft" else "The policy loss of each step.", curves, resumes, "loss")
 

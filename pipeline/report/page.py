@@ -84,12 +84,19 @@ def tiles(history: History) -> list[Tile]:
 
 def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
     """Of a run that has a trainer only: SFT alone, or the jobs of files."""
-    rows = history.rows
+    rows = [row for row in history.rows if row["kind"] == "train"]
     done = str(rows[-1]["step"] if rows else 0)
-    steps = (done, "steps of all jobs") if training.jobs else (f"{done} / {training.warm_start.steps}", "steps of SFT")
-    losses = [value for _, value in series(rows, "loss", job="sft")]
-    loss = [] if training.jobs else [_first_last(losses, "loss, first → last tenth")]
-    return [steps, _wall_tile(history), *loss, _speed_tile(_speeds(rows))]
+    if training.jobs:
+        return [(done, "steps of all jobs"), _wall_tile(history), _speed_tile(_speeds(rows))]
+    total = training.warm_start.steps or max((int(steps) for _, steps in series(rows, "steps", job="sft")), default=0)
+    best = min(series(history.rows, "eval/loss", job="sft"), key=lambda point: point[1], default=None)
+    return [
+        (f"{done} / {total or '?'}", "steps of SFT"),
+        _wall_tile(history),
+        _first_last([value for _, value in series(rows, "loss", job="sft")], "loss, first → last tenth"),
+        *([(number(best[1], ".3f"), f"lowest held-out loss, at step {best[0]}")] if best else []),
+        _speed_tile(_speeds(rows)),
+    ]
 
 
 def _speeds(rows: Iterable[Row]) -> list[float]:

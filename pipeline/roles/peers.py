@@ -48,7 +48,7 @@ class Peers:
             streams,
             context.paths.attempt,
             config.training.data_seconds,
-            [row["step"] for row in read_rows(context.run.metrics) if row["kind"] == "eval"],
+            [row["step"] for row in read_rows(context.run.metrics) if (row["kind"], row["job"]) == ("eval", "rl")],
             note,
             pulse,
         )

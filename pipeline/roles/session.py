@@ -8,15 +8,19 @@ down, device memory given back, and only then the event. Must not know losses, r
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 
 from pipeline.roles.context import RoleContext
 from pipeline.roles.controller import Controller
 from pipeline.roles.peers import Peers
+from pipeline.rundir.metrics import read_rows, series
 from pipeline.system import heartbeat
 from pipeline.training.batches import Interrupted
 from pipeline.training.commits import Commits, JobPosition
+from pipeline.training.conversations import Conversations
 from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.runner import Algorithm, Runner, tells_more
 from pipeline.training.sft import SupervisedFineTuning
@@ -30,7 +34,9 @@ class Session(Controller):
 
     def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
         super().__init__(context, dispatch)
-        self._commits = Commits(context.paths, context.config, dispatch)
+        reads = self._config.has_sft and self._config.data.path
+        self._conversations = Conversations(self._config, self._alive) if reads else None
+        self._commits = Commits(context.paths, context.config, dispatch, self._conversations)
         self._peers: Peers | None = None
 
     def run(self) -> None:
@@ -68,11 +74,36 @@ class Session(Controller):
 
     def _algorithm(self, job: Job) -> Algorithm:
         if isinstance(job, SftJob):
-            with heartbeat.during("making the task", self._config.cluster.startup_seconds):
-                demonstrate, level = TaskDemonstrations(self._config), self._config.training.metrics
-            return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level)
+            return self._fine_tuning(job)
         assert self._peers, "a job of RL belongs to a run with rollouts"
         return self._peers.algorithm(job)
+
+    def _fine_tuning(self, job: SftJob) -> SupervisedFineTuning:
+        level = self._config.training.metrics
+        if self._conversations:
+            held_out = self._held_out(job, self._conversations)
+            return SupervisedFineTuning(job, self._dispatch, self._conversations, self._pulse, level, held_out)
+        with heartbeat.during("making the task", self._config.cluster.startup_seconds):
+            demonstrate = TaskDemonstrations(self._config)
+        return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level)
+
+    def _held_out(self, job: SftJob, conversations: Conversations) -> HeldOutLoss:
+        training, rows = self._config.training, read_rows(self._context.run.metrics)
+        return HeldOutLoss(
+            self._dispatch,
+            conversations.held_out,
+            batch=job.batch,
+            every=training.eval_every,
+            measured=dict(series((row for row in rows if row["kind"] == "eval"), "eval/loss", job="sft")),
+            note=lambda step, metrics: self._sinks.log("eval", "sft", step, metrics),
+            keep=partial(self._commits.export, best=True) if training.keep_best else lambda: None,
+            pulse=self._pulse,
+        )
+
+    def _alive(self) -> None:
+        """Called while data are read: nobody is to take this process, or rank 0, for dead."""
+        heartbeat.beat()
+        self._dispatch.idle()
 
     @property
     def whole(self) -> bool:

@@ -131,7 +131,7 @@ def roll_back_file(path: Path, begun: FileStep, check: Callable[[], None] = lamb
 class Console:
     """Logs a short line for each row."""
 
-    NAMES = ("loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
+    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
 
     def write(self, row: Row) -> None:
         numbers = " ".join(f"{name}={row[name]:.4g}" for name in self.NAMES if row.get(name) is not None)

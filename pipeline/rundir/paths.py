@@ -15,9 +15,11 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
                                           first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
+      api/                                of a run that serves: address, key, store and weights of its clients
       jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
+      best/                               of SFT, the model of the lowest held-out loss so far, in the same way
       tracking/                           wandb's own files
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       metrics.jsonl  ledger.jsonl  report.html  finished.json
@@ -205,6 +207,11 @@ class RunPaths:
         return self.root / CHECKPOINTS
 
     @property
+    def api(self) -> Path:
+        """The folder of a run that serves (`pipeline.api.settings`)."""
+        return self.root / "api"
+
+    @property
     def jobs(self) -> Path:
         """The folder of the trainer's jobs."""
         return self.root / "jobs"
@@ -216,6 +223,11 @@ class RunPaths:
     @property
     def model(self) -> Path:
         return self.root / MODEL
+
+    @property
+    def best(self) -> Path:
+        """The model of SFT's lowest held-out loss."""
+        return self.root / "best"
 
     @property
     def metrics(self) -> Path:

@@ -17,7 +17,6 @@ from rich.progress import track
 from pipeline.config import RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
-from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RunStateError
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
@@ -171,7 +170,7 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
     run = RunPaths(config.directory)
     old = kept_config(run)
-    changes = differences(old, config.model_copy(update={"model": located_model(config.model)})) if old else []
+    changes = differences(old, runs.settled(config)) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)

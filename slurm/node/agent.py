@@ -29,6 +29,7 @@ from pipeline.system import files, network, process
 from pipeline.system.directory import Directory, FileDirectory
 from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
 from pipeline.system.waiting import CLOCK, Clock, wait_for
+from pipeline.training.jobs import steps_of_sft
 from pipeline.world.plan import Card, Plan, World, make_plan
 from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
 from slurm.node.claims import Claimant, claim_visible
@@ -293,7 +294,7 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
     """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
     if config.training.jobs:
         return max((row["step"] for row in read_rows(run.metrics)), default=0)
-    return config.training.steps or config.training.warm_start.steps
+    return config.training.steps or steps_of_sft(run, config)
 
 
 def note_signals() -> Notice:

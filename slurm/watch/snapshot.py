@@ -229,7 +229,8 @@ def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Pro
         return _progress_of_file(trained[-1], mine)
     steps = 0
     if config:
-        steps = config.training.steps if job == "rl" else config.training.warm_start.steps
+        counted = int(trained[-1].get("steps") or config.training.warm_start.steps)  # of epochs only the trainer knows
+        steps = config.training.steps if job == "rl" else counted
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
 
 
@@ -242,7 +243,7 @@ def _progress_of_file(last: Row, mine: list[Row]) -> Progress:
 
 def _ahead(config: RunConfig) -> Progress:
     first = config.training.warm_start.steps
-    return Progress("sft", 0, first, None) if first else Progress("rl", 0, config.training.steps, None)
+    return Progress("sft", 0, first, None) if config.has_sft else Progress("rl", 0, config.training.steps, None)
 
 
 def _seconds_left(mine: list[Row], steps: int) -> float | None:
