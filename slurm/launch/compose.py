@@ -113,8 +113,6 @@ def ends_of(axis: str, most: int, folder: Path = CONF) -> list[str]:
     value, written = override.value(), _written(override, folder)
     if isinstance(value, IntervalSweep):
         return [f"{written}={end}" for end in (value.start, value.end)]
-    if not override.is_sweep_override():
-        return [f"{written}={override.get_value_element_as_str()}"]
     return [f"{written}={one}" for one in _values(override, axis, folder)[:most]]
 
 

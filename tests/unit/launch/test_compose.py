@@ -173,3 +173,28 @@ def test_what_cannot_be_swept_is_named_with_its_mend(override: str, said: str) -
         compose.expand([override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("axis", "tried"),
+    [
+        ("optim.lr=tag(log,interval(1e-5,1e-2))", ["optim.lr=1e-05", "optim.lr=0.01"]),
+        ("rollout.samples=int(interval(2,8))", ["rollout.samples=2", "rollout.samples=8"]),
+        ("+seed=range(1,9)", ["seed=1", "seed=2", "seed=3"]),
+        ("loss=grpo,gspo", ["loss=grpo", "loss=gspo"]),
+    ],
+)
+def test_the_ends_of_an_axis_are_what_is_tried_beforehand(axis: str, tried: list[str]) -> None:
+    assert compose.ends_of(axis, 3) == tried
+
+
+def test_of_a_key_that_is_given_twice_the_last_says_whether_it_is_swept() -> None:
+    given = ["seed=1,2", "loss=grpo", "+seed=3", "optim.lr=1e-4", "optim.lr=interval(1e-5,1e-3)"]
+    assert compose.split_axes(given) == (("loss=grpo", "+seed=3"), ("optim.lr=interval(1e-5,1e-3)",))
+
+
+def test_a_point_is_spelt_alike_however_a_sweeper_writes_it() -> None:
+    fixed = ["seed=1", "~task.options"]
+    chosen = ["loss=grpo", "++seed=1", "~task.options=", "+optim.lr=1e-4"]
+    assert compose.spell_point(chosen, fixed) == ("loss=grpo", "optim.lr=0.0001")
+    assert compose.spell_point(["optim.lr=0.0001", "loss=grpo"], fixed) == ("optim.lr=0.0001", "loss=grpo")
