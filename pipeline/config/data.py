@@ -4,8 +4,9 @@ Owns `data.*`. A `SourceConfig` is what any reader of rows needs; `DataConfig` a
 them. Must not know how a row is read or rendered.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -60,7 +61,13 @@ class DataConfig(SourceConfig):
 def located_data(data: DataConfig) -> DataConfig:
     """The same data from whatever directory one looks: paths of what is on disk are absolute."""
 
-    def whole(path: str) -> str:
-        return str(Path(path).resolve()) if path and Path(path).exists() else path
+    return data.model_copy(update={"path": _whole(data.path), "eval_path": _whole(data.eval_path)})
 
-    return data.model_copy(update={"path": whole(data.path), "eval_path": whole(data.eval_path)})
+
+def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the options of a task that reads a dataset."""
+    return {key: _whole(value) if key in ("path", "eval_path") else value for key, value in options.items()}
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).resolve()) if path and Path(path).exists() else path

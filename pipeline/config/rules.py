@@ -52,6 +52,14 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
         raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
 
 
+def check_parallel(config: RunConfig, heads: int | None) -> None:
+    """`ConfigError` unless a server's GPUs can share the model's attention heads evenly, if their number is known."""
+    gpus = config.resources.inference.gpus
+    if heads is not None and gpus > 1 and heads % gpus:
+        expected = f"a divisor of {heads}, the model's num_attention_heads, which the GPUs of a server share evenly"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "change it")
+
+
 def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
     """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
     parts = config.training.mini_batches
@@ -84,7 +92,7 @@ def _something_is_trained(config: RunConfig) -> None:
             if steps:
                 expected = "0 with training.jobs: each job says its own steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
-    elif not config.has_rollouts and not config.has_sft:
+    elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 
@@ -193,6 +201,19 @@ def _adapters_are_there(config: RunConfig) -> None:
         )
 
 
+def _rewards_have_functions(config: RunConfig) -> None:
+    functions, weights = config.reward.functions, config.reward.weights
+    if weights and len(weights) != len(functions):
+        expected = f"one for each of reward.functions ({len(functions)})"
+        raise ConfigError("reward.weights", list(weights), expected, "leave it out: then each counts 1")
+    if config.reward.calls == "group" and not functions:
+        expected = "sample, since reward.functions is empty"
+        raise ConfigError("reward.calls", "group", expected, "leave it out, or name functions")
+    twice = [name for name in functions if functions.count(name) > 1]
+    if twice:
+        raise ConfigError("reward.functions", list(functions), "each function once", f"{twice[0]} is there twice")
+
+
 def _groups_can_succeed(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.min_samples > rollout.samples:
@@ -237,6 +258,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _kl_has_a_gradient,
     _only_groups_are_filtered,
     _adapters_are_there,
+    _rewards_have_functions,
     _samples_fit_micro_batches,
     _checkpoints_can_be_kept,
     _epochs_are_of_data,

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.data import DataConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.serving import ServeConfig
 from pipeline.config.values import (
     FORMS,
     NAME_FORM,
@@ -76,6 +77,25 @@ class TaskConfig(Section):
     )
     memory_bytes: NotNegative = Field(
         1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
+    )
+
+
+class RewardConfig(Section):
+    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
+
+    functions: tuple[str, ...] = Field(
+        (),
+        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
+        "is the task's own reward. Empty: that alone.",
+    )
+    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Further keywords for a function, by its name."
+    )
+    calls: Literal["sample", "group"] = Field(
+        "sample",
+        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
+        "samples of a prompt, for functions that compare them.",
     )
 
 
@@ -311,6 +331,7 @@ class RunConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     model: ModelConfig
     task: TaskConfig
+    reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig
     critic: CriticConfig = CriticConfig()
@@ -320,6 +341,7 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     tracking: TrackingConfig = TrackingConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def directory(self) -> Path:
@@ -328,8 +350,9 @@ class RunConfig(Section):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
-        return self.training.steps > 0
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams; and
+        of a run that serves, its clients decide."""
+        return self.training.steps > 0 and not self.serve.enabled
 
     @property
     def has_sft(self) -> bool:

@@ -13,7 +13,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import TaskError
 from pipeline.groups.ledger import prompt_of
 from pipeline.groups.records import Group, Sample
-from pipeline.rollouts.rollout import Rollout, Sampling, Servers, kind_of, roll_out, sample_of
+from pipeline.rollouts.rollout import Rollout, Sampling, Servers, answer_of, kind_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
@@ -45,6 +45,7 @@ class GroupBuilder:
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
         self._seed, self._size = config.seed, rollout.samples
+        self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
         self.patience = FailureStreak(rollout.give_up_after)
@@ -60,18 +61,19 @@ class GroupBuilder:
         asked = await self._calls.prompt(index)
         if isinstance(asked, str):
             return [], [asked] * self._size
-        rollouts = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, self._size)
+        rollouts = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, self._size)
         return await self.scored(asked.prompt, rollouts)
 
     async def scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
         """The samples of a prompt's rollouts, and the reasons of those that failed."""
         failures = [ended.reason for ended in rollouts if ended.episode is None]
         ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
-        rewards = await self._calls.rewards(prompt, [episode.text for episode, _ in ended]) if ended else []
+        answers = [answer_of(episode, self._whole_answers) for episode, _ in ended]
+        scores = await self._calls.rewards(prompt, answers) if ended else []
         samples = []
-        for (episode, seconds), reward in zip(ended, rewards, strict=True):
-            if isinstance(reward, str):
-                failures.append(reward)
+        for (episode, seconds), score in zip(ended, scores, strict=True):
+            if isinstance(score, str):
+                failures.append(score)
             else:
-                samples.append(sample_of(episode, reward, seconds))
+                samples.append(sample_of(episode, score, seconds))
         return samples, failures

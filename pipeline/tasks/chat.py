@@ -46,8 +46,20 @@ class Chat:
 
     def demonstration(self, shown: Demonstration) -> tuple[list[int], int]:
         """Token ids of a prompt with its answer and the end of the turn, and how many of them are the prompt."""
-        prompt = self.prompt(shown.prompt.messages)
+        prompt = self.prompt(shown.prompt.messages, shown.prompt.tools)
         return [*prompt, *self.encode(shown.answer), self.stop_token_ids[0]], len(prompt)
+
+    def reply(
+        self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids that follow the token which ended the policy's turn after `messages`: the rest of the turn's end,
+        `told`, and the head of the next turn."""
+        after = self.template.reply(messages, told, tools)
+        for end in self.stops:
+            if after.lstrip().startswith(end):
+                after = after.lstrip().removeprefix(end)
+                break
+        return self.encode(after)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it is, special tokens spelt out in it included."""

@@ -87,6 +87,16 @@ class Template:
         rest = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": asks}
         return self._compiled.render(messages=list(messages), **rest, **marks, **self.specials)
 
+    def reply(self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """What the template writes after a turn of the policy that follows `messages`: the end of the turn, then
+        `told`, up to where the policy speaks again. `ValueError` when it does not write what a turn says."""
+        turn = _MARKS[-1]  # in the place of what was said, whose tokens are known and not to be made again
+        said: Message = {"role": "assistant", "content": turn}
+        _, found, after = self.render([*messages, said, *told], tools).partition(turn)
+        if not found or turn in after:
+            raise ValueError("the chat template does not write each turn once")
+        return after
+
     @cached_property
     def specials(self) -> dict[str, str]:
         """The named special tokens that templates write."""

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pipeline
 from pipeline.config import RunConfig, load_config
-from pipeline.config.data import located_data
+from pipeline.config.data import located_data, located_options
 from pipeline.config.identity import differences, digest
 from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RollcallError, RunStateError
@@ -288,10 +288,14 @@ def _unreadable(run: RunPaths, path: Path) -> RunStateError:
 def settled(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
     jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
-    training = config.training.model_copy(update={"jobs": jobs})
-    return config.model_copy(
-        update={"model": located_model(config.model), "data": located_data(config.data), "training": training}
-    )
+    located: dict[str, Any] = {
+        "model": located_model(config.model),
+        "data": located_data(config.data),
+        "training": config.training.model_copy(update={"jobs": jobs}),
+    }
+    if config.task.name == "dataset":
+        located["task"] = config.task.model_copy(update={"options": located_options(config.task.options)})
+    return config.model_copy(update=located)
 
 
 def _freeze(run: RunPaths, config: RunConfig) -> None:
