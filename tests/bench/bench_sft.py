@@ -135,7 +135,13 @@ def train_with_trl(python: str, folder: Path, config: RunConfig, order: list[int
     (folder / "asked.json").write_text(json.dumps(asked))
     script = Path(__file__).with_name("trl_sft.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([python, str(script), str(folder / "asked.json")], check=True, timeout=900, env=environment)
+    subprocess.run(
+        [python, str(script), str(folder / "asked.json")],
+        check=True,
+        timeout=900,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
     found: dict[str, Any] = json.loads((folder / "trl.json").read_text())
     return found
 

@@ -28,7 +28,7 @@ def test_the_page_runs_word_by_word(tmp_path: Path) -> None:
             env=os.environ | {"PATH": path},
             capture_output=True,
             text=True,
-            timeout=WAIT_SECONDS,
+            timeout=4 * WAIT_SECONDS,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
