@@ -35,12 +35,16 @@ def model_directory(model: ModelConfig) -> Path:
 
 def longest_sequence(model: ModelConfig) -> int | None:
     """The positions the model was made for; None when its config does not say, or stretches them."""
-    settings = _settings(model, model_directory(model))
-    text = settings.get("text_config")
-    settings = text if isinstance(text, dict) else settings
+    settings = _text_settings(model)
     stretched = any("factor" in (settings.get(key) or ()) for key in ("rope_scaling", "rope_parameters"))
     positions = settings.get("max_position_embeddings")
     return positions if isinstance(positions, int) and not stretched else None
+
+
+def attention_heads(model: ModelConfig) -> int | None:
+    """The heads of each attention layer; None when its config does not say, or gives them layer by layer."""
+    heads = _text_settings(model).get("num_attention_heads")
+    return heads if isinstance(heads, int) else None
 
 
 def located_model(model: ModelConfig) -> ModelConfig:
@@ -51,6 +55,13 @@ def located_model(model: ModelConfig) -> ModelConfig:
     if _is_built_in(model.path):
         return model
     return model.model_copy(update={"path": str(Path(model.path).resolve())})
+
+
+def _text_settings(model: ModelConfig) -> dict[str, Any]:
+    """What a config says of the language model, which may be a part of a larger one."""
+    settings = _settings(model, model_directory(model))
+    text = settings.get("text_config")
+    return text if isinstance(text, dict) else settings
 
 
 def _settings(model: ModelConfig, directory: Path) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class ClusterConfig(Section):
         120, description="How long before the time limit Slurm tells the agents (USR2); 0: never."
     )
     max_restarts: NotNegative = Field(100, description="How often one job may be requeued, by Slurm or by itself.")
-    max_barren: Positive = Field(
+    max_failures: Positive = Field(
         3, description="The job ends after so many attempts in a row that failed, or ran out of time, without a commit."
     )
 
@@ -135,6 +135,11 @@ class ResourcesConfig(Section):
         False,
         description="Servers on the GPUs of the trainer, for machines with one or few; inference.gpu_memory has to "
         "leave the trainer its part.",
+    )
+    gpu_memory: Memory = Field(
+        "",
+        description="Memory of each GPU, as `80G`: what does not fit is refused before anything starts; empty: it is "
+        "not known. `--dry-run` shows what each role needs.",
     )
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="What trainer and servers compute on; with `cpu` GPUs are idle."

@@ -52,6 +52,14 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
         raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
 
 
+def check_parallel(config: RunConfig, heads: int | None) -> None:
+    """`ConfigError` unless a server's GPUs can share the model's attention heads evenly, if their number is known."""
+    gpus = config.resources.inference.gpus
+    if heads is not None and gpus > 1 and heads % gpus:
+        expected = f"a divisor of {heads}, the model's num_attention_heads, which the GPUs of a server share evenly"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "change it")
+
+
 def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
     """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
     parts = config.training.mini_batches
@@ -84,7 +92,7 @@ def _something_is_trained(config: RunConfig) -> None:
             if steps:
                 expected = "0 with training.jobs: each job says its own steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
-    elif not config.has_rollouts and not config.has_sft:
+    elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 

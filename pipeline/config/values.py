@@ -49,6 +49,14 @@ SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_
 """The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
 
 
+def memory_bytes(value: str) -> int:
+    """The bytes of a `Memory`, which counts as Slurm does: megabytes, or K, M, G, T of 1,024 each. 0 if it is empty."""
+    if not value:
+        return 0
+    number, unit = (value[:-1], value[-1]) if value[-1].isalpha() else (value, "M")
+    return int(number) << 10 * (1 + "KMGT".index(unit))
+
+
 class Section(BaseModel):
     """A frozen group of keys; unknown keys are errors, and so are infinity and NaN."""
 

@@ -16,7 +16,7 @@ from pipeline.roles.controller import Controller
 from pipeline.rundir.documents import SubmittedJob
 from pipeline.rundir.metrics import FileStep, MetricSinks, roll_back_file
 from pipeline.system import files
-from pipeline.training.batches import Interrupted
+from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import Job
 from pipeline.training.standalone.execute import execute_jobs
@@ -36,10 +36,11 @@ class JobSession(Controller):
         """Do all jobs that are left; `TrainingError` at the end if one failed."""
         submitted = files.read_document(self._context.run.job, SubmittedJob)
         self._fence.claim(submitted.job if submitted else "")
+        self._fence.keep(())  # the run itself has no commits: each job has its own
         with ExitStack() as opened:
             sinks = self._open_sinks(opened, self._fence.check)
             self._get_ready("looking for jobs")
-            told = RunObserver(self._context, self._fence, sinks)
+            told = RunObserver(self._context, self._fence, sinks, self._pulse)
             try:
                 execute_jobs(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, told)
             except Interrupted as reason:
@@ -51,13 +52,14 @@ class JobSession(Controller):
 class RunObserver(Observer):
     """Tells the run what its jobs do."""
 
-    def __init__(self, context: RoleContext, fence: Fence, sinks: MetricSinks) -> None:
-        self._context, self._fence, self._sinks = context, fence, sinks
+    def __init__(self, context: RoleContext, fence: Fence, sinks: MetricSinks, pulse: Pulse) -> None:
+        self._context, self._fence, self._sinks, self._pulse = context, fence, sinks, pulse
         self._marked = False
         self._step = 0
         self._at = FileStep("", 0, 0, 0)
 
     def before_claim(self) -> None:
+        self._pulse()  # an attempt that is ending begins no further job
         self._fence.check()
 
     def began(self, file: Path, job: Job, done: int) -> None:
@@ -86,7 +88,7 @@ class RunObserver(Observer):
 
 
 def _touch(mark: Path) -> bool:
-    """Leave a mark, for which no step is given up: without it another attempt may be made, or not made."""
+    """Leave a mark. A disk that refuses it costs no step: at worst the requeue decides without it."""
     try:
         mark.touch()
     except OSError as error:

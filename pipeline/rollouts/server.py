@@ -104,6 +104,10 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+FINAL_ONLY = 2
+"""vLLM's `RequestOutputKind`: one output, when all samples have ended. Releases up to 0.25 send one at each step unless
+they are told, and answer with whichever samples ended last."""
+
 _token_id, _logprob = attrgetter("token_id"), attrgetter("logprob")
 _answers = msgspec.json.Decoder(_Answer)
 _bodies = msgspec.json.Encoder()
@@ -130,6 +134,7 @@ class Request:
             "stop_token_ids": self.stop_token_ids,
             "logprobs": 0,
             "detokenize": False,
+            "output_kind": FINAL_ONLY,
         }
         body = {"model": MODEL, "token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt}
         return _bodies.encode(body)

@@ -26,6 +26,7 @@ from pipeline.tasks.chat import Chat
 
 Choice = Literal["all", "last", "each"]
 Span = tuple[int, int]
+_EACH = "set data.train_on=each, or "
 _MEND = "put a chat_template.jinja with {% generation %} blocks into the model's directory"
 
 
@@ -74,6 +75,10 @@ class Masker:
         else:
             yield self._row(conversation, turns if self._choice == "all" else turns[-1:])
 
+    def teaches_end(self, row: Trained) -> bool:
+        """Whether the last turn that is trained ends with a token that ends turns: else the model never learns to."""
+        return row.text[slice(*row.spans[-1])].rstrip().endswith(self._chat.stops)
+
     def _row(self, conversation: Conversation, turns: Sequence[int]) -> Trained:
         try:
             text, spans = self._spans(conversation, turns)
@@ -108,10 +113,12 @@ class Masker:
         template, messages, tools = self._chat.template, conversation.messages, conversation.tools
         before = template.render(messages[:turn], tools, asks=True)
         upto = template.render(messages[: turn + 1], tools, asks=False)
-        if not (upto.startswith(before) and text.startswith(upto)):
+        if not upto.startswith(before):
+            what = "asks for an answer in another way than it writes one, perhaps with the reasoning that it lacks"
+            raise MaskError(f"the template {what}, so message {turn} is found nowhere; {_MEND}")
+        if not text.startswith(upto):
             what = "drops reasoning of" if "</think>" in upto else "does not keep"
-            mend = f"set data.train_on=each, or {_MEND}" if self._choice == "all" else _MEND
-            raise MaskError(f"the template {what} earlier turns, so message {turn} is found nowhere; {mend}")
+            raise MaskError(f"the template {what} earlier turns, so message {turn} is found nowhere; {_EACH}{_MEND}")
         return len(before), len(before) + _said(text[len(before) : len(upto)], self._chat.stops)
 
 

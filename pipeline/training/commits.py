@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, root_of
-from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.state import JOBS
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, DamagedError, DeadlineError
@@ -169,10 +168,10 @@ class Commits:
 
     def collect(self) -> None:
         """If the commit under way has become durable, tell `on_durable`; `CheckpointError` if it failed. Cheap."""
-        if self._flight is None or not saver.idle:
+        if self._flight is None or not self._dispatch.saver.idle:
             return
         flight, self._flight = self._flight, None
-        checkpoint = saver.result()
+        checkpoint = self._dispatch.saver.result()
         log.info("committed %s after %.2f s", checkpoint.name, time.monotonic() - flight.began)
         self._durable = flight.name
         self.on_durable(flight.covered)
@@ -196,7 +195,7 @@ class Commits:
 
     def _finish_alone(self, name: str) -> None:
         try:
-            wait_for(f"the commit of {name}", lambda: saver.idle, LAST_SECONDS)
+            wait_for(f"the commit of {name}", lambda: self._dispatch.saver.idle, LAST_SECONDS)
             self.collect()
         except (CheckpointError, DeadlineError) as error:
             self._flight = None

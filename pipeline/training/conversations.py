@@ -38,6 +38,11 @@ CHECKED_ROWS = 1000
 ALIVE_ROWS = 100
 """Rows between two signs of life."""
 
+ENDLESS = (
+    "what is trained ends with no token that ends a turn, so the model does not learn to stop; "
+    "have the chat template write one after each answer, or name the one that it writes in generation_config.json"
+)
+
 
 @dataclass
 class Rows:
@@ -105,6 +110,8 @@ class Conversations:
         log.info("held out: %s", self._held_out)
         assert rows.first, "there are rows"
         log.info("the first row, trained tokens in green:\n%s", coloured(rows.first))
+        if not masker.teaches_end(rows.first):
+            log.warning(ENDLESS)
         return rows
 
     @property
@@ -215,14 +222,15 @@ def _check_part(part: Part, masker: Masker, data: DataConfig) -> None:
         raise ConfigError("data.path", data.path, "rows that can be trained", str(wrong[0]))
 
 
-def first_row(config: RunConfig) -> Trained | None:
-    """What the first row trains that can be trained; None for a run without a dataset."""
+def first_row(config: RunConfig) -> tuple[Trained, str] | None:
+    """What the first row trains that can be trained, and what to warn of; None for a run without a dataset."""
     if not (config.data.path and config.has_sft):
         return None
     (part, _), masker = parts_of(config.data), masker_of(config)
     for index in part.indices[:CHECKED_ROWS]:
         with suppress(RowError):
-            return part.make(index, masker)[1][0]
+            row = part.make(index, masker)[1][0]
+            return row, "" if masker.teaches_end(row) else ENDLESS
     return None
 
 

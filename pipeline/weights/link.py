@@ -197,8 +197,8 @@ class Link:
         self, control: ServerControl, payload: Payload, name: str, store: Store, deadline: Deadline
     ) -> TransferGroup | GpuGroup:
         wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
-        if control.answered:
-            control.end(deadline)
+        if not is_announced(store, name):
+            control.end(deadline)  # it says why not
         if payload.buffer.is_cuda:
             return meet(store, name, TRAINER, payload.buffer.device, announced_gpu(store, name), deadline)
         return TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)

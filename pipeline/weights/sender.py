@@ -215,6 +215,7 @@ class WeightSender:
         problems += [f"{thread.name} is still busy" for thread in self._threads if thread.is_alive()]
         for problem in problems:
             log.warning("closing: %s", problem)
+        self._payload = None  # on a GPU it has the size of the model
         return problems
 
     def __enter__(self) -> Self:

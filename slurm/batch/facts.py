@@ -43,7 +43,7 @@ class Facts:
         advanced: whether it committed steps of its own.
         trained: whether the run has a commit, of whatever attempt.
         exhausted: whether jobs of files failed, and nothing else is left to do.
-        barren: attempts of this job, in a row before this one, that were barren (see `slurm.batch.requeue.decide`).
+        failures: attempts of this job in a row, before this one, that count as such: see `slurm.batch.requeue.decide`.
     """
 
     restart: int
@@ -56,7 +56,7 @@ class Facts:
     advanced: bool = False
     trained: bool = False
     exhausted: bool = False
-    barren: int = 0
+    failures: int = 0
 
     @property
     def in_doubt(self) -> bool:
@@ -103,7 +103,7 @@ def gather(
         advanced=committer == paths.attempt,
         trained=bool(committer),
         exhausted=EXHAUSTED in attempt.names(),
-        barren=barren_before(run, paths, restart, committer),
+        failures=failures_before(run, paths, restart, committer),
     )
 
 
@@ -118,8 +118,8 @@ def newest_committer(run: RunPaths) -> str:
     return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent.name if marks else ""
 
 
-def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
-    """Barren attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
+def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
+    """Failed attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
 
     The last outcome on disk knows the count. Attempts without an outcome were cut off by the scheduler, which is no
     failure of theirs; and a commit begins the count anew.
@@ -131,7 +131,7 @@ def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: s
             return 0
         outcome = files.read_document(attempt.outcome, Outcome)
         if outcome is not None:
-            return outcome.barren
+            return outcome.failures
     return 0
 
 

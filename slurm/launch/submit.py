@@ -7,45 +7,43 @@ then the exit code is 2, else that of `slurm.launch.following`.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
-from pipeline.config import RunConfig
-from pipeline.config.models import longest_sequence
-from pipeline.config.rules import check_run
-from pipeline.errors import ConfigError, PlanError, RollcallError
+from pipeline.config import ModelConfig, RunConfig
+from pipeline.config.models import attention_heads, longest_sequence
+from pipeline.config.rules import check_parallel, check_run
+from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
 from pipeline.training.conversations import check_data, coloured, first_row
 from pipeline.training.jobs import Demonstrations, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
+from pipeline.world.memory import Sizes, check_memory, describe_memory
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
-from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
+from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.following import conclude_run, follow_job, print_job
+from slurm.launch.here import JobHere, lacking_gpus, refuse_lacking_gpus
 from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
+from slurm.launch.sweepers.drive import search
+from slurm.launch.sweepers.settings import names_hydra
 from slurm.node.agent import Agent
-from slurm.node.claims import missing_gpus
-from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
-from slurm.scheduler.environment import gpus_of_user
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
-
-_SLACK_SECONDS = 20.0
-"""How much longer than its agents a job may take to come down."""
 
 
 def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
@@ -57,9 +55,13 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         options, overrides = _read(argv)
         if options.multirun and compose is not None:
             raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
+        if options.multirun and names_hydra(overrides):
+            return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = (compose or compose_config)(overrides)
+        if config.serve.enabled and not options.cfg:
+            raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -67,7 +69,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
         plan = check(config)
-        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), script=options.dry_run)
+        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
         return 0 if options.dry_run else run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -86,6 +88,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
     if options.cfg and options.multirun:
         raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    if not options.multirun and (named := names_hydra(overrides)):
+        raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
         overrides.remove("job")
     return options, overrides
@@ -112,6 +116,7 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
     """
     check_run(config, longest_sequence(config.model))
+    check_parallel(config, attention_heads(config.model))
     plan = make_plan(config)
     check_inputs(config)
     if config.has_rollouts:
@@ -119,6 +124,8 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
         if config.streams.backend == "redis":
             find_server()
     runs.examine(config)
+    if config.resources.device == "cuda" and config.resources.gpu_memory:
+        check_memory(config, _sizes(config.model))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
         accepted = [] if accepted is None else accepted
@@ -127,6 +134,14 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
             check_site(config, plan, scheduler, text)
             accepted.append(shape)
     return plan
+
+
+@cache
+def _sizes(model: ModelConfig) -> Sizes:
+    """Counted once for all points of a sweep."""
+    from pipeline.training.workers.sizes import sizes_of  # torch and transformers take seconds
+
+    return sizes_of(model)
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -163,32 +178,34 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
     """What may stand in the way later; `dry_run` also of what would, here and now."""
     if config.cluster.kind == "slurm":
         return warnings(config, find_slurm())
-    lacking = _lacking_gpus(plan) if dry_run else ""
+    lacking = lacking_gpus(plan) if dry_run else ""
     return [f"this machine, now: {lacking}"] if lacking else []
 
 
-def _lacking_gpus(plan: Plan) -> str:
-    """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
-    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
-
-
-def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, script: bool = False) -> None:
-    """Which role goes where, before anything is started, and the warnings; with `script` also what Slurm would get."""
+def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
+    """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
+    GPU's memory, and what Slurm would get."""
     console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/]  {_what_it_trains(config)}")
+    console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
-    if (first := first_row(config)) is not None:
+    for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
+        print(f"  {line}", flush=True)
+    if (shown := first_row(config)) is not None:
+        first, endless = shown
         console.print("\nThe first row; what is trained is green:")
         console.print(Text.from_ansi(coloured(first)), end="\n\n")
+        warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
-    if script and config.cluster.kind == "slurm":
+    if whole and config.cluster.kind == "slurm":
         print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
 
 
 def _what_it_trains(config: RunConfig) -> str:
+    if config.serve.enabled:
+        return f"what clients of the Tinker API ask for, adapters on {config.model.path}"
     if config.training.jobs:
         return f"the jobs of {config.training.jobs}"
     start = config.training.warm_start
@@ -232,31 +249,23 @@ def run_here(config: RunConfig, plan: Plan) -> int:
 
     `PlanError` if the machine has too few free GPUs.
     """
-    if lacking := _lacking_gpus(plan):
-        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
+    refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths, noted_signals() as interrupted:
-        print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
-        executor = VirtualNodes(paths, plan.ranks)
-        runs.record_job(paths, "local", executor.job_name)
-        job = executor.submit(Agent(paths.root))
-        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
+        job = JobHere(paths, config, plan)
+        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
         if interrupted:
             print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
             job.cancel()
             print("press Ctrl-C again to end it at once", file=sys.stderr, flush=True)
-        most = longest_descent(config.cluster) + _SLACK_SECONDS
-        wait_for("the job to end", lambda: job.done() or len(interrupted) > 1, most)
-        if not job.done():
-            executor.kill()
-        attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
-        return conclude_run(paths, attempt, interrupted)
+        job.end(at_once=lambda: len(interrupted) > 1)
+        return conclude_run(paths, job.attempt, interrupted)
 
 
 def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
     return PointLauncher(
         check=partial(check, accepted=[]),
-        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), script=whole),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), whole=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
         scheduler=find_slurm,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
+from pipeline.rollouts.server import FINAL_ONLY
+
 ROUTE = "/inference/v1/generate"
 PROCESSES = 8
 
@@ -107,6 +109,7 @@ async def generate(session: Any, traffic: Traffic, prompt: list[int]) -> dict[st
         "ignore_eos": True,
         "stop_token_ids": [*range(2, 2 + traffic.ends)],
         "detokenize": False,
+        "output_kind": FINAL_ONLY,
         **({"logprobs": 0} if traffic.logprobs else {}),
     }
     body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling}

@@ -12,7 +12,7 @@ from pipeline.errors import OvertakenError, TrainingError
 from pipeline.roles.context import RoleContext
 from pipeline.roles.job_session import JobSession
 from pipeline.roles.trainer import session_of
-from pipeline.rundir.events import Events
+from pipeline.rundir.events import Events, Listener
 from pipeline.rundir.metrics import read_rows
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -129,6 +129,25 @@ def test_an_attempt_that_was_replaced_takes_no_job_any_more(
     assert not (queue / "failed").exists()
     with pytest.raises(OvertakenError):  # nor does it begin again
         session_of(context, dispatch).run()
+
+
+def test_an_attempt_that_is_ending_begins_no_further_job(
+    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(queue, "sft", "1")
+    write_job(queue, "sft", "2")
+    context, removed = attempt("12-0"), execution.remove_packed
+
+    def remove(folder: Path) -> None:
+        Events(context.paths).publish("draining", "agent.0", "SIGTERM")
+        removed(folder)
+
+    monkeypatch.setattr(execution, "remove_packed", remove)
+    monkeypatch.setattr(Listener, "heard", lambda listener: listener._events.told())  # at every look
+    session_of(context, dispatch).run()
+    assert (queue / "done" / "1.json").exists()
+    assert not (queue / "2.jsonl").exists()
+    assert Events(context.paths).seen("training_finished") is None
 
 
 def test_an_attempt_without_a_commit_leaves_no_mark(attempt: Attempt, queue: Path, dispatch: Dispatch) -> None:

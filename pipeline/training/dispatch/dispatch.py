@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.checkpoints.background import Saver
 from pipeline.config import LossConfig, OptimConfig, RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
@@ -86,11 +87,21 @@ class Dispatch:
         return self._site.patience
 
     @property
+    def saver(self) -> Saver:
+        """What this rank writes its part of checkpoints with; see `pipeline.training.dispatch.saving`."""
+        return self._site.saver
+
+    @property
     def device(self) -> torch.device:
         """Where models of this rank compute."""
         if self._site.device == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def budget(self) -> Budget:
+        """What a micro-batch may hold, as the models that there are allow it."""
+        return self._budget
 
     @property
     def models(self) -> Mapping[str, ModelInfo]:

@@ -10,4 +10,5 @@ They stand alone: they name all that they need, and a run that does them (`train
 | `state` | commits of a job, and what it goes on from |
 | `queue`, `log` | which job is next; what is told of it |
 | `observer` | who is told how it goes on |
+| `visible` | that all nodes see what a job starts from |
 """

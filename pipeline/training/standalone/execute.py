@@ -40,6 +40,7 @@ from pipeline.training.standalone.observer import Observer
 from pipeline.training.standalone.packed import PackedRows, remove_packed
 from pipeline.training.standalone.queue import JobQueue
 from pipeline.training.standalone.state import JobState
+from pipeline.training.standalone.visible import await_everywhere
 from pipeline.training.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -187,6 +188,8 @@ class Execution:
     def _train_rest(self, job: Job) -> None:
         """Go on from the newest commit and train what is left; `DamagedError` if it is not what was committed."""
         done = self.done = self._state.find()
+        if job.checkpoint:
+            await_everywhere(self._dispatch, Path(job.checkpoint), self._config.cluster.lateness)
         models = models_of(self._config, job.kind, job.optim, job.steps)
         for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
             self._dispatch.init_model(name, models[name])

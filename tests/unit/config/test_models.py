@@ -1,12 +1,13 @@
 """Which model directories can be trained and served, and how they are kept."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import LoraConfig, ModelConfig
-from pipeline.config.models import BUILT_IN, located_model, model_directory
+from pipeline.config.models import BUILT_IN, attention_heads, located_model, model_directory
 from pipeline.errors import ConfigError
 
 LORA = LoraConfig(rank=4)
@@ -40,3 +41,19 @@ def test_an_adapter_to_go_on_from_is_kept_by_its_absolute_path(tmp_path: Path, m
 
 def test_no_adapter_stays_none() -> None:
     assert located_model(ModelConfig(path="tiny_qwen3")) == ModelConfig(path="tiny_qwen3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        ({"num_attention_heads": 6}, 6),
+        ({"text_config": {"num_attention_heads": 8}, "num_attention_heads": 6}, 8),
+        ({"num_attention_heads": [4, 8]}, None),
+        ({}, None),
+    ],
+)
+def test_the_heads_are_those_of_the_language_model_if_its_config_says(
+    settings: dict[str, object], heads: int | None, base: Path
+) -> None:
+    (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
+    assert attention_heads(ModelConfig(path=str(base))) == heads

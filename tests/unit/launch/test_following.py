@@ -114,12 +114,12 @@ def test_a_job_that_stopped_says_what_failed_and_why_it_is_not_requeued(
     attempt = begin(run, f"{job.job_id}-0")
     failure = FirstFailure(role="trainer.0", rank=1, cause="killed by SIGKILL", time=0.0, log="", exit_code=-9)
     files.write_document(attempt.first_failure, failure)
-    files.write_document(attempt.outcome, Outcome(decision="stopped", reason="3 barren attempts", time=0.0))
+    files.write_document(attempt.outcome, Outcome(decision="stopped", reason="3 failed attempts", time=0.0))
     slurm.set(job.job_id, "FAILED")
     assert conclude_job(job) == 1
     said = capsys.readouterr().err
     assert "failed: trainer.0 on rank 1: killed by SIGKILL" in said
-    assert "stopped: 3 barren attempts" in said
+    assert "stopped: 3 failed attempts" in said
 
 
 def test_a_job_that_stopped_after_a_lost_rank_has_failed_though_its_agents_were_told_to_end(

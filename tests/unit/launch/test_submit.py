@@ -47,6 +47,14 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
         ("resources.layout=het", "resources.layout='het': expected one, without Slurm"),
+        (
+            "resources=gpus_4 resources.inference.servers=1 resources.inference.gpus=3",
+            "resources.inference.gpus=3: expected a divisor of 4, the model's num_attention_heads",
+        ),
+        (
+            "resources=gpus resources.inference.gpus=4",
+            "resources.gpus_per_node=2: expected at least 4, the GPUs of inference.0, which has one node; raise it, or",
+        ),
     ],
 )
 def test_a_mistake_is_refused_with_its_mend(
@@ -223,3 +231,15 @@ def test_a_machine_whose_gpus_another_run_has_is_refused_at_once(
         assert "warning: this machine, now: 2 GPUs needed, 1 of 2 free" in capsys.readouterr().err
     assert submit.main(["experiment=demo", f"output={tmp_path}", "resources=gpus", "--dry-run"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_what_gpus_cannot_hold_is_refused_and_the_dry_run_shows_what_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0, 0)
+    said = answer(capsys, tmp_path / "runs", "resources=gpus", "resources.gpu_memory=1G")
+    assert "resources.gpu_memory='1G': expected enough for a trainer process, " in said
+    assert submit.main(["experiment=demo", f"output={tmp_path}", "resources=gpus", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  GPU of a trainer process: " in shown
+    assert "\n  GPU of a server, at least: " in shown

@@ -1,5 +1,6 @@
 """`launchers/train.py`: jobs of files as a run, and what is refused before anything starts."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pipeline.world.plan import Plan
 from slurm.launch import submit, train
 from slurm.launch.compose import compose_config
 from slurm.launch.train import compose_jobs, name_of
+from slurm.node.claims import Claimant, claim_visible
+from tests.fakes.gpus import give_gpus
 from tests.unit.training.test_jobs import RL, SFT, write
 
 Started = list[tuple[RunConfig, Plan]]
@@ -49,7 +52,9 @@ def test_a_path_of_any_letters_gives_the_run_a_name(name: str, expected: str, tm
     assert compose_jobs(tmp_path / name, [f"output={tmp_path}"]).name == expected
 
 
-def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(tmp_path: Path, started: Started) -> None:
+def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(
+    tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "lr=1 [é] it's ${x}"
     folder.mkdir()
     file = write(folder, "step 7, lr=2.json", SFT)
@@ -58,6 +63,7 @@ def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(tmp_path:
     told = [(config.training.jobs, config.name, config.training.steps) for config, _ in started]
     assert told == [(str(file), "step-7-lr-2", 0), (str(folder), "lr-1-it-s-x-", 0)]
     assert [seat.name for seat in started[0][1].seats] == ["trainer.0", "trainer.1", "trainer.2"]
+    assert f"lr-1-it-s-x-  the jobs of {folder}\n" in capsys.readouterr().out
 
 
 def test_a_relative_path_is_kept_as_an_absolute_one(
@@ -153,6 +159,20 @@ def test_a_folder_of_jobs_is_not_the_runs_own_directory(tmp_path: Path, capsys: 
     assert "another folder than the run's own directory" in refusal(
         capsys, str(tmp_path / "queue"), f"output={tmp_path}"
     )
+
+
+def test_jobs_are_refused_where_other_runs_have_the_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for every run: its agents claim theirs."""
+    give_gpus(monkeypatch, tmp_path, 0, 0)
+    write(tmp_path, "a.json", SFT)
+    gpus = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.trainer.processes=2")
+    arguments = (str(tmp_path / "a.json"), f"output={tmp_path / 'runs'}", *gpus)
+    with ExitStack() as held:
+        claim_visible(None, [1], Claimant(run_id="other-1f3a", attempt="local-0", pid=4711, user="ann"), held)
+        assert "2 GPUs needed, 1 of 2 free" in refusal(capsys, *arguments)
+    assert train.main([*arguments, "--dry-run"]) == 0
 
 
 def test_jobs_can_be_submitted_by_their_key_too() -> None:

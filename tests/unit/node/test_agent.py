@@ -4,14 +4,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from pipeline.errors import RollcallError
+from pipeline.roles.context import RoleContext
 from pipeline.rundir.documents import Finished, SubmittedJob
 from pipeline.rundir.events import Events
 from pipeline.rundir.failure import FirstFailure
@@ -23,6 +25,7 @@ from pipeline.world.plan import Plan, make_plan
 from slurm.node import agent
 from slurm.node.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.node.alive import SignsOfLife, lost_ranks, mark_down
+from slurm.node.claims import Claimant, claim_visible, missing_gpus
 from slurm.node.supervisor import End, Notice
 from slurm.scheduler.environment import Environment
 from tests.fakes.configs import make_config
@@ -267,3 +270,48 @@ def test_a_run_without_gpus_claims_none(run: FakeRun, tmp_path: Path, monkeypatc
     with ExitStack() as held:
         assert agent._find_node(paths_of(run, 0), make_plan(make_config()), local(0, 3), held) == ((), ())
     assert not folder.exists()
+
+
+class Watched:
+    """A supervisor whose roles end at once, and who notes what they were given and what others could still get."""
+
+    seen: ClassVar[list[tuple[tuple[int, ...], str]]] = []
+
+    def __init__(self, contexts: Sequence[RoleContext], *_arguments: object, **_options: object) -> None:
+        self.contexts = contexts
+
+    def run(self) -> End:
+        given = tuple(gpu for context in self.contexts for gpu in context.placement.gpus)
+        self.seen.append((given, missing_gpus(None, 1)))
+        return "preempted"
+
+
+@pytest.fixture
+def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    """A run of one trainer process and one server, on a machine of two GPUs."""
+    give_gpus(monkeypatch, tmp_path, 0, 0)
+    monkeypatch.setattr(agent, "Supervisor", Watched)
+    monkeypatch.setattr(Watched, "seen", [])
+    resources = {"device": "cuda", "gpus_per_node": 2, "services": {"nodes": 0}}
+    config = make_config(
+        resources=resources | {"trainer": {"gpus": 1}, "inference": {"gpus": 1}},
+        model={"path": "tiny_qwen3", "init": "random"},
+    )
+    return FakeRun(tmp_path / "run", config)
+
+
+def test_an_agent_holds_its_gpus_until_its_roles_are_down(gpu_run: FakeRun) -> None:
+    assert run_agent(gpu_run.paths, local(0, 1), Notice()) == "preempted"
+    ((given, lacking),) = Watched.seen
+    assert given == (0, 1)
+    assert lacking.startswith(f"1 GPU needed, 0 of 2 free (GPU 0 is claimed by run {gpu_run.identity.run_id} (pid ")
+    assert missing_gpus(None, 2) == ""
+
+
+def test_an_agent_whose_gpus_another_run_has_fails_and_says_whose_they_are(gpu_run: FakeRun) -> None:
+    with ExitStack() as held:
+        claim_visible(None, [1], Claimant(run_id="other-1f3a", attempt="local-0", pid=4711, user="ann"), held)
+        with pytest.raises(RollcallError, match=r"2 GPUs needed, 1 of 2 free \(GPU 0 is claimed by run other-1f3a"):
+            run_agent(gpu_run.paths, local(0, 1), Notice())
+    assert Watched.seen == []
+    assert missing_gpus(None, 2) == ""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.errors import RolloutError
 from pipeline.rollouts import server
 from pipeline.rollouts.client import InferenceClient, _joined, _pauses
-from pipeline.rollouts.server import LONGEST_PAUSE, Completion, Server
+from pipeline.rollouts.server import FINAL_ONLY, LONGEST_PAUSE, Completion, Server
 from tests.fakes.scripted_server import (
     Answer,
     Script,
@@ -50,6 +50,7 @@ def test_a_request_says_exactly_how_to_sample_and_proves_that_it_may() -> None:
             "stop_token_ids": [2],
             "logprobs": 0,
             "detokenize": False,
+            "output_kind": FINAL_ONLY,
         },
         "cache_salt": "5",
     }

@@ -190,7 +190,18 @@ def test_a_template_that_drops_reasoning_is_refused_for_all_turns(folders: Mappi
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ messages[-1].content }}", "does not keep earlier turns, so message 1 is found nowhere; "),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ '$' if not add_generation_prompt else '' }}",
+            "does not keep earlier turns, so message 1 is found nowhere; set data.train_on=each, or put",
+        ),
+        (
+            "{{ messages[-1].content }}",
+            "asks for an answer in another way than it writes one, perhaps with the reasoni",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}|{% endfor %}{{ '<think>' if add_generation_prompt }}",
+            "asks for an answer in another way than it writes one",
+        ),
         ("{{ raise_exception('roles must alternate') }}", "the chat template refuses it: roles must alternate"),
         ("{{ messages[9].content.nothing }}", "the chat template refuses it: "),
         ("{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}", "its prompt too"),
@@ -213,6 +224,19 @@ def test_a_template_that_cannot_be_masked_is_refused(tmp_path: Path, template: s
         masked(folder, talk, choice)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_writes_no_end_of_a_turn_teaches_none(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    talk = Conversation((user("a"), said("b")))
+    for name in ("chatml", "marked"):
+        masker = Masker(Chat(folders[name]), "all")
+        assert all(masker.teaches_end(row) for row in masker.rows(talk))
+    endless = make_chat_model(
+        tmp_path,
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt }}",
+    )
+    masker = Masker(Chat(endless), "all")
+    assert [masker.teaches_end(row) for row in masker.rows(talk)] == [False]
 
 
 def test_a_conversation_without_an_answer_is_refused(folders: Mapping[str, Path]) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.tasks.masks import Trained
 from pipeline.training.conversations import Conversations, check_data, coloured, first_row
 from pipeline.training.rows import Row
 from tests.fakes.chat_models import MARKED, THINKING, make_chat_model
@@ -197,7 +196,20 @@ def test_a_template_without_a_mask_is_refused_with_the_mend(tmp_path: Path) -> N
 def test_the_first_row_is_shown_with_what_is_trained_in_green(tmp_path: Path) -> None:
     model = make_chat_model(tmp_path / "model", MARKED)
     path = write(tmp_path / "rows.jsonl", [{"messages": []}, talk(1, "two")])
-    first = first_row(config(path, model=str(model), invalid="drop"))
-    assert isinstance(first, Trained)
-    assert coloured(first) == ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n\x1b[32mtwo<|im_end|>\x1b[0m\n")
+    found = first_row(config(path, model=str(model), invalid="drop"))
+    assert found is not None
+    assert found[1] == ""
+    assert coloured(found[0]) == (
+        "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n\x1b[32mtwo<|im_end|>\x1b[0m\n"
+    )
     assert first_row(make_config()) is None
+
+
+def test_a_model_that_would_not_learn_to_stop_is_warned_of(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' * add_generation_prompt }}"
+    )
+    model = make_chat_model(tmp_path / "model", template)
+    found = first_row(config(write(tmp_path / "rows.jsonl", [talk(1)]), model=str(model)))
+    assert found is not None
+    assert found[1].startswith("what is trained ends with no token that ends a turn")

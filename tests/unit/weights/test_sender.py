@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from pipeline.system.waiting import wait_for
 from pipeline.weights.link import RESUME_SECONDS, TRANSITIONS, LinkEvent, LinkState, MeetingPoint, next_link_state
 from pipeline.weights.sender import WeightSender
 from tests.fakes.weight_server import WeightServer
+from tests.patience import WAIT_SECONDS
 
 Told = list[tuple[str, int | None]]
 OnChange = Callable[[str, int | None], None]
@@ -37,6 +39,15 @@ def test_no_state_but_closed_is_a_dead_end_and_a_failure_always_leads_to_absent(
     for state in get_args(LinkState):
         assert (state == "closed") == (not any(source == state for source, _ in TRANSITIONS))
     assert {target for (_, event), target in TRANSITIONS.items() if event == "fail"} == {"absent"}
+
+
+def test_closing_gives_the_last_version_back() -> None:
+    """On a GPU it has the size of the model, and its memory is counted before the end is told."""
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], patience=WAIT_SECONDS) as sender:
+        sender.publish(1, WEIGHTS)
+        assert sender._payload is not None
+        buffer = weakref.ref(sender._payload.buffer)
+    assert buffer() is None
 
 
 @contextmanager

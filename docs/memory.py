@@ -1,0 +1,190 @@
+"""The tables of memory in docs/gpus.md, made anew: python -m docs.memory [--check]
+
+Owns the shapes of a few models that people train, and what the arithmetic of `pipeline.world.memory` says of them. It
+reads no weights and takes seconds. With `--check` it fails if the page has other tables than it would write.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from pipeline.config import ModelConfig, RunConfig, load_config
+from pipeline.training.workers.sizes import sizes_of
+from pipeline.world.memory import CONTEXT, GIB, Sizes, kv_bytes, most_share, sequences, server_need, trainer_need
+
+PAGE = Path(__file__).parent / "gpus.md"
+BEGIN, END = "<!-- made by python -m docs.memory -->\n", "<!-- end -->\n"
+LENGTH, TOKENS = 4096, 16_384
+CARDS = {"80 GB": 80 * GIB, "141 GB": 140 * GIB}
+"""What a card is sold as, and what it has."""
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40_960,
+}
+_SHAPES: dict[str, tuple[int, int, int, int, bool]] = {
+    "0.6B": (1024, 28, 16, 3072, True),
+    "4B": (2560, 36, 32, 9728, True),
+    "8B": (4096, 36, 32, 12_288, False),
+    "32B": (5120, 64, 64, 25_600, False),
+}
+"""Of Qwen3: hidden size, layers, heads, feed-forward size, and whether the head is the embedding."""
+
+
+class Measured(NamedTuple):
+    """The peak that torch reported of a trainer's step on H200s (`python -m tests.gpu.training --parts speed`)."""
+
+    model: str
+    processes: int
+    tokens: int
+    gib: float
+    ways: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of Qwen3's shape, all with a tied head; the smallest with the vocabulary of `tests/gpu/workload.py`."""
+        small = {"vocab_size": 32_000} if self.model == "0.6B" else {}
+        return settings_of(self.model) | {"tie_word_embeddings": True} | small
+
+
+_SAVED = ("reshard", "activation_checkpointing")
+MEASURED = (
+    Measured("0.6B", 1, 15_600, 39.4),
+    Measured("0.6B", 1, 15_600, 9.1, _SAVED),
+    Measured("0.6B", 2, 13_000, 24.1, ("compile",)),
+    Measured("0.6B", 2, 13_000, 23.3, ("compile", "reshard")),
+    Measured("4B", 2, 15_600, 34.6, ("compile", *_SAVED)),
+    Measured("8B", 2, 15_600, 63.4, ("compile", *_SAVED)),
+)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The config.json of a model of that name."""
+    hidden, layers, heads, feed_forward, tied = _SHAPES[name]
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return _QWEN3 | shape | {"intermediate_size": feed_forward, "tie_word_embeddings": tied}
+
+
+def sizes_from(settings: dict[str, Any]) -> Sizes:
+    """The sizes of the model of a config.json, in bfloat16."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        (Path(folder) / "tokenizer.json").write_text("{}")
+        return sizes_of(ModelConfig(path=folder, init="random", dtype="bfloat16"))
+
+
+def config_of(*ways: str, processes: int = 1, gpus: int = 1, tokens: int = TOKENS) -> RunConfig:
+    """A run on GPUs, with these keys of `training` set, and servers of so many GPUs."""
+    return load_config(
+        {
+            "name": "memory",
+            "cluster": {"kind": "local"},
+            "model": {"path": "any", "init": "random", "dtype": "bfloat16", "max_length": LENGTH},
+            "task": {"name": "arithmetic"},
+            "loss": {"name": "grpo"},
+            "resources": {
+                "device": "cuda",
+                "trainer": {"processes": processes, "gpus": 1},
+                "inference": {"gpus": gpus},
+            },
+            "training": {"steps": 1, "prompts_per_step": 64, "micro_batch_tokens": tokens, **dict.fromkeys(ways, True)},
+        }
+    )
+
+
+def computed(case: Measured) -> float:
+    """GiB of what was measured: without CUDA's own part, and without servers."""
+    config = config_of(*case.ways, processes=case.processes, tokens=case.tokens)
+    need = trainer_need(config, sizes_from(case.settings))
+    return (need.total - CONTEXT - need.parts["weights for the servers"]) / GIB
+
+
+def tables() -> str:
+    """All tables: of trainers, of servers, and of what was measured."""
+    trainers, servers = [], []
+    for name in _SHAPES:
+        sizes = sizes_from(settings_of(name))
+        trainers += list(_trainer_rows(name, sizes))
+        servers += list(_server_rows(name, sizes))
+    measured = [_measured_row(case) for case in MEASURED]
+    return "\n".join([*_HEADS[0], *trainers, "", *_HEADS[1], *servers, "", *_HEADS[2], *measured, ""])
+
+
+_RANKS = (1, 2, 4, 8, 16, 32)
+_HEADS = (
+    [
+        f"| a trainer process, GiB, of | {' | '.join(map(str, _RANKS))} |",
+        "|---|" + "---:|" * len(_RANKS),
+    ],
+    [
+        "| a server, GiB of each GPU | GPUs | weights | that arrive | least | KiB a token | "
+        + " | ".join(f"sequences on {card}" for card in CARDS)
+        + " |",
+        "|---|" + "---:|" * (5 + len(CARDS)),
+    ],
+    ["| measured | processes | peak GiB | computed |", "|---|---:|---:|---:|"],
+)
+
+
+def _trainer_rows(name: str, sizes: Sizes) -> Iterator[str]:
+    for ways, words in (((), ", all kept"), (_SAVED, ", sharded again and recomputed")):
+        config = config_of("compile", *ways)
+        totals = [trainer_need(config, sizes, ranks).total / GIB for ranks in _RANKS]
+        yield f"| {name}{words} | " + " | ".join(f"{total:.0f}" for total in totals) + " |"
+
+
+def _server_rows(name: str, sizes: Sizes) -> Iterator[str]:
+    for gpus in (1, 2, 4):
+        config = config_of(gpus=gpus)
+        need = server_need(config, sizes)
+        parts = [need.parts["weights"], need.parts["weights that arrive"], need.total]
+        cells = [f"{part / GIB:.1f}" for part in parts] + [f"{kv_bytes(config, sizes) / 1024:.0f}"]
+        cells += [_room(config, sizes, memory) for memory in CARDS.values()]
+        yield f"| {name if gpus == 1 else ''} | {gpus} | " + " | ".join(cells) + " |"
+
+
+def _measured_row(case: Measured) -> str:
+    ways = ", ".join(f"`{way}`" for way in case.ways) or "as it is"
+    return f"| {case.model}, {ways} | {case.processes} | {case.gib} | {computed(case):.1f} |"
+
+
+def _room(config: RunConfig, sizes: Sizes, memory: int) -> str:
+    """Sequences, and the part of the card that the server takes for them: the default, or the most there is."""
+    share = min(config.inference.gpu_memory, most_share(config, sizes, memory))
+    with_share = config.model_copy(update={"inference": config.inference.model_copy(update={"gpu_memory": share})})
+    count = sequences(with_share, sizes, memory)
+    return f"{count} ({share})" if count > 0 else "–"
+
+
+def page(text: str, made: str) -> str:
+    """The page with these tables in place of its own; `ValueError` if it has no place for them."""
+    before, _, rest = text.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"{PAGE} has no lines {BEGIN.strip()} … {END.strip()}")
+    return f"{before}{BEGIN}{made}{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    before = PAGE.read_text()
+    after = page(before, tables())
+    if given.check:
+        print(f"{PAGE} is {'as it should be' if before == after else 'stale: python -m docs.memory writes it'}")
+        return int(before != after)
+    PAGE.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
