@@ -28,6 +28,9 @@ from pipeline.tasks.episode import Episode
 from pipeline.tasks.protocol import Demonstration, Policy, Prompt, Task, TaskOptions
 from pipeline.tasks.sandbox import run_python
 
+MOST_CALLS = 16
+"""Calls of one turn that are made."""
+TOO_MANY = f"error: more than {MOST_CALLS} calls in a turn"
 MOST_ANSWER = 2000
 """Characters of a tool's answer that the policy is shown."""
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -95,7 +98,8 @@ class ToolTask(Task):
 
     def read_calls(self, text: str) -> list[ToolCall]:
         """The calls that a turn makes, in order."""
-        return [self._checked(call) for call in self._written(text)]
+        calls = [self._checked(call) for call in self._written(text)]
+        return [*calls[:MOST_CALLS], *(replace(call, wrong=TOO_MANY) for call in calls[MOST_CALLS:])]
 
     @property
     def _names(self) -> dict[str, Mapping[str, Any]]:
@@ -112,7 +116,7 @@ class ToolTask(Task):
             try:
                 call = json.loads(body)
                 yield ToolCall(str(call["name"]), dict(call.get("arguments") or {}))
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 yield ToolCall("unknown", {}, f"error: no tool call: {error}")
 
     def _checked(self, call: ToolCall) -> ToolCall:
@@ -123,7 +127,7 @@ class ToolTask(Task):
             return replace(
                 call, name="unknown", wrong=f"error: no tool {call.name}; there are {', '.join(self._names)}"
             )
-        if call.arguments.keys() != taken["properties"].keys():
+        if not set(taken.get("required", ())) <= call.arguments.keys() <= taken["properties"].keys():
             given = ", ".join(call.arguments) or "nothing"
             return replace(call, wrong=f"error: {call.name} takes {', '.join(taken['properties'])}, not {given}")
         return call

@@ -57,6 +57,8 @@ def test_the_tools_of_the_page_are_right_and_would_start(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["countdown", "reasoning_gym", "tools"])
 def test_every_experiment_of_the_tiny_model_would_start(name: str, tmp_path: Path) -> None:
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
     config = compose_config([f"experiment={name}", "cluster=local", f"output={tmp_path}"])
     check(config)
     task = load_task(config.task, config.seed)

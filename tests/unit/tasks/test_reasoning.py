@@ -11,6 +11,8 @@ from pipeline.errors import ConfigError
 from pipeline.tasks import Prompt, load_task
 from pipeline.tasks.reasoning import ReasoningGym
 
+pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
+
 SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
 

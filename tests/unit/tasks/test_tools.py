@@ -153,11 +153,17 @@ def test_what_was_sampled_is_never_tokenised_again(tmp_path: Path, thought: str)
         ("[]", "error: no tool call"),
         ('{"arguments": {}}', "error: no tool call: 'name'"),
         ('{"name": "python", "arguments": "x"}', "error: no tool call"),
+        ("[" * 100_000, "error: no tool call"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_told_to_the_policy(text: str, call: ToolCall | str) -> None:
     (read,) = tools().read_calls(f"Let me see.<tool_call>{text}</tool_call>")
     assert read == call if isinstance(call, ToolCall) else read.wrong.startswith(call)
+
+
+def test_of_very_many_calls_in_a_turn_some_are_made() -> None:
+    calls = tools(calls="short").read_calls("[calculator:1+1]" * 500)
+    assert [call.wrong for call in calls] == [""] * 16 + ["error: more than 16 calls in a turn"] * 484
 
 
 def test_an_episode_ends_where_turns_or_tokens_do() -> None:
