@@ -262,6 +262,7 @@ class Front:
     # Sampling
 
     async def _create_sampler(self, owner: Owner, body: dict[str, Any]) -> dict[str, Any]:
+        self._refuse_without_servers()
         session = self._registry.session(owner, _text(body, "session_id"))
         id = names.sampler_id(session.id, _number(body, "sampling_session_seq_id"))
         if id not in self._registry.samplers:
@@ -276,12 +277,17 @@ class Front:
             await self._registry.add_sampler(Sampler(id, owner.name, base, path))
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
+    def _refuse_without_servers(self) -> None:
+        if not self._settings.sampling:
+            raise ApiError("nothing samples here: this server was started without serve.sampling=true")
+
     async def _get_sampler(self, owner: Owner, request: web.Request) -> web.Response:
         found = self._registry.sampler(owner, request.match_info["sampler"])
         answer = {"sampler_id": found.id, "base_model": found.base, "model_path": found.path or None}
         return web.json_response(answer)
 
     async def _sample(self, owner: Owner, body: dict[str, Any]) -> dict[str, Any]:
+        self._refuse_without_servers()
         sampler = self._registry.sampler(owner, _text(body, "sampling_session_id"))
         folder = self._registry.checkpoint(owner, sampler.path).folder if sampler.path else ""
         seq = _number(body, "seq_id")
@@ -344,7 +350,12 @@ class Front:
     async def _capabilities(self, owner: Owner, request: web.Request) -> web.Response:
         longest = self._settings.max_length
         models = [
-            {"model_name": name, "max_context_length": longest, "trainable": True, "sampleable": True}
+            {
+                "model_name": name,
+                "max_context_length": longest,
+                "trainable": True,
+                "sampleable": self._settings.sampling,
+            }
             for name in self._settings.base_names
         ]
         return web.json_response({"supported_models": models})

@@ -24,7 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         keys: the file of API keys; empty: one key of the run's own, in `root`.
         base_names: what clients may call the model, the first one is told to them.
         tokenizer: what the SDK loads the tokenizer from.
-        max_length, max_rank, request_bytes, session_seconds, whole_models, seed: of the config.
+        max_length, max_rank, request_bytes, session_seconds, whole_models, sampling, seed: of the config.
     """
 
     root: str
@@ -38,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     request_bytes: int
     session_seconds: float
     whole_models: bool
+    sampling: bool
     seed: int
 
     @property
@@ -73,6 +74,7 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
         request_bytes=serve.request_bytes,
         session_seconds=serve.session_seconds,
         whole_models=serve.whole_models,
+        sampling=serve.sampling,
         seed=config.seed,
     )
 

@@ -78,7 +78,7 @@ def server_environment(config: RunConfig, place: Placement, password: str) -> di
         "VLLM_HOST_IP": place.address,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        SWITCH: str(int(config.inference.fast_logprobs)),
+        SWITCH: str(int(config.inference.fast_logprobs and not config.serve.enabled)),
     }
     if place.gpus:
         common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))

@@ -70,6 +70,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> Non
             request_bytes=1 << 16,
             session_seconds=60,
             whole_models=False,
+            sampling=True,
             seed=0,
         )
         kept = Store(settings.store)

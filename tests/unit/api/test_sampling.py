@@ -1,0 +1,180 @@
+"""Requests to the servers, which are scripted here."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pipeline.api import wire
+from pipeline.api.errors import ApiError
+from pipeline.api.facts import Sampler
+from pipeline.api.records import Facts, Failed
+from pipeline.api.sampling import Sampling, request_body
+from pipeline.api.store import Store
+
+LONGEST, MOST_ADAPTERS = 16, 2
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+SAMPLER = Sampler("s:sample:0", "ada", "tiny")
+
+
+class Script:
+    """A server with the routes of vLLM: what it was asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.statuses: list[int] = []
+
+    def routes(self, app: web.Application) -> None:
+        for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            app.router.add_post(route, self._answer)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer word"
+        body = await request.json()
+        self.asked.append((request.path, body))
+        status = self.statuses.pop(0) if self.statuses else 200
+        if status != 200:
+            return web.json_response({"error": {"message": "says the server"}}, status=status)
+        if not request.path.endswith("generate"):
+            return web.Response(text="ok")
+        choices = [
+            {
+                "index": index,
+                "token_ids": [4, 5 + index],
+                "finish_reason": "stop" if index else "length",
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": 9, "logprob": -0.1}]}
+                        for token in (4, 5 + index)
+                    ]
+                },
+            }
+            for index in reversed(range(body["sampling_params"]["n"]))
+        ]
+        prompt = [None, {"2": {"logprob": -1.0}, "7": {"logprob": -0.2}}, {"3": {"logprob": -2.0}}]
+        return web.json_response({"choices": choices, "prompt_logprobs": prompt})
+
+
+def with_servers(tmp_path: Path, play: Callable[[Sampling, list[Script]], Awaitable[None]], count: int = 1) -> None:
+    async def run() -> None:
+        scripts, servers = [Script() for _ in range(count)], []
+        for script in scripts:
+            app = web.Application()
+            script.routes(app)
+            servers.append(TestServer(app))
+            await servers[-1].start_server()
+        kept = Store(tmp_path / "store.sqlite")
+        sampling = Sampling(kept, tmp_path / "weights", LONGEST, MOST_ADAPTERS)
+        await sampling.start()
+        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), "word"))
+        try:
+            await play(sampling, scripts)
+        finally:
+            await sampling.close()
+            kept.close()
+            for server in servers:
+                await server.close()
+
+    asyncio.run(run())
+
+
+async def sample(sampling: Sampling, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
+    given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": {"max_tokens": 4}, **body}
+    return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, folder, number, given))
+
+
+def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
+    from tinker.proto.response_conv import deserialize_sample_response
+
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        asked = {"num_samples": 2, "prompt_logprobs": True, "topk_prompt_logprobs": 1, "topk_sample_logprobs": 1}
+        outcome = await sample(sampling, **asked)
+        assert isinstance(outcome, bytes)
+        answer = deserialize_sample_response(outcome)
+        assert [each.tokens for each in answer.sequences] == [[4, 5], [4, 6]]
+        assert [each.stop_reason for each in answer.sequences] == ["length", "stop"]
+        assert answer.sequences[0].logprobs == [-0.5, -0.5]
+        assert answer.prompt_logprobs == [None, -1.0, -2.0]
+        likeliest = wire.protocol().SampleResponse.FromString(outcome).topk_prompt_logprobs
+        assert np.frombuffer(likeliest.token_ids, "<i4").tolist() == [0, 7, 3]
+
+    with_servers(tmp_path, play)
+
+
+def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        for name in "abc":
+            (tmp_path / "weights" / name).mkdir(parents=True)
+            (tmp_path / "weights" / name / "adapter_config.json").write_text("{}")
+        for number, folder in enumerate(("a", "b", "a", "c", "a", "b")):
+            assert isinstance(await sample(sampling, number, folder), bytes)
+        moves = [(path.split("/")[2][:4], body["lora_name"]) for path, body in scripts[0].asked if "lora" in path]
+        expected = [("load", "a"), ("load", "b"), ("unlo", "b"), ("load", "c"), ("unlo", "c"), ("load", "b")]
+        assert moves == expected
+
+    with_servers(tmp_path, play)
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_refuses_is_not(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        scripts[0].statuses = [503, 429]
+        assert isinstance(await sample(sampling, 0), bytes)
+        assert len(scripts[0].asked) == 3
+        scripts[0].statuses = [400]
+        assert await sample(sampling, 1) == Failed("the server refuses: says the server", "user")
+        assert await sample(sampling, 2, "gone") == Failed(
+            "the checkpoint that this client samples from was removed", "user"
+        )
+
+    with_servers(tmp_path, play)
+
+
+def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> None:
+    async def accept(sampling: Sampling, scripts: list[Script]) -> None:
+        sampling.use(None)
+        given = {"prompt": PROMPT, "num_samples": 1}
+        await sampling.accept("s:sample:0:0", SAMPLER, "", 0, given)
+        assert not scripts[0].asked
+
+    async def answer(sampling: Sampling, scripts: list[Script]) -> None:
+        assert isinstance(await sampling.result("s:sample:0:0"), bytes)
+
+    with_servers(tmp_path, accept)
+    with_servers(tmp_path, answer)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (None, {"stop_token_ids": [], "ignore_eos": False, "detokenize": False}),
+        ([], {"stop_token_ids": [], "ignore_eos": True, "detokenize": False}),
+        ([7], {"stop_token_ids": [7], "ignore_eos": True, "detokenize": False}),
+        ("a", {"stop": ["a"], "ignore_eos": True, "detokenize": True, "include_stop_str_in_output": True}),
+        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": True, "detokenize": True, "include_stop_str_in_output": True}),
+    ],
+)
+def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any]) -> None:
+    body = request_body({"prompt": PROMPT, "sampling_params": {"stop": stop}}, "base", LONGEST)
+    sampling = body["sampling_params"]
+    assert {name: sampling.get(name) for name in expected} == expected
+    assert sampling["max_tokens"] == LONGEST - 3
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": {"chunks": []}}, "no tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 16}]}}, "fewer than 16"),
+        ({"prompt": {"chunks": [{"type": "image"}]}}, "only encoded_text"),
+        ({"prompt": PROMPT, "num_samples": 0}, "expected 1 to"),
+        ({"prompt": PROMPT, "prompt_alt_tokens_k": 3}, "not served"),
+    ],
+)
+def test_what_no_server_could_do_is_refused_at_once(body: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        request_body(body, "base", LONGEST)
