@@ -39,6 +39,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.bench_dispatch
 	$(BIN)/python -m tests.bench.bench_scaling
 	$(BIN)/python -m tests.bench.bench_loading
+	$(BIN)/python -m tests.bench.bench_rewards
 	$(BIN)/python -m tests.bench.bench_demo
 
 # What the trainer is held to, on the GPUs of this machine: make gpu RANKS=2

@@ -1,7 +1,7 @@
-"""Execute training jobs that stand alone: `python launchers/train.py <job file or folder> [key=value …]`.
+"""Train the jobs of a file, or of a folder of them: `python launchers/train.py <file or folder> [key=value …]`.
 
-Here, or with `cluster=slurm` on a node of the cluster; `resources.trainer.processes=2` for two processes. See
-docs/jobs.md for the form of a job.
+A run with trainers only, here or with `cluster=slurm`; all else is as for launchers/submit.py. The form of a job:
+docs/jobs.md.
 """
 
 import sys

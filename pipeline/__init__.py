@@ -4,10 +4,11 @@
 |---|---|
 | `report` | the page of a run: its history, drawn |
 | `roles` | one module for each kind of process: redis, trainer, inference, actor, preprocessor |
-| `training` | the algorithm, the dispatch below it, the workers below that; jobs that stand alone |
+| `training` | the algorithm, the dispatch below it, the workers below that; the jobs of files |
 | `rollouts` | requests to the servers, episodes, groups, evaluation |
 | `tasks` | prompts and rewards, and the processes that run them |
 | `losses` | losses as functions of tensors |
+| `data` | datasets: conversations and prompts by index |
 | `tracking` | wandb, in a process of its own |
 | `streams` | the topics between actor, preprocessor and trainer, and the board beside them |
 | `weights` | the way of weights to the servers, on both sides |

@@ -18,6 +18,7 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
     ├── TaskError            a task cannot produce anything usable
+    ├── SweepError           a point of a sweep has no result; says why
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
     ├── ForgedError          a message that nobody of this world wrote
     ├── TrainingError        a batch cannot be trained, or an operation failed on a rank of the trainer
@@ -126,6 +127,10 @@ class TrainingError(RollcallError):
 
 class ForgedError(RollcallError):
     """A message between processes of a run was not signed with its world's secret; nothing in it was used."""
+
+
+class SweepError(RollcallError):
+    """A point of a sweep has no result, or its sweeper failed; names the point and the reason."""
 
 
 class SchedulerError(RollcallError):

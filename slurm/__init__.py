@@ -2,7 +2,7 @@
 
 | room | what is in it |
 |---|---|
-| `launch` | the commands of a user: submit, sweep, follow, cancel, train |
+| `launch` | the commands of a user: submit, sweep, follow, cancel; Hydra's sweepers; the jobs of files |
 | `watch` | the terminal views of runs that live |
 | `batch` | one job: its batch file, its executors, and what becomes of it after an attempt |
 | `node` | one rank: the agent, and the roles that it starts, watches and ends |

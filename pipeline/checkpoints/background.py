@@ -4,7 +4,7 @@ Owns the copies that a save is written from, and the thread that writes them, on
 change as soon as `stage` returned, that at most one save is under way, and that whatever ends it badly is one
 `CheckpointError`. Must not know models, nor when to save.
 
-On every rank, in the same order:
+On every rank, in the same order, with the one `Saver` of its `Site`:
 
     saver.stage("policy", worker.state())                     # only this holds training up
     saver.start(root, attempt, state, ["policy"], 2, group)   # returns at once; `group` is for saves alone
@@ -151,7 +151,3 @@ def _local(tensor: Tensor) -> Tensor:
 def _alike(one: Tensor, other: Tensor) -> bool:
     mine, theirs = _local(one), _local(other)
     return type(one) is type(other) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-
-
-saver = Saver()
-"""This process's, which is one rank of one trainer."""

@@ -34,8 +34,11 @@ def kept_root(run: RunPaths) -> str:
 def tell_newest(run: RunPaths, found: str, otherwise: str) -> str:
     """For people: `found` with the newest commit for its `{}`, or `otherwise` when there is none.
 
-    A place that cannot be reached from here is said to be so, and is no error.
+    A place that cannot be reached from here is said to be so, and is no error. Jobs of files commit where they say.
     """
+    config = kept_config(run)
+    if config is not None and config.training.jobs:
+        return found.format("the last commit of each job")
     try:
         checkpoint = newest_committed(kept_root(run))
     except CheckpointError as error:

@@ -39,6 +39,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         ledger_bytes: size of `ledger.jsonl` that the snapshot covers; of a run.
         covered: ids of the entries of the stream `prepared` that this checkpoint covers, which may be acknowledged once
             it is durable; of a run.
+        data: digest of the rows of the dataset that the job trains; empty without one.
         alone: of a job that stands alone; None in a run.
         version: of this record, and of how tensors are named beside it.
     """
@@ -49,6 +50,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     ledger: bytes = b""
     ledger_bytes: int = 0
     covered: tuple[str, ...] = ()
+    data: str = ""
     alone: Alone | None = None
     version: int = STATE_VERSION
 

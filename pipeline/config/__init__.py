@@ -1,10 +1,11 @@
 """The typed configuration of a run: its keys and their rules, what a resumed run may change, and the copy it keeps.
 
-`schema` has the keys, `places` those of cluster and resources, `values` the forms of values, `rules` what must hold
-between keys, `relevance` who reads which key, `identity` which of them make a run the same, `kept` the copy in the run
-directory, `models` the built-in models.
+`schema` has the keys, `places` those of cluster and resources, `data` those of datasets, `values` the forms of values,
+`rules` what must hold between keys, `relevance` who reads which key, `identity` which of them make a run the same,
+`kept` the copy in the run directory, `models` the built-in models.
 """
 
+from pipeline.config.data import ColumnsConfig, DataConfig, SourceConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
 from pipeline.config.schema import (
     CriticConfig,
@@ -13,6 +14,7 @@ from pipeline.config.schema import (
     LossConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
     StreamsConfig,
@@ -27,15 +29,19 @@ from pipeline.config.schema import (
 
 __all__ = [
     "ClusterConfig",
+    "ColumnsConfig",
     "CriticConfig",
+    "DataConfig",
     "InferenceConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimConfig",
     "ResourcesConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SourceConfig",
     "StreamsConfig",
     "TaskConfig",
     "TrackingConfig",

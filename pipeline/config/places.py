@@ -79,7 +79,7 @@ class ClusterConfig(Section):
         120, description="How long before the time limit Slurm tells the agents (USR2); 0: never."
     )
     max_restarts: NotNegative = Field(100, description="How often one job may be requeued, by Slurm or by itself.")
-    max_barren: Positive = Field(
+    max_failures: Positive = Field(
         3, description="The job ends after so many attempts in a row that failed, or ran out of time, without a commit."
     )
 

@@ -34,16 +34,18 @@ SLURM_KEYS = tuple(
 
 
 def check_run(config: RunConfig, positions: int | None = None) -> None:
-    """`check_config`, and what holds for a run only, not for jobs that stand alone: those have batches of their own,
-    which `pipeline.training.jobs.check_alone` looks at."""
-    _servers_have_gpus(config)
+    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.training.jobs.check_alone`
+    looks at each."""
+    _something_is_trained(config)
+    if config.has_rollouts:
+        _servers_have_gpus(config)
+        check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
     check_config(config, positions)
-    check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
 
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
     """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
-    for rule in _RULES:
+    for rule in (*_RULES, *(_ROLLOUT_RULES if config.has_rollouts else ())):
         rule(config)
     if positions is not None and config.model.max_length > positions:
         expected = f"at most {positions}, the model's max_position_embeddings"
@@ -79,6 +81,39 @@ def check_address(key: str, url: str, mend: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except (ValueError, ImportError) as error:
         raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+
+
+def _something_is_trained(config: RunConfig) -> None:
+    training = config.training
+    if training.jobs:
+        start = training.warm_start
+        asked = {"steps": training.steps, "warm_start.steps": start.steps, "warm_start.epochs": start.epochs}
+        for key, steps in asked.items():
+            if steps:
+                expected = "0 with training.jobs: each job says its own steps"
+                raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
+    elif not config.has_rollouts and not config.has_sft:
+        mend = "set it, or training.warm_start.steps for SFT alone"
+        raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
+
+
+def _epochs_are_of_data(config: RunConfig) -> None:
+    start = config.training.warm_start
+    if start.epochs and start.steps:
+        raise ConfigError("training.warm_start.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
+    if start.epochs and not config.data.path:
+        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.warm_start.epochs)"
+        raise ConfigError("data.path", "", expected, "set it, or training.warm_start.steps in place of epochs")
+
+
+def _data_is_trained(config: RunConfig) -> None:
+    data = config.data
+    if data.path and not config.has_sft:
+        mend = "set training.warm_start.epochs, or for RL task.options.path"
+        raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", mend)
+    for key in ("eval_path", "eval_split", "eval_rows"):
+        if getattr(data, key) and not data.path:
+            raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")
 
 
 def _servers_have_gpus(config: RunConfig) -> None:
@@ -129,6 +164,9 @@ def _slurm_keys_need_slurm(config: RunConfig) -> None:
 
 
 def _het_needs_services(config: RunConfig) -> None:
+    if config.resources.layout == "het" and not config.has_rollouts:
+        expected = "one with training.steps=0: the trainer is the only role"
+        raise ConfigError("resources.layout", "het", expected, "leave it out")
     if config.resources.layout == "het" and not config.resources.services.nodes:
         expected = "1 with resources.layout=het, whose first component they are"
         raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
@@ -161,6 +199,19 @@ def _adapters_are_there(config: RunConfig) -> None:
         raise ConfigError(
             "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"
         )
+
+
+def _rewards_have_functions(config: RunConfig) -> None:
+    functions, weights = config.reward.functions, config.reward.weights
+    if weights and len(weights) != len(functions):
+        expected = f"one for each of reward.functions ({len(functions)})"
+        raise ConfigError("reward.weights", list(weights), expected, "leave it out: then each counts 1")
+    if config.reward.calls == "group" and not functions:
+        expected = "sample, since reward.functions is empty"
+        raise ConfigError("reward.calls", "group", expected, "leave it out, or name functions")
+    twice = [name for name in functions if functions.count(name) > 1]
+    if twice:
+        raise ConfigError("reward.functions", list(functions), "each function once", f"{twice[0]} is there twice")
 
 
 def _groups_can_succeed(config: RunConfig) -> None:
@@ -207,9 +258,16 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _kl_has_a_gradient,
     _only_groups_are_filtered,
     _adapters_are_there,
+    _rewards_have_functions,
+    _samples_fit_micro_batches,
+    _checkpoints_can_be_kept,
+    _epochs_are_of_data,
+    _data_is_trained,
+)
+
+_ROLLOUT_RULES: tuple[Callable[[RunConfig], None], ...] = (
     _groups_can_succeed,
     _turns_leave_room_for_prompts,
-    _samples_fit_micro_batches,
     _groups_fit_streams,
-    _checkpoints_can_be_kept,
 )
+"""Of what is sampled, where anything is."""

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pipeline.config.data import DataConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
 from pipeline.config.values import (
     FORMS,
@@ -75,6 +76,25 @@ class TaskConfig(Section):
     )
     memory_bytes: NotNegative = Field(
         1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
+    )
+
+
+class RewardConfig(Section):
+    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
+
+    functions: tuple[str, ...] = Field(
+        (),
+        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
+        "is the task's own reward. Empty: that alone.",
+    )
+    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Further keywords for a function, by its name."
+    )
+    calls: Literal["sample", "group"] = Field(
+        "sample",
+        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
+        "samples of a prompt, for functions that compare them.",
     )
 
 
@@ -153,17 +173,24 @@ class OptimConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised fine-tuning on the task's demonstrations before RL; 0 steps skips it."""
+    """Supervised fine-tuning, before RL or alone, on `data.*`, or without that on the task's demonstrations. Without
+    steps and epochs there is none."""
 
-    steps: NotNegative = Field(0, description="Optimizer steps of the warm start.")
-    batch: Positive = Field(128, description="Demonstrations in each of its steps.")
+    steps: NotNegative = Field(0, description="Its optimizer steps.")
+    epochs: Annotated[float, Field(ge=0)] = Field(
+        0, description="In place of steps: how often each row of data.path is trained."
+    )
+    batch: Positive = Field(128, description="Rows of each of its steps.")
     lr: Rate = Field(1e-3, description="Its learning rate.")
 
 
 class TrainingConfig(Section):
     """How long and in which portions to train."""
 
-    steps: Positive = Field(description="Steps of RL; each trains one batch.")
+    steps: NotNegative = Field(
+        description="Steps of RL; each trains one batch. 0: none, and no role but the trainer: then the warm start is "
+        "the run."
+    )
     prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
     max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
     update_epochs: Positive = Field(1, description="How often each batch is trained.")
@@ -201,6 +228,9 @@ class TrainingConfig(Section):
         "basic", description="What is measured of each batch; see docs/metrics.md."
     )
     eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
+    keep_best: bool = Field(
+        True, description="Keep the model of the lowest held-out loss so far as `best/`, where SFT has held-out rows."
+    )
     checkpoint_every: Positive = Field(50, description="Steps between checkpoints.")
     checkpoints: str = Field(
         "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
@@ -209,6 +239,11 @@ class TrainingConfig(Section):
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
     data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
     warm_start: WarmStartConfig = WarmStartConfig()
+    jobs: str = Field(
+        "",
+        description="A job file, or a folder of them, that the trainer does instead (docs/jobs.md); there are no other "
+        "steps then.",
+    )
 
 
 class RolloutConfig(Section):
@@ -295,6 +330,8 @@ class RunConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     model: ModelConfig
     task: TaskConfig
+    reward: RewardConfig = RewardConfig()
+    data: DataConfig = DataConfig()
     loss: LossConfig
     critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
@@ -308,6 +345,16 @@ class RunConfig(Section):
     def directory(self) -> Path:
         """The run directory."""
         return self.output / self.name
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
+        return self.training.steps > 0
+
+    @property
+    def has_sft(self) -> bool:
+        """Whether the run begins with supervised fine-tuning."""
+        return self.training.warm_start.steps > 0 or self.training.warm_start.epochs > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

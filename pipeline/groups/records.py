@@ -9,6 +9,7 @@ Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S sa
 """
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -44,6 +45,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         turns: model turns in the episode.
         seconds: wall time of the episode.
         server: the inference server that answered (`host:port`).
+        metrics: numbers about it by their names in metrics: what each reward function said, and the task's own.
     """
 
     tokens: bytes
@@ -56,6 +58,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     turns: int = 1
     seconds: float = 0.0
     server: str = ""
+    metrics: dict[str, float] = {}
 
     def token_array(self) -> NDArray[np.int32]:
         """int32[T], a read-only view."""
@@ -80,6 +83,8 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
             raise RecordError("a token id is negative")
         if not (np.isfinite(self.logprob_array()).all() and math.isfinite(self.reward)):
             raise RecordError("a log-probability or the reward is not finite")
+        if not all(map(math.isfinite, self.metrics.values())):
+            raise RecordError("one of its metrics is not finite")
         if not 0 <= self.version_min <= self.version_max:
             raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
 
@@ -152,7 +157,7 @@ class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
 class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     """Answer to one `EvalRequest`: mean reward over `prompts` held-out prompts, and the versions that answered.
 
-    `failed` of the prompts gave no sample; each counts as reward 0.
+    `failed` of the prompts gave no sample; each counts as reward 0. `metrics` are means over samples.
     """
 
     id: str
@@ -163,6 +168,16 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     version_max: int
     seconds: float
     failed: int = 0
+    metrics: dict[str, float] = {}
+
+
+def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """The mean of each number in the samples' metrics, over those that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult

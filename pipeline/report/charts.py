@@ -16,6 +16,7 @@ from pipeline.report.history import History
 from pipeline.rundir.metrics import Row, series
 
 _WIDTH, _HEIGHT = 5.2, 2.3
+_KINDS = {"sft": "SFT", "rl": "RL"}
 Points = list[tuple[int, float]]
 
 
@@ -42,21 +43,35 @@ class Curve:
 def all_charts(history: History) -> list[Chart]:
     """Every chart of a run, in the order of the page."""
     rows = history.rows
+    if history.config and not history.config.has_rollouts:
+        return [chart for job, name in _KINDS.items() for chart in _of_trainer(rows, job, name)] or [_no_steps()]
     resumes = resume_steps(rows)
     return [
         _reward(rows, resumes),
         _accuracy(rows, resumes),
         _lag(rows, resumes, history.config.training.max_lag if history.config else None),
-        _throughput(rows, resumes),
+        _throughput(rows, resumes, "rl"),
         _idle(rows, resumes),
         _sync(rows, resumes),
-        *_warm_start(rows),
+        *([_loss(rows, (), "sft", "Warm start")] if series(rows, "loss", job="sft") else []),
     ]
 
 
-def resume_steps(rows: Iterable[Row]) -> list[int]:
-    """The RL steps at which another attempt took over."""
-    mine = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"]
+def _of_trainer(rows: list[Row], job: str, name: str) -> list[Chart]:
+    """The charts of one kind of job in a run that has a trainer only; none if it did no step of it."""
+    if not any(row["job"] == job for row in rows):
+        return []
+    resumes = resume_steps(rows, job)
+    return [_loss(rows, resumes, job, f"Loss of {name}"), _throughput(rows, resumes, job)]
+
+
+def _no_steps() -> Chart:
+    return _chart("Loss", "Of every step.", [], (), "loss")
+
+
+def resume_steps(rows: Iterable[Row], job: str = "rl") -> list[int]:
+    """The steps of a job at which another attempt took over."""
+    mine = [row for row in rows if row["kind"] == "train" and row["job"] == job]
     return [later["step"] for earlier, later in pairwise(mine) if earlier.get("attempt") != later.get("attempt")]
 
 
@@ -86,8 +101,8 @@ def _lag(rows: list[Row], resumes: Sequence[int], limit: int | None) -> Chart:
     return _chart("Lag", note, curves, resumes, "lag/mean, lag/max", limit=limit)
 
 
-def _throughput(rows: list[Row], resumes: Sequence[int]) -> Chart:
-    curves = [_smooth_curve("tokens/s", series(rows, "tokens_per_second"))]
+def _throughput(rows: list[Row], resumes: Sequence[int], job: str) -> Chart:
+    curves = [_smooth_curve("tokens/s", series(rows, "tokens_per_second", job=job))]
     note = "Tokens trained a second, over whole steps: waits and weight sync included."
     return _chart("Throughput", note, curves, resumes, "tokens_per_second")
 
@@ -108,12 +123,11 @@ def _sync(rows: list[Row], resumes: Sequence[int]) -> Chart:
     return _chart("Weight sync", note, [_smooth_curve("seconds", points)], resumes, "sync/seconds")
 
 
-def _warm_start(rows: list[Row]) -> list[Chart]:
-    points = series(rows, "loss", job="sft")
-    if not points:
-        return []
-    note = "Cross-entropy (nats a token) of the demonstrations, before RL."
-    return [_chart("Warm start", note, [_smooth_curve("loss", points)], (), "loss")]
+def _loss(rows: list[Row], resumes: Sequence[int], job: str, title: str) -> Chart:
+    held_out = Curve("held out", series(rows, "eval/loss", job=job), marks=True)
+    curves = [_smooth_curve("loss", series(rows, "loss", job=job)), held_out]
+    sft = "Cross-entropy (nats a token) of what is shown to the model."
+    return _chart(title, sft if job == "sft" else "The policy loss of each step.", curves, resumes, "loss")
 
 
 def _idle_order(name: str) -> tuple[bool, str]:

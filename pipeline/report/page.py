@@ -5,11 +5,12 @@ is said where it would stand. Must not know how charts are drawn.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from pipeline.checkpoints import root_of
+from pipeline.config import TrainingConfig
 from pipeline.config.identity import flatten
 from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
@@ -19,7 +20,7 @@ from pipeline.report.style import STYLE
 from pipeline.report.timeline import timeline
 from pipeline.report.words import clock, count, number
 from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.metrics import series
+from pipeline.rundir.metrics import Row, series
 from pipeline.system import files
 
 Tile = tuple[str, str]
@@ -66,17 +67,49 @@ def tiles(history: History) -> list[Tile]:
     """The headline: (value, what it is)."""
     config, rows = history.config, history.rows
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
-    speeds = sorted(value for _, value in series(rows, "tokens_per_second"))
+    speeds = _speeds(row for row in rows if row["job"] == "rl")
+    if config and not config.has_rollouts:
+        return _trainer_tiles(history, config.training)
     total = f" / {config.training.steps}" if config else ""
     limit = f", at most {config.training.max_lag} allowed" if config else ""
     return [
         (f"{steps[-1][0] if steps else 0}{total}", "steps of RL"),
-        (clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"),
+        _wall_tile(history),
         _accuracy_tile([value for _, value in series(rows, "eval/accuracy")]),
         _first_last(rewards, "mean reward, first → last tenth"),
         (number(max((value for _, value in series(rows, "lag/max")), default=None), ".0f"), f"largest lag{limit}"),
-        (number(speeds[len(speeds) // 2] if speeds else None, ",.0f"), "tokens/s trained, median"),
+        _speed_tile(speeds),
     ]
+
+
+def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
+    """Of a run that has a trainer only: SFT alone, or the jobs of files."""
+    rows = [row for row in history.rows if row["kind"] == "train"]
+    done = str(rows[-1]["step"] if rows else 0)
+    if training.jobs:
+        return [(done, "steps of all jobs"), _wall_tile(history), _speed_tile(_speeds(rows))]
+    total = training.warm_start.steps or max((int(steps) for _, steps in series(rows, "steps", job="sft")), default=0)
+    best = min(series(history.rows, "eval/loss", job="sft"), key=lambda point: point[1], default=None)
+    return [
+        (f"{done} / {total or '?'}", "steps of SFT"),
+        _wall_tile(history),
+        _first_last([value for _, value in series(rows, "loss", job="sft")], "loss, first → last tenth"),
+        *([(number(best[1], ".3f"), f"lowest held-out loss, at step {best[0]}")] if best else []),
+        _speed_tile(_speeds(rows)),
+    ]
+
+
+def _speeds(rows: Iterable[Row]) -> list[float]:
+    """Tokens a second of each step, the slowest first."""
+    return sorted(row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None)
+
+
+def _wall_tile(history: History) -> Tile:
+    return clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"
+
+
+def _speed_tile(speeds: Sequence[float]) -> Tile:
+    return number(speeds[len(speeds) // 2] if speeds else None, ",.0f"), "tokens/s trained, median"
 
 
 def wall_seconds(history: History) -> float:
@@ -104,9 +137,10 @@ def _first_last(values: list[float], what: str) -> Tile:
 def _head(history: History) -> str:
     word = state(history)
     identity, config = history.identity, history.config
-    facts = (
-        [config.task.name, config.loss.name, config.model.path] if config else ["config.json is missing or unreadable"]
-    )
+    facts = ["config.json is missing or unreadable"]
+    if config:
+        done = config.loss.name if config.has_rollouts else config.training.jobs or "SFT"
+        facts = [config.task.name, done, config.model.path]
     if identity:
         facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
         facts += [f"revision {identity.revision}"] if identity.revision else []

@@ -1,7 +1,9 @@
 """The roles of a run, one module each.
 
-Every module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is ready,
-and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the latter.
+Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
+ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the
+latter. What the trainer's rank 0 does is in modules beside it: `controller`, and upon that `session`, with `peers`, and
+`job_session`.
 """
 
 from collections.abc import Callable, Mapping

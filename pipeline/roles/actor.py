@@ -39,7 +39,7 @@ READ_SECONDS = 60.0
 def launch(context: RoleContext) -> Launch:
     """One process of one thread that matters, and below it those of the task's prompts and rewards."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=context.is_ready)
+    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, beats=1, ready=context.is_ready)
 
 
 class Actor:
@@ -104,7 +104,9 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
     streams = await asyncio.to_thread(connect, context)
     async with (
         AsyncStreams(streams) as asynchronous,
-        TaskPool(Setup(config.task, config.seed, Path(config.model.path)), config.cluster.startup_seconds) as calls,
+        TaskPool(
+            Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
+        ) as calls,
         InferenceClient(
             [placement.endpoint for placement in world.of_role("inference")],
             world.password,

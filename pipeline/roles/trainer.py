@@ -1,16 +1,22 @@
 """The trainer role: one torchrun over its nodes, rank 0 the controller.
 
-Owns its command line and its processes. What the controller does is `pipeline.roles.session`.
+Owns its command line and its processes. What the controller does is `pipeline.roles.session`, and for the jobs of files
+`pipeline.roles.job_session`.
 """
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from pipeline.errors import first_line
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.system.directory import FileDirectory
 from pipeline.system.network import bound_to
+
+if TYPE_CHECKING:
+    from pipeline.roles.controller import Controller
+    from pipeline.training.dispatch.dispatch import Dispatch
 
 
 def launch(context: RoleContext) -> Launch:
@@ -44,6 +50,17 @@ def is_ready(context: RoleContext) -> bool:
     return master.is_ready()
 
 
+def session_of(context: RoleContext, dispatch: "Dispatch") -> "Controller":
+    """What rank 0 does in this attempt."""
+    if context.config.training.jobs:
+        from pipeline.roles.job_session import JobSession
+
+        return JobSession(context, dispatch)
+    from pipeline.roles.session import Session
+
+    return Session(context, dispatch)
+
+
 def main(arguments: list[str]) -> None:
     from pipeline.system import heartbeat, logs, process
     from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
@@ -57,9 +74,7 @@ def main(arguments: list[str]) -> None:
 
     def lead(dispatch: Dispatch) -> None:
         try:
-            from pipeline.roles.session import Session
-
-            Session(context, dispatch).run()
+            session_of(context, dispatch).run()
         except Exception as error:
             context.report("failed", first_line(error))
             raise

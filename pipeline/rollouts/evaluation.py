@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 from pipeline.config import RunConfig
-from pipeline.groups.records import EvalRequest, EvalResult, Sample
-from pipeline.rollouts.rollout import Sampling, Servers, roll_out, sample_of
+from pipeline.groups.records import EvalRequest, EvalResult, Sample, mean_metrics
+from pipeline.rollouts.rollout import Sampling, Servers, answer_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
@@ -53,6 +53,7 @@ class Evaluation:
             version_max=max((sample.version_max for sample in samples), default=-1),
             seconds=time.monotonic() - started,
             failed=len(reasons),
+            metrics=mean_metrics(samples),
         )
 
     async def _one(self, prompt: Prompt) -> Sample | str:
@@ -61,8 +62,8 @@ class Evaluation:
             asked = await self._calls.render(prompt)
             if isinstance(asked, str):
                 return asked
-            (ended,) = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, 1)
+            (ended,) = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, 1)
             if ended.episode is None:
                 return ended.reason
-            (reward,) = await self._calls.rewards(prompt, [ended.episode.text])
-            return reward if isinstance(reward, str) else sample_of(ended.episode, reward, ended.seconds)
+            (score,) = await self._calls.rewards(prompt, [answer_of(ended.episode)])
+            return score if isinstance(score, str) else sample_of(ended.episode, score, ended.seconds)

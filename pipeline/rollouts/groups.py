@@ -13,7 +13,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import TaskError
 from pipeline.groups.ledger import prompt_of
 from pipeline.groups.records import Group, Sample
-from pipeline.rollouts.rollout import Rollout, Sampling, Servers, kind_of, roll_out, sample_of
+from pipeline.rollouts.rollout import Rollout, Sampling, Servers, answer_of, kind_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task
 from pipeline.tasks.calls import Calls
 from pipeline.tasks.chat import Chat
@@ -60,18 +60,18 @@ class GroupBuilder:
         asked = await self._calls.prompt(index)
         if isinstance(asked, str):
             return [], [asked] * self._size
-        rollouts = await roll_out(self._task, self._chat, self._servers, self._sampling, asked, self._size)
+        rollouts = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, self._size)
         return await self.scored(asked.prompt, rollouts)
 
     async def scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
         """The samples of a prompt's rollouts, and the reasons of those that failed."""
         failures = [ended.reason for ended in rollouts if ended.episode is None]
         ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
-        rewards = await self._calls.rewards(prompt, [episode.text for episode, _ in ended]) if ended else []
+        scores = await self._calls.rewards(prompt, [answer_of(episode) for episode, _ in ended]) if ended else []
         samples = []
-        for (episode, seconds), reward in zip(ended, rewards, strict=True):
-            if isinstance(reward, str):
-                failures.append(reward)
+        for (episode, seconds), score in zip(ended, scores, strict=True):
+            if isinstance(score, str):
+                failures.append(score)
             else:
-                samples.append(sample_of(episode, reward, seconds))
+                samples.append(sample_of(episode, score, seconds))
         return samples, failures

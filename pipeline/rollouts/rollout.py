@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +18,11 @@ import numpy as np
 from pipeline.errors import DeadlineError, RolloutError
 from pipeline.groups.records import Sample
 from pipeline.rollouts.own_time import OwnTime
-from pipeline.tasks import Episode, Prompt, Task, Turn
-from pipeline.tasks.calls import Asked, reason
+from pipeline.tasks import Answer, Episode, Message, Prompt, Task, Turn
+from pipeline.tasks.calls import Asked, Calls
 from pipeline.tasks.chat import Chat
+from pipeline.tasks.guard import reason
+from pipeline.tasks.rewards import Score
 
 LONG_PROMPT = 2000
 """Characters that take longer to tokenise than to hand to a thread."""
@@ -59,8 +62,10 @@ class Rollout:
 class Sampler:
     """Samples turns for the rollouts of one prompt."""
 
-    def __init__(self, servers: Servers, chat: Chat, sampling: Sampling, prompt: Sequence[int], count: int) -> None:
-        self._servers, self._chat, self.sampling = servers, chat, sampling
+    def __init__(
+        self, servers: Servers, calls: Calls, chat: Chat, sampling: Sampling, prompt: Sequence[int], count: int
+    ) -> None:
+        self._servers, self.calls, self._chat, self.sampling = servers, calls, chat, sampling
         self.vocabulary = chat.vocabulary or MOST_IDS
         self._prompt, self._count = prompt, count
         self._opening: asyncio.Task[Sequence[Turn]] | None = None
@@ -115,22 +120,35 @@ class RolloutPolicy:
                 return await self._sampler.opening(self._index)
             return await self._sampler.continuation(tokens)
 
+    def room(self, tokens: Sequence[int]) -> int:
+        return max(0, self._sampler.sampling.max_length - len(tokens))
+
     def encode(self, text: str) -> list[int]:
         return self._chat.encode(text)
+
+    def reply(self, prompt: Prompt, said: Sequence[Message], told: Sequence[Message]) -> list[int]:
+        return self._chat.reply([*prompt.messages, *said[:-1]], told, prompt.tools)
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
+        with self._own_time.paused():  # the pool has a deadline of its own, and others may be before us there
+            used = await self._sampler.calls.use(prompt, name, arguments)
+        if isinstance(used, str):
+            raise RolloutError(used)
+        return used.text
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._chat.decode(tokens)
 
 
 async def roll_out(
-    task: Task, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int
+    task: Task, calls: Calls, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int
 ) -> list[Rollout]:
-    """`count` rollouts of a prompt, all at once; one `Rollout` each, in order."""
+    """`count` rollouts of a prompt, all at once; one `Rollout` each, in order. Their tools are asked by `calls`."""
     try:
         tokens = await _tokens(chat, asked.text)
     except Exception as error:  # noqa: BLE001 a task's text meets a model's tokenizer: whatever they raise is the reason
         return [Rollout(reason=reason("prompt could not be tokenised", error))] * count
-    sampler = Sampler(servers, chat, sampling, tokens, count)
+    sampler = Sampler(servers, calls, chat, sampling, tokens, count)
     try:
         return await asyncio.gather(*(_episode(task, asked.prompt, sampler, index) for index in range(count)))
     finally:
@@ -176,17 +194,24 @@ def kind_of(reason: str) -> str:
     return reason.partition(":")[0]
 
 
-def sample_of(episode: Episode, reward: float, seconds: float) -> Sample:
+def answer_of(episode: Episode) -> Answer:
+    """An episode as rewards see it."""
+    said = episode.said or ({"role": "assistant", "content": episode.text},)
+    return Answer(episode.text, said, tuple(compress(episode.tokens, episode.sampled)))
+
+
+def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
     """The wire record of an episode."""
     return Sample(
         tokens=np.asarray(episode.tokens, dtype="<i4").tobytes(),
         sampled=np.asarray(episode.sampled, dtype="<u1").tobytes(),
         logprobs=np.asarray(episode.logprobs, dtype="<f4").tobytes(),
-        reward=reward,
+        reward=score.reward,
         version_min=episode.version_min,
         version_max=episode.version_max,
         finish=episode.finish,
         turns=episode.turns,
         seconds=seconds,
         server=episode.server,
+        metrics={**episode.metrics, **score.metrics},
     )

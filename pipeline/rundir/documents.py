@@ -48,10 +48,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             `left`: the scheduler itself is ending or requeueing the job. `stopped`: the job ends here.
         reason: one line.
         time: seconds since the epoch.
-        barren: attempts in a row, up to this one, that failed without a new commit.
+        failures: attempts in a row, up to this one, that failed, or ran out of time, without a new commit.
     """
 
     decision: Literal["finished", "requeued", "left", "stopped"]
     reason: str
     time: float
-    barren: int = 0
+    failures: int = 0

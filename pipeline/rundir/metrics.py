@@ -10,6 +10,10 @@ not know torch, nor what a number means.
 
 `kind` is `train` (one row a step) or `eval` (one row a held-out evaluation); `time` is seconds since the
 epoch. A number that is not finite becomes null, which readers treat as absent.
+
+A run that does the jobs of files counts the steps of all of them on, and says which step of which file each is:
+
+    row: {"kind": "train", "job": "sft", "step": 9, …, "file": "007-sft", "written": 17672…, "done": 1, "of": 4, …}
 """
 
 import logging
@@ -17,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -29,6 +34,17 @@ Kind = Literal["train", "eval"]
 Row = dict[str, Any]
 _JOBS = ("sft", "rl")
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileStep:
+    """A step of a job in a file: the file's name and when it was `written` (ns; one that is written anew is another
+    job), and how many of its steps are `done`, this one counted."""
+
+    file: str
+    written: int
+    done: int
+    of: int
 
 
 class Sink(Protocol):
@@ -57,11 +73,13 @@ class MetricSinks:
         self._attempt, self._sinks, self._clock = attempt, tuple(sinks), clock
         self._journal = Journal(path, check)
 
-    def log(self, kind: Kind, job: str, step: int, values: Mapping[str, float]) -> None:
+    def log(
+        self, kind: Kind, job: str, step: int, values: Mapping[str, float], file_step: FileStep | None = None
+    ) -> None:
         """Write one row, in the file at once or, if that is not possible, with a later one."""
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
-        row: Row = head | numbers
+        row: Row = head | (asdict(file_step) if file_step else {}) | numbers
         self._journal.add(msgspec.json.encode(row))
         for sink in self._sinks:
             sink.write(row)
@@ -98,10 +116,22 @@ def roll_back(path: Path, job: str, done: int, check: Callable[[], None] = lambd
     keep_lines(path, stays, check)
 
 
+def roll_back_file(path: Path, begun: FileStep, check: Callable[[], None] = lambda: None) -> int:
+    """Drop the rows of a job's file after the step that it is `begun` from; the last step that any row is of then."""
+
+    def stays(line: bytes, _end: int) -> bool:
+        row = _decode(line)
+        same = row is not None and (row.get("file"), row.get("written")) == (begun.file, begun.written)
+        return row is not None and not (same and row["done"] > begun.done)
+
+    keep_lines(path, stays, check)
+    return max((row["step"] for row in read_rows(path)), default=0)
+
+
 class Console:
     """Logs a short line for each row."""
 
-    NAMES = ("loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
+    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
 
     def write(self, row: Row) -> None:
         numbers = " ".join(f"{name}={row[name]:.4g}" for name in self.NAMES if row.get(name) is not None)

@@ -12,12 +12,13 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       submitit/                           submitit's own job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/,
-                                          first_failure.json, outcome.json of one attempt
+                                          first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
+      best/                               of SFT, the model of the lowest held-out loss so far, in the same way
       tracking/                           wandb's own files
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       metrics.jsonl  ledger.jsonl  report.html  finished.json
@@ -34,6 +35,7 @@ from pathlib import Path
 RUN, SWEEP, METRICS, CHECKPOINTS, MODEL = "run.json", "sweep.json", "metrics.jsonl", "checkpoints", "model"
 WORLD = "world.json"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
+COMMITTED, EXHAUSTED = "committed", "exhausted"
 """Names below an attempt's own directory for those who see it as a `pipeline.system.directory.Directory`."""
 
 
@@ -122,6 +124,16 @@ class AttemptPaths:
         return self.root / "outcome.json"
 
     @property
+    def committed(self) -> Path:
+        """A mark: this attempt committed steps of a job of `training.jobs`, wherever that keeps them."""
+        return self.root / COMMITTED
+
+    @property
+    def exhausted(self) -> Path:
+        """A mark: of `training.jobs` only such are left as failed, or wait for one that did."""
+        return self.root / EXHAUSTED
+
+    @property
     def alive(self) -> Path:
         """A folder with one file per rank, touched as long as its agent lives."""
         return self.root / "alive"
@@ -205,6 +217,11 @@ class RunPaths:
     @property
     def model(self) -> Path:
         return self.root / MODEL
+
+    @property
+    def best(self) -> Path:
+        """The model of SFT's lowest held-out loss."""
+        return self.root / "best"
 
     @property
     def metrics(self) -> Path:

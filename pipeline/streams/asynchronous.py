@@ -26,7 +26,7 @@ from pipeline.streams.interface import (
     Sending,
     Streams,
 )
-from pipeline.system.waiting import Deadline
+from pipeline.system.waiting import Deadline, growing_pauses
 
 T = TypeVar("T")
 
@@ -52,23 +52,21 @@ class AsyncStreams:
         """
         sending = Sending(self._streams, topic, [record], acknowledging)
         deadline = Deadline(sending.awaited, seconds)
-        pause = FIRST_PAUSE
+        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while not await self._call(sending.push):
             if deadline.passed:
                 raise deadline.error(sending.missing())
-            await asyncio.sleep(min(pause, deadline.left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(min(next(pauses), deadline.left))
 
     async def read(self, reader: Reader[R], limit: int, seconds: float) -> list[Entry[R]]:
         """The next entries of `reader`, or none within `seconds`; one task a reader."""
         deadline = Deadline(f"an entry in {reader.topic!r}", seconds)
-        pause = FIRST_PAUSE
+        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             entries = await self._call(lambda: reader.read(limit, 0))
             if entries or deadline.passed:
                 return entries
-            await asyncio.sleep(min(pause, deadline.left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(min(next(pauses), deadline.left))
 
     async def acknowledge(self, reader: Reader[R], ids: Iterable[str]) -> None:
         """See `Reader.acknowledge`."""

@@ -26,7 +26,7 @@ from pipeline.errors import RecordError, StreamError, one_line
 from pipeline.groups.records import R, decode
 from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
-from pipeline.system.waiting import CLOCK, Deadline
+from pipeline.system.waiting import CLOCK, Deadline, growing_pauses
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class RedisStreams(Streams):
     def exchange(self, step: Callable[[], Any], patience: float | None = None) -> Any:
         """The result of `step`, done again while Redis is away; `StreamError` for anything else that goes wrong."""
         deadline = Deadline(self._name, self._patience if patience is None else patience)
-        pause = 0.02
+        pauses = growing_pauses(0.02, 1.0)
         while True:
             try:
                 return step()
@@ -163,8 +163,7 @@ class RedisStreams(Streams):
                     raise self._failure(error) from error
             except RedisError as error:
                 raise self._failure(error) from error
-            CLOCK.sleep(min(pause, deadline.left))
-            pause = min(2 * pause, 1.0)
+            CLOCK.sleep(min(next(pauses), deadline.left))
 
     def _post(self, key: str) -> None:
         """Once. What is posted is what `put` took last, also where an earlier one of another thread comes later."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pipeline.system import heartbeat
-from pipeline.system.waiting import CLOCK, Clock, Deadline
+from pipeline.system.waiting import CLOCK, Clock, Deadline, growing_pauses
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def insist(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CL
     From whatever thread: one beside the work, that of a commit for instance, hides for as long that the work stands
     still.
     """
-    deadline, pause = Deadline(awaited, seconds, clock), _PAUSE
+    deadline, pauses = Deadline(awaited, seconds, clock), growing_pauses(_PAUSE, _LONGEST_PAUSE)
     while True:
         try:
             return act()
@@ -53,8 +53,7 @@ def insist(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CL
             if not is_passing(error) or deadline.passed:
                 raise
         heartbeat.beat()
-        clock.sleep(min(pause, deadline.left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        clock.sleep(min(next(pauses), deadline.left))
 
 
 class Outbox:

@@ -1,17 +1,17 @@
-"""The one loop that asks again.
+"""The one loop that asks again, and the one rule by which pauses grow.
 
 Owns how Rollcall waits for what it can only find out by asking: with a deadline, a growing pause, and a sentence about
 what is missing when it runs out, on a clock that tests replace. `pipeline.system.outages` does the same for a disk that
 fails. What needs a loop of its own, since it does other work between two questions (a stream, a lock, a process that
-ends, a copy between GPUs), has a `Deadline` from here. Two kinds of waiting are not its matter: loops that go on as
-long as their process does (an agent, the controller, whoever follows a run), and waits inside the kernel, asyncio or a
-library, each of which has a time-out of its own or ends with its process.
+ends, a copy between GPUs), has a `Deadline` and its `growing_pauses` from here. Two kinds of waiting are not its
+matter: loops that go on as long as their process does (an agent, the controller, whoever follows a run), and waits
+inside the kernel, asyncio or a library, each of which has a time-out of its own or ends with its process.
 
     card = wait_for("the world of attempt 12-0", lambda: read_world(path), seconds=60)
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,6 +57,14 @@ class Deadline:
         return DeadlineError(self.awaited, self.seconds, missing)
 
 
+def growing_pauses(first: float, longest: float) -> Iterator[float]:
+    """Seconds from one try to the next, without an end: half as long again each time, from `first` to `longest`."""
+    pause = first
+    while True:
+        yield pause
+        pause = min(pause * 1.5, longest)
+
+
 def wait_for(
     awaited: str,
     probe: Callable[[], T | None],
@@ -72,15 +80,14 @@ def wait_for(
     The pause between probes grows from `pause` to `longest_pause` seconds. `missing` describes, at the deadline, who or
     what did not appear. An exception of the probe ends the wait.
     """
-    deadline = Deadline(awaited, seconds, clock)
+    deadline, pauses = Deadline(awaited, seconds, clock), growing_pauses(pause, longest_pause)
     while True:
         value = probe()
         if value is not None and value is not False:
             return value
         if deadline.passed:
             raise deadline.error(missing())
-        clock.sleep(min(pause, deadline.left))
-        pause = min(pause * 1.5, longest_pause)
+        clock.sleep(min(next(pauses), deadline.left))
 
 
 async def within(awaited: str, work: Awaitable[T], seconds: float) -> T:

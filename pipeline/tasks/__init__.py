@@ -6,21 +6,17 @@ and rewards are made (`calls`, `worker`, `pool`), the built-in tasks, and the wa
 loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
-from traceback import extract_tb
-from typing import Any
-
 from pydantic import ValidationError
 
-from pipeline.config import TaskConfig, nearest
-from pipeline.errors import ConfigError, one_line
+from pipeline.config import RunConfig, TaskConfig, nearest
+from pipeline.data.messages import Message
+from pipeline.errors import ConfigError
 from pipeline.tasks.episode import Episode, Turn
-from pipeline.tasks.protocol import Demonstration, Message, Policy, Prompt, Task, TaskOptions, ask
+from pipeline.tasks.imports import find, users_code
+from pipeline.tasks.protocol import Answer, Demonstration, Policy, Prompt, Task, TaskOptions, ask
 
 __all__ = [
+    "Answer",
     "Demonstration",
     "Episode",
     "Message",
@@ -30,17 +26,24 @@ __all__ = [
     "TaskOptions",
     "Turn",
     "ask",
+    "check_demonstrations",
     "check_task",
     "load_task",
 ]
 
-BUILT_IN = {"arithmetic": "pipeline.tasks.arithmetic:Arithmetic"}
+BUILT_IN = {
+    "arithmetic": "pipeline.tasks.arithmetic:Arithmetic",
+    "countdown": "pipeline.tasks.countdown:Countdown",
+    "dataset": "pipeline.tasks.dataset:Dataset",
+    "reasoning_gym": "pipeline.tasks.reasoning:ReasoningGym",
+    "tools": "pipeline.tasks.tools:Tools",
+}
 
 
 def load_task(config: TaskConfig, seed: int) -> Task:
     """The task that the config names, with its options checked; `ConfigError` for anything that keeps it from that."""
     kind = _task_class(config.name)
-    with _users_code(config.name, "a task that can be made"):
+    with users_code("task.name", config.name, "a task that can be made"):
         try:
             options = kind.Options.model_validate(config.options)
         except ValidationError as error:
@@ -48,56 +51,33 @@ def load_task(config: TaskConfig, seed: int) -> Task:
         return kind(options, seed)
 
 
-def check_task(task: Task, name: str, warm_start_steps: int) -> None:
-    """`ConfigError` unless the task of this name has prompts to train, prompts to evaluate, and what a warm start
-    needs."""
-    with _users_code(name, "a task with prompts and held-out prompts"):
-        if len(task) == 0:
-            raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
-        if len(task.held_out()) == 0:
-            raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
-    if warm_start_steps:
-        _check_demonstrations(task, name, warm_start_steps)
+def check_task(task: Task, config: RunConfig) -> None:
+    """`ConfigError` unless the config's task has what its run needs: for RL prompts to train and prompts to evaluate,
+    for SFT without a dataset demonstrations."""
+    name, sft_steps = config.task.name, config.training.warm_start.steps
+    if config.has_rollouts:
+        with users_code("task.name", name, "a task with prompts and held-out prompts"):
+            if len(task) == 0:
+                raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
+            if len(task.held_out()) == 0:
+                raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
+    if sft_steps and not config.data.path:
+        check_demonstrations(task, name, "training.warm_start.steps", sft_steps)
 
 
-def _check_demonstrations(task: Task, name: str, steps: int) -> None:
-    with _users_code(name, "a task whose demonstration(0) works, for the warm start"):
+def check_demonstrations(task: Task, name: str, key: str, value: object = "demonstrations") -> None:
+    """`ConfigError` unless the task of this name has what the `value` of a key asks for."""
+    with users_code("task.name", name, "a task whose demonstration(0) works, for SFT"):
         try:
             task.demonstration(0)
         except NotImplementedError:
-            expected = f"0, since the task {name} has no demonstrations"
-            raise ConfigError("training.warm_start.steps", steps, expected, "set it to 0, or write some") from None
-
-
-@contextmanager
-def _users_code(name: str, expected: str) -> Iterator[None]:
-    """Translates whatever the code of the task `name` raises into a `ConfigError` that says where it happened."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        place = extract_tb(error.__traceback__)[-1]
-        what = one_line(error)
-        mend = f"{what} ({Path(place.filename).name}, line {place.lineno})"
-        raise ConfigError("task.name", name, expected, mend) from error
+            expected = f"{'0' if isinstance(value, int) else 'packed'}, since the task {name} has no demonstrations"
+            raise ConfigError(key, value, expected, "change it, or write some") from None
 
 
 def _task_class(name: str) -> type[Task]:
     expected = "a built-in task, or package.module:Class"
-    module, colon, attribute = BUILT_IN.get(name, name).partition(":")
-    if not colon:
-        raise ConfigError("task.name", name, expected, nearest(name, list(BUILT_IN)))
-    with _users_code(name, "a module that can be imported"):
-        try:
-            loaded = import_module(module)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):
-                raise
-            raise ConfigError("task.name", name, expected, f"{error}; is its folder in PYTHONPATH?") from None
-    kind: Any = getattr(loaded, attribute, None)
-    if kind is None:
-        raise ConfigError("task.name", name, expected, f"{module} ({loaded.__file__}) has no {attribute}")
+    kind = find("task.name", BUILT_IN.get(name, name), expected, nearest(name, list(BUILT_IN)))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise ConfigError("task.name", name, "a subclass of pipeline.tasks.Task", "see pipeline/tasks/protocol.py")
     return kind

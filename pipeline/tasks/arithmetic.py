@@ -151,7 +151,7 @@ def _product(part: str) -> int:
 
 
 def _expression(prompt: Prompt) -> str:
-    return prompt.messages[0]["content"]
+    return str(prompt.messages[0]["content"])
 
 
 def _operands(digits: int) -> range:

@@ -5,17 +5,20 @@ why there is none, whatever the task raises or returns: a reward that is no fini
 neither processes nor deadlines, which are the pool's (`pipeline.tasks.pool`).
 """
 
-import math
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol, TypeVar
 
-from pipeline.tasks.protocol import Prompt, Task
+from pipeline.tasks.functions import Part, RewardFunction, number
+from pipeline.tasks.guard import guarded
+from pipeline.tasks.protocol import Answer, Prompt, Task
+from pipeline.tasks.rewards import Score
 from pipeline.tasks.template import Template
 
 T = TypeVar("T")
-REASON_LENGTH = 200
+AWAITED_SHARE = 0.9
+"""Of a call's deadline, what an `async` function may take: what awaits longer is given up, and no process with it."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,13 @@ class Asked:
     """A prompt, and its messages as the chat template writes them."""
 
     prompt: Prompt
+    text: str
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a tool answered."""
+
     text: str
 
 
@@ -35,15 +45,40 @@ class Calls(Protocol):
     async def render(self, prompt: Prompt) -> Asked | str:
         """A prompt that the caller has."""
 
-    async def rewards(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
-        """What each of the policy's last turns is worth."""
+    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+        """What each answer to a prompt is worth."""
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers."""
 
 
 class LocalCalls:
     """The calls made here and now."""
 
-    def __init__(self, task: Task, template: Template) -> None:
-        self._task, self._template = task, template
+    def __init__(
+        self,
+        task: Task,
+        template: Template,
+        functions: Sequence[RewardFunction | None] = (None,),
+        seconds: float = float("inf"),
+    ) -> None:
+        """`functions`: those of `reward.functions`, in order; None for the task's own reward. `seconds`: the deadline
+        of a call, which somebody else keeps for what does not await."""
+        self._task, self._template, self._functions = task, template, functions
+        self._seconds = seconds * AWAITED_SHARE
+        self._runner: asyncio.Runner | None = None
+
+    def close(self) -> None:
+        """Give back what `async` functions used."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def replies(self, method: str, shared: tuple[Any, ...], items: Sequence[Any]) -> Iterator[Any]:
+        """What `method` gives for each item, in order. An `async` function works on all of them at once."""
+        if method == "score" and self._awaits(shared[0]):
+            yield from self._scores_at_once(shared[0], shared[1], items)
+        else:
+            yield from (guarded("task raised", lambda: getattr(self, method)(*shared, item)) for item in items)  # noqa: B023
 
     def prompt(self, index: int) -> Asked | str:
         """Training prompt `index`."""
@@ -52,28 +87,56 @@ class LocalCalls:
 
     def render(self, prompt: Prompt) -> Asked | str:
         """The prompt with its text."""
-        return guarded("prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages)))
+        return guarded(
+            "prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages, prompt.tools))
+        )
 
-    def reward(self, prompt: Prompt, text: str) -> float | str:
-        """The reward of a text, a finite number."""
-        return guarded("reward raised", lambda: _score(self._task.reward(prompt, text)))
+    def score(self, which: int, prompt: Prompt, answer: Answer) -> Part | str:
+        """What function number `which` says of an answer."""
+        function = self._functions[which]
+        if function is None:
+            return guarded("reward raised", lambda: _part(self._task.reward(prompt, answer.text)))
+        return self.score_all(which, prompt, (answer,))[0]
 
+    def score_all(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
+        """The same of all answers to a prompt, in one call of the function."""
+        function = self._functions[which]
+        if function is None:
+            return [self.score(which, prompt, answer) for answer in answers]
+        if not function.is_async:
+            return function.score(prompt, answers)
+        return self._loop.run_until_complete(self._limited(function, prompt, answers))
 
-def guarded(what: str, call: Callable[[], T]) -> T | str:
-    """What `call` gives, or `what ErrorName: text` of whatever it raised, `SystemExit` included."""
-    try:
-        return call()
-    except BaseException as error:  # noqa: BLE001 the task is foreign code: whatever it raises is the sample's reason
-        return reason(what, error)
+    def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers."""
+        return guarded(f"tool {name} raised", lambda: Used(str(self._task.use(prompt, name, arguments))))
 
+    def _scores_at_once(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[Part | str]:
+        function, loop = self._functions[which], self._loop
+        assert function is not None
+        tasks = [loop.create_task(self._limited(function, prompt, (answer,))) for answer in answers]
+        for task in tasks:
+            (part,) = loop.run_until_complete(task)
+            yield part
 
-def reason(what: str, error: BaseException) -> str:
-    """`what ErrorName: text` on one line."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 an error of the task's own, which cannot even say what it is
-        text = "its message cannot be made"
-    return f"{what} {type(error).__name__}: {text}"[:REASON_LENGTH]
+    async def _limited(self, function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                return await function.score_async(prompt, answers)
+        except TimeoutError:
+            assert limit.expired()
+            return [f"reward {function.name} took too long: it awaited more than {self._seconds:g} s"] * len(answers)
+
+    def _awaits(self, which: int) -> bool:
+        function = self._functions[which]
+        return function is not None and function.is_async
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """One for all calls: functions keep connections that belong to theirs."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.get_loop()
 
 
 def _prompt(value: Any) -> Prompt:
@@ -82,7 +145,6 @@ def _prompt(value: Any) -> Prompt:
     return value
 
 
-def _score(value: Any) -> float | str:
-    if not isinstance(value, Real):
-        return f"reward is no number: {type(value).__name__} {value!r}"[:REASON_LENGTH]
-    return float(value) if math.isfinite(value) else f"reward is not finite: {float(value)}"
+def _part(value: Any) -> Part | str:
+    score = number("reward", value)
+    return score if isinstance(score, str) else Part(score)

@@ -4,9 +4,9 @@ Owns the token ledger of an episode: which tokens the policy sampled, with which
 that token ids are kept as they were sampled, never made from text again. Knows no tokenizer and no server.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 Finish = Literal["stop", "length"]
 
@@ -44,6 +44,8 @@ class Episode:
         version_min, version_max: over all turns; −1 before the first.
         turns: turns of the policy.
         server: who answered last.
+        said: the conversation since the prompt as messages, for rewards; empty for a single turn.
+        metrics: numbers about the episode by their names in metrics, such as `tools/calls`.
     """
 
     tokens: tuple[int, ...]
@@ -55,6 +57,8 @@ class Episode:
     version_max: int = -1
     turns: int = 0
     server: str = ""
+    said: tuple[Mapping[str, Any], ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, prompt: Sequence[int]) -> "Episode":

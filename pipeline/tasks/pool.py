@@ -10,7 +10,7 @@ rewards that take no time need no more.
 
     async with TaskPool(Setup(config.task, config.seed, model), startup_seconds=300) as pool:
         asked = await pool.prompt(7)
-        rewards = await pool.rewards(asked.prompt, ["4", "5"])
+        scores = await pool.rewards(asked.prompt, [Answer("4"), Answer("5")])
 """
 
 import asyncio
@@ -30,8 +30,11 @@ import psutil
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.system.process import Leader, describe_exit
 from pipeline.system.waiting import wait_for, within
-from pipeline.tasks.calls import Asked, guarded
-from pipeline.tasks.protocol import Prompt
+from pipeline.tasks.calls import Asked, Used
+from pipeline.tasks.functions import Part
+from pipeline.tasks.guard import guarded
+from pipeline.tasks.protocol import Answer, Prompt
+from pipeline.tasks.rewards import Mixture, Score
 from pipeline.tasks.worker import LENGTH_BYTES, Call, Setup, frame
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,9 @@ class Worker:
         self._socket = ours
         argv = (sys.executable, "-P", "-m", "pipeline.tasks.worker")
         try:
-            self._process = Leader(argv, os.environ, stdin=its.fileno(), output=output)
+            # Sets have the same order in each of them: what a task draws from one is the same everywhere.
+            environment = {**os.environ, "PYTHONHASHSEED": "0"}
+            self._process = Leader(argv, environment, stdin=its.fileno(), output=output)
         except OSError:
             self.close()
             raise
@@ -149,6 +154,7 @@ class TaskPool:
     def __init__(self, setup: Setup, startup_seconds: float) -> None:
         """`startup_seconds`: what a worker may take to load the task."""
         self._setup, self._startup = setup, startup_seconds
+        self._mixture = Mixture(setup.reward)
         self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()
         self._workers: set[Worker] = set()
         self._starting = False
@@ -178,9 +184,24 @@ class TaskPool:
         asked: list[Asked | str] = await self._each("prompt", "render", (), (prompt,))
         return asked[0]
 
-    async def rewards(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
-        """The reward of each text, or why it has none."""
-        return await self._each("reward", "reward", (prompt,), tuple(texts))
+    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+        """The reward of each answer, or why it has none. Each function is asked on its own, with its own deadline."""
+        asked = [self._parts(which, prompt, tuple(answers)) for which in range(len(self._mixture.names))]
+        told = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        return [self._mixture.combine(parts) for parts in zip(*told, strict=True)]
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers, or why it does not."""
+        used: list[Used | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
+        return used[0]
+
+    async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[Part | str]:
+        """What function number `which` says of each answer."""
+        title, shared = self._mixture.title(which), (which, prompt)
+        if not self._mixture.whole_groups:
+            return await self._each(title, "score", shared, answers)
+        (told,) = await self._each(title, "score_all", shared, (answers,))
+        return [told] * len(answers) if isinstance(told, str) else told
 
     async def _each(self, what: str, method: str, shared: tuple[Any, ...], items: tuple[Any, ...]) -> list[Any]:
         """A reply for each item: what comes after one that breaks its worker is asked of another."""

@@ -18,14 +18,13 @@ and `task.name=my.package.parity:Parity` in the config.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.data.messages import Message
 from pipeline.tasks.episode import Episode, Turn
-
-Message = Mapping[Literal["role", "content"], str]
 
 
 class TaskOptions(BaseModel):
@@ -40,11 +39,32 @@ class Prompt:
 
     Attributes:
         messages: the conversation so far, as for a chat template.
-        answer: whatever the task's reward compares with; nobody else looks at it.
+        answer: whatever the reward compares with; nobody else looks at it.
+        columns: what else its row says, for reward functions.
+        tools: JSON schemas of the tools that it may call, for the chat template.
+        plain: whether functions of TRL's form get texts, its last message and the answers, in the place of messages.
     """
 
     messages: tuple[Message, ...]
     answer: Any = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy made of a prompt, as rewards see it.
+
+    Attributes:
+        text: its last turn.
+        conversation: all that was said since the prompt, in order: the policy's turns, and what it was told between.
+        tokens: ids of what it sampled, in order.
+    """
+
+    text: str
+    conversation: tuple[Message, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,8 +85,22 @@ class Policy(Protocol):
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """The policy's next turn after `tokens` (every token id so far); `RolloutError` if it can never be had."""
 
+    def room(self, tokens: Sequence[int]) -> int:
+        """How many more tokens an episode of `tokens` may have."""
+
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that is appended to an episode, such as a tool's answer."""
+        """Token ids of a text that is appended to an episode as it is."""
+
+    def reply(self, prompt: Prompt, said: Sequence[Message], told: Sequence[Message]) -> list[int]:
+        """Token ids of `told`, messages that follow the policy's turn, as the chat template writes them: what comes
+        after the token that ended the turn, up to where the policy speaks again.
+
+        `said` is the conversation since the prompt, that turn included. Nothing of it is tokenised again.
+        """
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
+        """What the task's tool `name` answers (`Task.use`), made in a worker process; `RolloutError` with the reason
+        when it raised, hung, or ended its process."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without the end-of-turn token."""
@@ -84,6 +118,8 @@ class Task(ABC):
 
     name: ClassVar[str]
     Options: ClassVar[type[TaskOptions]] = TaskOptions
+    scores: ClassVar[bool] = True
+    """Whether it has a reward of its own; else `reward.functions` says what an answer is worth."""
 
     def __init__(self, options: Any, seed: int) -> None:
         """`options` is a valid `Options`; `seed` is the run's."""
@@ -106,6 +142,10 @@ class Task(ABC):
         """What the policy's last turn `text` is worth. Runs in a worker process, so it may compute and start others;
         `task.seconds` and `task.memory_bytes` bound it."""
 
+    def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
+        """What the tool `name` answers. Runs in a worker process, as `reward`."""
+        raise NotImplementedError(f"task {self.name} has no tool {name}")
+
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """One episode: by default a single turn. Override it for several turns or tools:
 
@@ -114,7 +154,8 @@ class Task(ABC):
             turn = await policy.sample(episode.tokens)
             episode = episode.act(turn, policy.decode(turn.tokens))
             ...
-            episode = episode.observe(policy.encode(tool_answer))
+            answer = await policy.use(prompt, "search", {"for": "…"})
+            episode = episode.observe(policy.reply(prompt, said, [{"role": "tool", "content": answer}]))
         """
         turn = await policy.sample(policy.prompt)
         return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))

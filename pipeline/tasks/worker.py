@@ -14,16 +14,18 @@ import pickle
 import resource
 import socket
 import sys
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import TaskConfig
+from pipeline.config import RewardConfig, TaskConfig
 from pipeline.errors import RollcallError
 from pipeline.system.process import adopt_orphans
 from pipeline.tasks import load_task
-from pipeline.tasks.calls import LocalCalls, guarded, reason
+from pipeline.tasks.calls import LocalCalls
+from pipeline.tasks.guard import guarded, reason
+from pipeline.tasks.rewards import load_rewards
 from pipeline.tasks.template import Template
 
 LENGTH_BYTES = 4
@@ -31,11 +33,13 @@ LENGTH_BYTES = 4
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is made from: the task, the run's seed, and the directory of the model whose template it uses."""
+    """What a worker is made from: the task, the run's seed, the directory of the model whose template it uses, and what
+    rewards are made of."""
 
     task: TaskConfig
     seed: int
     model: Path
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,15 @@ def serve(channel: Channel, calls: LocalCalls) -> None:
     me = os.getpid()
     while True:
         call: Call = channel.receive()
-        for item in call.items:
-            value = guarded("task raised", lambda: getattr(calls, call.method)(*call.shared, item))  # noqa: B023
+        replies, left = calls.replies(call.method, call.shared, call.items), len(call.items)
+        while left:
+            value = guarded("task raised", lambda: (next(replies),))  # noqa: B023
             if os.getpid() != me:
                 os._exit(0)  # the task forked, and its copy came back here
-            channel.reply(value)
+            # After what could not be held there are no more: it is the reason of all that are left.
+            for each in value if isinstance(value, tuple) else [value] * left:
+                channel.reply(each)
+                left -= 1
 
 
 def _bound_memory(limit: int) -> None:
@@ -107,12 +115,15 @@ def main() -> None:
         setup: Setup = channel.receive()
         _bound_memory(setup.task.memory_bytes)
         try:
-            calls = LocalCalls(load_task(setup.task, setup.seed), Template(setup.model))
+            task = load_task(setup.task, setup.seed)
+            functions = load_rewards(setup.reward, task)
+            calls = LocalCalls(task, Template(setup.model), functions, setup.task.seconds)
         except RollcallError as error:
             channel.reply(str(error))
             sys.exit(error.exit_code)
         channel.reply(None)
-        serve(channel, calls)
+        with closing(calls):
+            serve(channel, calls)
 
 
 if __name__ == "__main__":

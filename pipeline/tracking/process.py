@@ -23,7 +23,7 @@ from pipeline.system.waiting import CLOCK
 
 START_SECONDS = 60.0
 READ_SECONDS = 0.5
-_HEAD = ("kind", "job", "step", "time")
+_HEAD = ("kind", "job", "step", "time", "written")
 _QUIET = {"x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
 
 

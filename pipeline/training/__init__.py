@@ -12,5 +12,5 @@
 | `rows`, `spec` | what is trained, with every denominator; what a model is made from |
 | `dispatch/` | the controller's handle: one call is one operation on every rank |
 | `workers/` | one sharded model with its optimizer on one rank |
-| `standalone/` | jobs on packed files, without a run around them |
+| `standalone/` | the jobs of files, on packed rows |
 """

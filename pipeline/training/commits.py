@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, root_of
-from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.state import JOBS
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, DamagedError, DeadlineError
 from pipeline.groups.ledger import Ledger
@@ -34,6 +34,7 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files, folders
 from pipeline.system.journal import Journal, keep_lines
 from pipeline.system.waiting import wait_for
+from pipeline.training.conversations import Conversations
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, forget_models, load_models, stage_models, start_save
 from pipeline.training.jobs import Job, jobs_of
@@ -69,7 +70,11 @@ class Commits:
     whatever else the trainer writes for later attempts.
     """
 
-    def __init__(self, paths: AttemptPaths, config: RunConfig, dispatch: Dispatch) -> None:
+    def __init__(
+        self, paths: AttemptPaths, config: RunConfig, dispatch: Dispatch, conversations: Conversations | None = None
+    ) -> None:
+        """`conversations` are the data of SFT; None where that trains demonstrations, or is not done."""
+        self._conversations = conversations
         self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
         self._root = root_of(config, self._run, paths.run_id)
         self.fence = Fence(self._root, paths.attempt)
@@ -90,6 +95,7 @@ class Commits:
         submitted = files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
         folders.mend(self._run.model)
+        folders.mend(self._run.best)
         found = committed(self._root)
         for checkpoint in found:
             try:
@@ -100,7 +106,7 @@ class Commits:
             else:
                 self.fence.keep([checkpoint.place, *(older.place for older in found)])
                 return position
-        jobs = jobs_of(self._config)
+        jobs = self._jobs(JOBS[0])
         self._make_models(jobs[0])
         self._roll_back(jobs[0], 0, 0)
         self.fence.keep([])
@@ -108,13 +114,21 @@ class Commits:
 
     def _resume(self, checkpoint: Checkpoint) -> JobPosition:
         """Go on from a commit; `DamagedError` if it is not what was committed."""
-        state, jobs = checkpoint.state(), jobs_of(self._config)
+        state = checkpoint.state()
+        jobs = self._jobs(state.job)
+        if self._conversations and state.job == "sft":
+            self._conversations.check(state.data)
         index = next((index for index, job in enumerate(jobs) if job.name == state.job), 0)
         load_models(self._dispatch, checkpoint, self._make_models(jobs[index]))
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
         self._roll_back(jobs[index], state.step, state.ledger_bytes)
         return JobPosition(jobs[index], state.step, jobs[index + 1 :])
+
+    def _jobs(self, newest: str) -> tuple[Job, ...]:
+        """The jobs of the run; who is beyond SFT reads no dataset again."""
+        rows = len(self._conversations.rows) if self._conversations and newest == "sft" else 0
+        return jobs_of(self._config, rows)
 
     def _make_models(self, job: Job) -> Iterable[str]:
         models = models_of(self._config, job.name, job.optim, job.steps)
@@ -143,6 +157,7 @@ class Commits:
             ledger=self.ledger.snapshot(),
             ledger_bytes=self._append_ledger_file(),
             covered=covered,
+            data=self._conversations.digest if self._conversations else "",
         )
         keep = self._config.training.keep_checkpoints
         start_save(self._dispatch, self._root, self._attempt, state, parts, keep)
@@ -153,10 +168,10 @@ class Commits:
 
     def collect(self) -> None:
         """If the commit under way has become durable, tell `on_durable`; `CheckpointError` if it failed. Cheap."""
-        if self._flight is None or not saver.idle:
+        if self._flight is None or not self._dispatch.saver.idle:
             return
         flight, self._flight = self._flight, None
-        checkpoint = saver.result()
+        checkpoint = self._dispatch.saver.result()
         log.info("committed %s after %.2f s", checkpoint.name, time.monotonic() - flight.began)
         self._durable = flight.name
         self.on_durable(flight.covered)
@@ -180,21 +195,22 @@ class Commits:
 
     def _finish_alone(self, name: str) -> None:
         try:
-            wait_for(f"the commit of {name}", lambda: saver.idle, LAST_SECONDS)
+            wait_for(f"the commit of {name}", lambda: self._dispatch.saver.idle, LAST_SECONDS)
             self.collect()
         except (CheckpointError, DeadlineError) as error:
             self._flight = None
             log.warning("%s is not committed: %s", name, error)
 
-    def export(self) -> None:
-        """Write the policy as the run's model, in Hugging Face's form; raises what `commit` raises.
+    def export(self, best: bool = False) -> None:
+        """Write the policy as the run's model, or its `best`, in Hugging Face's form; raises what `commit` raises.
 
         It takes the model's name when it is whole and on disk, and only if no later attempt took over meanwhile.
         """
         self.fence.check()
-        part = folders.unfinished(self._run.model, self._attempt)
+        place = self._run.best if best else self._run.model
+        part = folders.unfinished(place, self._attempt)
         self._dispatch.save_hf_model("policy", part)
-        folders.replace(self._run.model, part, self.fence.check)
+        folders.replace(place, part, self.fence.check)
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""

@@ -86,4 +86,4 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
         "eval/version_min": float(result.version_min),
         "eval/version_max": float(result.version_max),
         "eval/seconds": result.seconds,
-    }
+    } | {f"eval/{name}": value for name, value in result.metrics.items()}

@@ -22,6 +22,7 @@ Paths in a file are relative to the file's folder.
 import hashlib
 import json
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,7 @@ from pipeline.config import OptimConfig, RunConfig, nearest
 from pipeline.config.rules import check_address, check_mini_batches
 from pipeline.config.values import Positive, Section
 from pipeline.errors import ConfigError
-from pipeline.rundir.paths import CHECKPOINTS, METRICS, MODEL
+from pipeline.rundir.paths import CHECKPOINTS, METRICS, MODEL, RunPaths
 from pipeline.system import files
 
 JOB_VERSION: Literal[1] = 1
@@ -42,6 +43,12 @@ class Demonstrations(Section):
     """What the task of the config demonstrates."""
 
     kind: Literal["demonstrations"] = "demonstrations"
+
+
+class Dataset(Section):
+    """The conversations of `data.*` in the config."""
+
+    kind: Literal["dataset"] = "dataset"
 
 
 class Stream(Section):
@@ -101,7 +108,7 @@ class SftJob(_Job):
     """Supervised fine-tuning: minimises the cross-entropy of the counted tokens."""
 
     kind: Literal["sft"] = "sft"
-    inputs: Annotated[Demonstrations | Packed, Field(discriminator="kind")]
+    inputs: Annotated[Demonstrations | Dataset | Packed, Field(discriminator="kind")]
     schedule: SftSchedule
 
     @property
@@ -147,32 +154,49 @@ class RlJob(_Job):
 
 Job = SftJob | RlJob
 KINDS = ("sft", "rl")
-_TAGS = (*KINDS, "demonstrations", "stream", "packed")
+_TAGS = (*KINDS, "demonstrations", "dataset", "stream", "packed")
 _PATHS = ("checkpoint", "optimizer_state", "output", "log")
 _form: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
 
 
-def jobs_of(config: RunConfig) -> tuple[Job, ...]:
-    """The jobs of a run, in order: the warm start if it has steps, then RL. Paths are relative to `RunPaths.jobs`."""
-    training, start = config.training, config.training.warm_start
-    state = training.checkpoints or f"../{CHECKPOINTS}"
-    rl = RlJob(
-        inputs=Stream(),
-        optimizer_state=state,
-        output=f"../{MODEL}",
-        log=f"../{METRICS}",
-        schedule=RlSchedule(steps=training.steps, prompts=training.prompts_per_step, optim=config.optim),
-    )
-    if not start.steps:
-        return (rl,)
-    optim = config.optim.model_copy(update={"lr": start.lr, "schedule": "constant", "warmup_steps": 0})
-    sft = SftJob(
-        inputs=Demonstrations(),
-        optimizer_state=state,
-        log=f"../{METRICS}",
-        schedule=SftSchedule(steps=start.steps, batch=start.batch, optim=optim),
-    )
-    return sft, rl
+def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
+    """The jobs of a run, in order: the warm start if it has steps, then RL if that has. The last one's output is the
+    run's model. Paths are relative to `RunPaths.jobs`.
+
+    `rows` are those of the dataset, which epochs are counted in; who goes on with RL need not know them.
+    """
+    jobs: list[Job] = []
+    if config.has_sft:
+        jobs.append(_warm_start(config, rows))
+    if config.has_rollouts:
+        schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
+        jobs.append(RlJob(inputs=Stream(), schedule=schedule))
+    places = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
+    outputs = [*("" for _ in jobs[1:]), f"../{MODEL}"]
+    return tuple(job.model_copy(update={**places, "output": output}) for job, output in zip(jobs, outputs, strict=True))
+
+
+def _warm_start(config: RunConfig, rows: int) -> SftJob:
+    """Before RL, whose schedule `optim.*` is, its learning rate is constant; alone it has that schedule itself."""
+    start, optim = config.training.warm_start, config.optim.model_copy(update={"lr": config.training.warm_start.lr})
+    if config.has_rollouts:
+        optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+    steps = start.steps or max(1, ceil(trained_rows(config, rows) / start.batch))
+    schedule = SftSchedule(steps=steps, batch=start.batch, optim=optim)
+    return SftJob(inputs=Dataset() if config.data.path else Demonstrations(), schedule=schedule)
+
+
+def trained_rows(config: RunConfig, rows: int) -> int:
+    """How many rows the epochs of a dataset of so many rows are, in all."""
+    return round(config.training.warm_start.epochs * rows)
+
+
+def steps_of_sft(run: RunPaths, config: RunConfig) -> int:
+    """Steps of the run's fine-tuning; of epochs 0 until the trainer has counted the rows, and written its job."""
+    if not config.training.warm_start.epochs:
+        return config.training.warm_start.steps
+    file = run.training_job("sft")
+    return read_job(file).steps if file.exists() else 0
 
 
 def located_job(job: Job, folder: Path) -> Job:
@@ -249,9 +273,9 @@ def check_alone(file: Path, job: Job, config: RunConfig) -> None:
     for name in ("optimizer_state", "output", "log"):
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
-    if isinstance(job.inputs, Stream):
-        mend = "pack the rows, or start a run: python launchers/submit.py"
-        raise ConfigError(f"{file}: inputs.kind", "stream", "packed, in a job that stands alone", mend)
+    if isinstance(job.inputs, Stream | Dataset):
+        mend = "pack the rows, or have a run make them: python launchers/submit.py"
+        raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job that stands alone", mend)
     if isinstance(job, RlJob):
         check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")
     check_address(f"{file}: optimizer_state", job.optimizer_state, "see docs/checkpoints.md")

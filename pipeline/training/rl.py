@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.config import RunConfig
 from pipeline.groups.ledger import TRAINED
-from pipeline.groups.records import PreparedGroup
+from pipeline.groups.records import PreparedGroup, mean_metrics
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
@@ -138,4 +138,4 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int) -> dict[str, fl
         "samples": float(len(samples)),
         "samples/cut": float(np.mean([sample.finish == "length" for sample in samples])),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
-    }
+    } | mean_metrics(samples)

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: one optimizer step a step, on the rows that its number names.
 
 Owns what such a step is: which model, which loss, normalised over the counted tokens of the step. Where rows come from
-is given to it: the task's demonstrations, or packed files. Promises that step s asks for rows by s alone, so that a
-resumed job goes on as if it had not stopped, and that a fresh job starts with an optimizer that knows nothing of the
-job before. Must not know ranks, checkpoints or files.
+is given to it, a dataset, the task's demonstrations, or packed files, and so is what measures the model. Promises that
+step s asks for rows by s alone, so that a resumed job goes on as if it had not stopped, and that a fresh job starts
+with an optimizer that knows nothing of the job before. Must not know ranks, checkpoints or files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pipeline.losses import SFT, Level
 from pipeline.training.batches import Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.jobs import SftJob
 from pipeline.training.rows import Batch, Row
 from pipeline.training.tally import Skips
@@ -34,8 +35,10 @@ class SupervisedFineTuning:
         demonstrate: Demonstrate,
         pulse: Pulse,
         level: Level = "basic",
+        held_out: HeldOutLoss | None = None,
     ) -> None:
-        self.job = job
+        """`held_out` measures the model on rows that are never trained; None: nothing does."""
+        self.job, self._held_out = job, held_out
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
         self._skips = Skips()
         self.whole = True
@@ -43,6 +46,7 @@ class SupervisedFineTuning:
     def begin(self, step: int) -> None:
         if step == 0:
             self._dispatch.reset_optimizer("policy", self.job.optim, steps=self.job.steps)
+        self._measure(step)
 
     def step(self, step: int) -> Mapping[str, float]:
         self._pulse()
@@ -52,12 +56,19 @@ class SupervisedFineTuning:
         metrics |= self._dispatch.optim_step("policy")
         self.whole = True
         self._skips.note(metrics)
-        return metrics | {"tokens/batch": float(sum(batch.lengths))}
+        size = {"tokens/batch": float(sum(batch.lengths)), "steps": float(self.job.steps)}
+        return metrics | size
 
     def follow_up(self, done: int) -> Mapping[str, float]:
-        """Nobody else needs to know. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        """Measure it if that is due. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
         self._skips.check()
+        self._measure(done)
         return {}
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Measure the final model."""
+        self._measure(self.job.steps, last=True)
+
+    def _measure(self, step: int, *, last: bool = False) -> None:
+        if self._held_out:
+            self._held_out.at(step, last=last)

@@ -168,8 +168,11 @@ def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
     wanted = config.resources
     _check_gpus(wanted)
+    if not config.has_rollouts:
+        seats = _trainer_seats(wanted, ports=1)
+        return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
     services = _services(redis=config.streams.backend == "redis")
-    trainer, inference = _trainer_seats(wanted), _inference_seats(wanted)
+    trainer, inference = _trainer_seats(wanted, ports=2), _inference_seats(wanted)
     if wanted.share_gpus:
         trainer, inference = [], _shared(trainer, inference, wanted)
     elif wanted.gpus_per_node:
@@ -180,7 +183,7 @@ def make_plan(config: RunConfig) -> Plan:
         host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
         host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
         seats = [*trainer, *inference]
-    return Plan(ranks=_ranks(wanted, len(seats)), seats=tuple(seats))
+    return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
 
 
 def _check_gpus(wanted: ResourcesConfig) -> None:
@@ -244,12 +247,15 @@ def _upon(serving: Seat, held: int) -> Iterator[Slot]:
         yield msgspec.structs.replace(slot, back=held - places.start)
 
 
-def _ranks(wanted: ResourcesConfig, seats: int) -> int:
+def _ranks(config: RunConfig, seats: int) -> int:
     """Size of the allocation."""
+    wanted = config.resources
     least = seats + wanted.spares
     if wanted.nodes and wanted.nodes < least:
         counts = {"services": wanted.services.nodes, "spares": wanted.spares}
-        if wanted.gpus_per_node:
+        if not config.has_rollouts:
+            counts = {"trainer": wanted.trainer.nodes, "spares": wanted.spares}
+        elif wanted.gpus_per_node:
             counts = {f"nodes of {wanted.gpus_per_node} GPUs": seats - wanted.services.nodes} | counts
         else:
             counts = {"trainer": wanted.trainer.nodes, "inference": wanted.inference.nodes} | counts
@@ -264,10 +270,11 @@ def _services(*, redis: bool) -> tuple[Slot, ...]:
     return (*store, Slot(role="preprocessor"), Slot(role="actor"))
 
 
-def _trainer_seats(wanted: ResourcesConfig) -> list[Seat]:
-    """One torchrun agent a node; the first holds torchrun's master port and the weight store's."""
+def _trainer_seats(wanted: ResourcesConfig, ports: int) -> list[Seat]:
+    """One torchrun agent a node; the first holds torchrun's master port and, where there are servers, the weight
+    store's: so many `ports`."""
     gpus = wanted.trainer.processes * wanted.trainer.gpus
-    slots = [Slot(role="trainer", index=i, ports=0 if i else 2, gpus=gpus) for i in range(wanted.trainer.nodes)]
+    slots = [Slot(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(wanted.trainer.nodes)]
     return [Seat(slots=(slot,)) for slot in slots]
 
 

@@ -14,7 +14,7 @@ from pipeline.errors import DeadlineError
 from pipeline.rundir.documents import Outcome
 from pipeline.rundir.events import Event, EventName, Events
 from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, RunPaths
+from pipeline.rundir.paths import COMMITTED, EXHAUSTED, FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from pipeline.system.waiting import CLOCK, Clock, wait_for
@@ -42,7 +42,8 @@ class Facts:
         code: what srun ended with.
         advanced: whether it committed steps of its own.
         trained: whether the run has a commit, of whatever attempt.
-        barren: attempts of this job, in a row before this one, that were barren (see `slurm.batch.requeue.decide`).
+        exhausted: whether jobs of files failed, and nothing else is left to do.
+        failures: attempts of this job in a row, before this one, that count as such: see `slurm.batch.requeue.decide`.
     """
 
     restart: int
@@ -54,7 +55,8 @@ class Facts:
     code: int = 0
     advanced: bool = False
     trained: bool = False
-    barren: int = 0
+    exhausted: bool = False
+    failures: int = 0
 
     @property
     def in_doubt(self) -> bool:
@@ -89,8 +91,7 @@ def gather(
     draining, failed = heard.get("draining"), heard.get("failed")
     failure = first.one_line() if first else failed.detail if failed else ""
     told = draining is not None and _came_first(heard, bool(first))
-    newest = newest_committed(kept_root(run))
-    committer = newest.manifest.attempt if newest else ""
+    committer = newest_committer(run)
     return Facts(
         restart=restart,
         finished=run.finished.exists(),
@@ -100,13 +101,25 @@ def gather(
         lost=lost_ranks(attempt, ranks) if code else (),
         code=code,
         advanced=committer == paths.attempt,
-        trained=newest is not None,
-        barren=barren_before(run, paths, restart, committer),
+        trained=bool(committer),
+        exhausted=EXHAUSTED in attempt.names(),
+        failures=failures_before(run, paths, restart, committer),
     )
 
 
-def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
-    """Barren attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
+def newest_committer(run: RunPaths) -> str:
+    """The attempt that made the newest commit of the run; empty if there is none.
+
+    Jobs of files commit where each says, maybe to what other runs share; of these the trainer's marks tell.
+    """
+    if newest := newest_committed(kept_root(run)):
+        return newest.manifest.attempt
+    marks = [folder / COMMITTED for folder in run.attempts.glob("*") if COMMITTED in FileDirectory(folder).names()]
+    return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent.name if marks else ""
+
+
+def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
+    """Failed attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
 
     The last outcome on disk knows the count. Attempts without an outcome were cut off by the scheduler, which is no
     failure of theirs; and a commit begins the count anew.
@@ -118,7 +131,7 @@ def barren_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: s
             return 0
         outcome = files.read_document(attempt.outcome, Outcome)
         if outcome is not None:
-            return outcome.barren
+            return outcome.failures
     return 0
 
 

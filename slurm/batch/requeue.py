@@ -51,36 +51,38 @@ def decide(facts: Facts, job: QueuedJob | None, cluster: ClusterConfig, now: flo
     """What becomes of `job`, as the scheduler sees it now (None: not any more). Pure; `now` is seconds since the epoch.
 
     Whose the job is comes first: when the scheduler ends it, or has queued it again, what happened in the attempt has
-    no say. An attempt is barren if it committed no new steps and failed, or ran out of the job's own time, which would
-    not suffice the next time either. A preemption is neither: it counts for `max_restarts` and nothing else. A rank
-    that is lost may be its node's fault, and an attempt that was told to end may have failed for that, so these get
-    `max_barren` tries, as does any failure of a run that has a commit. Whatever else fails before the first commit
-    would fail again.
+    no say. An attempt counts as a failure if it committed no new steps and failed, or ran out of the job's own time,
+    which would not suffice the next time either. A preemption is neither: it counts for `max_restarts` and nothing
+    else. A rank that is lost may be its node's fault, and an attempt that was told to end may have failed for that, so
+    these get `max_failures` tries, as does any failure of a run that has a commit. Whatever else fails before the first
+    commit would fail again.
     """
-    barren = 0 if facts.advanced else facts.barren
+    failures = 0 if facts.advanced else facts.failures
     if facts.finished:
         return Outcome(decision="finished", reason="the run is finished", time=now)
     if elsewhere := who_has(job, facts.restart):
-        return Outcome(decision="left", reason=elsewhere, barren=barren, time=now)
+        return Outcome(decision="left", reason=elsewhere, failures=failures, time=now)
     trouble = facts.trouble
-    fruitless = not facts.advanced and (bool(trouble) or is_out_of_time(facts, job))
-    barren += fruitless
+    failed = not facts.advanced and (bool(trouble) or is_out_of_time(facts, job))
+    failures += failed
 
     def outcome(again: bool, why: str) -> Outcome:
         reason = f"{trouble or facts.told}: {why}"
-        return Outcome(decision="requeued" if again else "stopped", reason=reason, barren=barren, time=now)
+        return Outcome(decision="requeued" if again else "stopped", reason=reason, failures=failures, time=now)
 
+    if facts.exhausted:
+        return outcome(False, "no job is left that another attempt could do")
     if facts.restart >= cluster.max_restarts:
         return outcome(False, f"the job was requeued cluster.max_restarts={cluster.max_restarts} times already")
-    if not trouble and not fruitless:
+    if not trouble and not failed:
         return outcome(True, "it goes on from its newest commit")
     if facts.advanced:
         return outcome(True, "the attempt had committed new steps, the next goes on from them")
-    if barren >= cluster.max_barren:
+    if failures >= cluster.max_failures:
         why = "failed or ran out of time without a new commit"
-        return outcome(False, f"{barren} attempts in a row {why} (cluster.max_barren)")
+        return outcome(False, f"{failures} attempts in a row {why} (cluster.max_failures)")
     if facts.lost or facts.told or facts.trained:
-        return outcome(True, f"try {barren} without a new commit, {cluster.max_barren} end the job")
+        return outcome(True, f"try {failures} without a new commit, {cluster.max_failures} end the job")
     return outcome(False, "it failed before the first commit, so another attempt would fail alike")
 
 
@@ -122,18 +124,18 @@ def conclude_attempt(
     def look() -> tuple[ClusterConfig, AttemptPaths, Facts]:
         return _look(run, job, restart, code, clock)
 
-    cluster, paths, facts = _insist("the run directory to be readable", look, clock)
+    cluster, paths, facts = _ask_until("the run directory to be readable", look, clock)
     if facts.finished:
         return kept(decide(facts, None, cluster, time.time()))
     try:
-        (seen,) = _insist("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
+        (seen,) = _ask_until("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
         if facts.in_doubt and seen is not None and seen.state in OURS:
             facts = _clear_up(look, cluster.lateness, clock)
         outcome = kept(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
             now = queue_again(scheduler, job, restart, clock)
             if now != REQUEUED:
-                return kept(Outcome(decision="left", reason=now, barren=outcome.barren, time=time.time()))
+                return kept(Outcome(decision="left", reason=now, failures=outcome.failures, time=time.time()))
     except DeadlineError as error:
         return kept(Outcome(decision="stopped", reason=f"the job could not be requeued: {error}", time=time.time()))
     return outcome
@@ -149,7 +151,7 @@ def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], lat
         return not facts.in_doubt
 
     with suppress(DeadlineError):
-        _insist("the agents' last words", lambda: clear() or None, clock, late)
+        _ask_until("the agents' last words", lambda: clear() or None, clock, late)
     return facts or look()[2]
 
 
@@ -171,7 +173,7 @@ def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
         return True
 
     try:
-        _insist("the outcome to be written", written, clock, KEEP_SECONDS)
+        _ask_until("the outcome to be written", written, clock, KEEP_SECONDS)
     except DeadlineError as error:
         print(f"rollcall: {paths.outcome} is not there: {error}", flush=True)
 
@@ -181,7 +183,7 @@ REQUEUED = "requeued"
 
 def queue_again(scheduler: Scheduler, job: str, restart: int, clock: Clock = CLOCK) -> str:
     """Requeue the job if it is ours: `REQUEUED`, or who has it. `DeadlineError` if the scheduler does neither."""
-    return _insist("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
+    return _ask_until("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
 
 
 def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
@@ -198,7 +200,7 @@ def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
     return REQUEUED if queued_again else who_has(seen, restart) or None
 
 
-def _insist(awaited: str, ask: Callable[[], T | None], clock: Clock, seconds: float = ANSWER_SECONDS) -> T:
+def _ask_until(awaited: str, ask: Callable[[], T | None], clock: Clock, seconds: float = ANSWER_SECONDS) -> T:
     """What the scheduler or the disk answers; asks again while it fails; `DeadlineError` with what it said last."""
     said = ""
 
@@ -222,7 +224,7 @@ def main(arguments: Sequence[str]) -> int:
     run, code = RunPaths(Path(arguments[0])), int(arguments[1])
     job, restart = batch_attempt()
     try:
-        (owner,) = _insist("the run's job to be readable", lambda: (runs.owns(run, job),), CLOCK)
+        (owner,) = _ask_until("the run's job to be readable", lambda: (runs.owns(run, job),), CLOCK)
         if not owner:
             print(f"rollcall: {run.root} belongs to another job by now, so job {job} ends here", flush=True)
             return 1

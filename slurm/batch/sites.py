@@ -164,12 +164,11 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
     if component.nodes <= there:
         return
     resources = config.resources
-    parts = {
-        "resources.trainer.nodes": resources.trainer.nodes,
-        "resources.inference.nodes": resources.inference.nodes,
-        "resources.services.nodes": resources.services.nodes,
-        "resources.spares": resources.spares,
-    }
+    parts = {"resources.trainer.nodes": resources.trainer.nodes}
+    if config.has_rollouts:
+        parts["resources.inference.nodes"] = resources.inference.nodes
+        parts["resources.services.nodes"] = resources.services.nodes
+    parts["resources.spares"] = resources.spares
     with_gpus = f" with {wanted} {kind or 'GPU'}{'' if wanted == 1 or kind else 's'}" if wanted else ""
     expected = f"at most {there}, the nodes{with_gpus} of partition {partition.name}"
     if resources.nodes:
@@ -233,7 +232,7 @@ def _greediest(component: Component) -> Seat:
 def _what_asks(component: Component, config: RunConfig) -> tuple[str, int, str]:
     """The key that asks for most GPUs of a node, its value, and what else to change."""
     roles = {slot.role for slot in _greediest(component).slots}
-    if config.resources.gpus_per_node:
+    if config.resources.gpus_per_node and config.has_rollouts:
         return "resources.gpus_per_node", config.resources.gpus_per_node, "set it to what the nodes have"
     if "inference" in roles:
         servers, gpus = config.resources.inference.servers, config.resources.inference.gpus

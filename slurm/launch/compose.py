@@ -1,7 +1,8 @@
 """From the command line to a typed config, or to the points of a sweep.
 
-Owns Hydra: the only module that imports it. Promises that every mistake in an override becomes one `ConfigError` that
-names the nearest right word, before Hydra's own messages are reached, and that a sweep is written in Hydra's grammar.
+Owns Hydra's composition and grammar; its sweepers are the matter of `slurm.launch.sweepers`. Promises that every
+mistake in an override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are
+reached, and that a sweep is written in Hydra's grammar.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -78,6 +79,56 @@ def expand(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
     return Expansion(tuple(base.values()), tuple(dict.fromkeys(points)))
 
 
+def split_axes(overrides: Sequence[str], folder: Path = CONF) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is fixed, as `compose_config` takes it, and what a sweeper may choose: each key once, the last counts.
+
+    An axis may be an `interval(…)`, which no list of points can hold. `ConfigError` for an unknown key or group, and
+    for a swept name: a point's directory is not the sweeper's to choose.
+    """
+    fixed: dict[str, str] = {}
+    axes: dict[str, str] = {}
+    for text in overrides:
+        override = _parse(text)
+        key = override.key_or_group
+        fixed.pop(key, None)
+        axes.pop(key, None)
+        if not override.is_sweep_override():
+            _prepare(text, folder)
+            fixed[key] = text
+            continue
+        _refuse_named(override, text)
+        _refuse_unknown(override, text, folder)
+        axes[key] = text
+    return tuple(fixed.values()), tuple(axes.values())
+
+
+def prepare_fixed(overrides: Sequence[str], folder: Path = CONF) -> list[str]:
+    """These overrides as Hydra shall see them, also where `conf/` does not have the key."""
+    return [_prepare(text, folder) for text in overrides]
+
+
+def ends_of(axis: str, most: int, folder: Path = CONF) -> list[str]:
+    """What to try of an axis before a sweeper does: at most `most` listed values, or both ends of an interval."""
+    override = _parse(axis)
+    value, written = override.value(), _written(override, folder)
+    if isinstance(value, IntervalSweep):
+        return [f"{written}={end}" for end in (value.start, value.end)]
+    if not override.is_sweep_override():
+        return [f"{written}={override.get_value_element_as_str()}"]
+    return [f"{written}={one}" for one in _values(override, axis, folder)[:most]]
+
+
+def spell_point(overrides: Sequence[str], fixed: Sequence[str], folder: Path = CONF) -> tuple[str, ...]:
+    """What a sweeper chose for a point, without what all points share, in the spelling of `expand`.
+
+    spell_point(["loss=grpo", "++seed=1", "+optim.lr=1e-4"], ["seed=1"])     ("loss=grpo", "optim.lr=0.0001")
+    """
+    shared = {_parse(text).key_or_group for text in fixed}
+    chosen = [text for text in overrides if text.partition("=")[0].lstrip("+~") not in shared]
+    parsed = [_parse(text) for text in chosen]
+    return tuple(f"{_written(override, folder)}={override.get_value_element_as_str()}" for override in parsed)
+
+
 def groups(folder: Path = CONF) -> dict[str, list[str]]:
     """The config groups and the choices of each."""
     found = {path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
@@ -96,15 +147,30 @@ def _prepare(text: str, folder: Path) -> str:
         if value not in choices[key]:
             raise ConfigError(key, value, f"one of {', '.join(choices[key])}", nearest(str(value), choices[key]))
         return text
-    keys = known_keys()
+    _refuse_unknown(override, text, folder)
+    if override.is_delete():
+        return text
+    return "++" + text.lstrip("+")
+
+
+def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
+    """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
+    key, keys, choices = override.key_or_group, known_keys(), groups(folder)
+    if key in choices:
+        return
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if inside:
         raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
     if key not in keys and not key.startswith(OPEN):
-        raise ConfigError(key, override.value(), "a known key", nearest(key, [*keys, *choices]))
-    if override.is_delete():
-        return text
-    return "++" + text.lstrip("+")
+        value = text.partition("=")[2] if override.is_sweep_override() else override.value()
+        raise ConfigError(key, value, "a known key", nearest(key, [*keys, *choices]))
+
+
+def _refuse_named(override: Override, text: str) -> None:
+    """Raise `ConfigError` where the directories of points are swept over."""
+    if override.key_or_group in ("name", "output"):
+        mend = "each point of a sweep gets a directory of its own by itself"
+        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
 
 
 def _parse(text: str) -> Override:
@@ -119,8 +185,7 @@ def _parse(text: str) -> Override:
 def _values(override: Override, text: str, folder: Path) -> list[str]:
     """At least one value to sweep over, in Hydra's spelling."""
     key, given = override.key_or_group, text.partition("=")[2]
-    if key in ("name", "output"):
-        raise ConfigError(key, given, "one value", "each point of a sweep gets a directory of its own by itself")
+    _refuse_named(override, text)
     if not override.is_discrete_sweep():
         raise ConfigError(key, given, "values that can be listed", "use choice(…) or range(start,stop,step)")
     try:

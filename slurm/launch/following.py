@@ -1,17 +1,15 @@
 """Following a job until it is over, and how it ended.
 
-Owns what the launcher says after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 130 or
-143 interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm job alone, that the
-report cannot change how a run ended, and that neither does an end which this machine sees late.
+Owns what the launcher says after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 128
+and the signal's number interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm
+job alone, that the report cannot change how a run ended, and that neither does an end which this machine sees late.
 """
 
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from pipeline.checkpoints import tell_newest
 from pipeline.config.kept import kept_config
@@ -27,10 +25,10 @@ from pipeline.system.directory import FileDirectory
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from slurm.batch.executors import RunJob
 from slurm.batch.facts import LONGEST_PAUSE, look_again
+from slurm.launch.signals import exit_code
 from slurm.registry import runs
 from slurm.watch.view import follow_run
 
-INTERRUPTS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 CANCELLED = "CANCELLED"
 MAY_BE_FINISHED = ("COMPLETED", "UNKNOWN")
 """Slurm's words for a job whose run finished: the second when it has forgotten the job."""
@@ -70,7 +68,7 @@ def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
         named = attempt or job.run.attempt(runs.identity(job.run).run_id, f"{job.job_id}-0")
         return conclude_run(job.run, named, [], job.state)
     print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
-    return INTERRUPTS[signal.SIGTERM] if job.state == CANCELLED else 1
+    return exit_code(signal.SIGTERM) if job.state == CANCELLED else 1
 
 
 def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
@@ -102,26 +100,6 @@ def _outcome(attempt: AttemptPaths) -> Outcome | None:
     return files.read_document(attempt.outcome, Outcome)
 
 
-@contextmanager
-def interrupts() -> Iterator[list[signal.Signals]]:
-    """Collects the signals that ask the launcher to end, instead of ending it.
-
-    A hang-up that was ignored before, as `nohup` does, stays ignored.
-    """
-    received: list[signal.Signals] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-
-    wanted = [number for number in INTERRUPTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in wanted}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def conclude_run(
     paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = ""
 ) -> int:
@@ -142,19 +120,18 @@ def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sign
     finished, outcome = files.read_document(paths.finished, Finished), _outcome(attempt)
     if finished is not None or (outcome is not None and outcome.decision == "finished"):
         steps = f" {finished.steps} steps" if finished is not None else ""
-        print(f"finished{steps}\n  metrics     {paths.metrics}")
-        print(f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}", flush=True)
+        print(f"finished{steps}\n  metrics     {paths.metrics}\n{_what_it_made(paths)}", flush=True)
         return 0
     if _tell_failure(attempt, outcome):
         return 1
     if interrupted:
         print(f"interrupted; the same command {_what_resuming_does(paths)}", file=sys.stderr)
-        return INTERRUPTS[interrupted[0]]
+        return exit_code(interrupted[0])
     draining = Events(attempt).seen("draining")
     if draining is not None or job_state == CANCELLED:
         why = f"{draining.by} was told to end ({draining.detail})" if draining else "the job was cancelled"
         print(f"interrupted: {why}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
-        return INTERRUPTS[signal.SIGTERM]
+        return exit_code(signal.SIGTERM)
     how = f" ({job_state})" if job_state else ""
     print(f"failed: the job ended without a reason{how}; see its output in {paths.submitit}", file=sys.stderr)
     return 1
@@ -176,6 +153,13 @@ def _tell_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
     else:
         return False
     return True
+
+
+def _what_it_made(paths: RunPaths) -> str:
+    config = kept_config(paths)
+    if config is not None and config.training.jobs:
+        return f"  jobs        {config.training.jobs}"
+    return f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}"
 
 
 def _what_resuming_does(paths: RunPaths) -> str:

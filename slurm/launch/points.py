@@ -17,7 +17,6 @@ from rich.progress import track
 from pipeline.config import RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
-from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RunStateError
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
@@ -75,19 +74,19 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
     configs = []
     for overrides in track(expansion.points, "composing", transient=True, disable=quiet):
-        with _named(overrides):
+        with named_point(overrides):
             configs.append(compose_config([*expansion.base, *overrides]))
     _refuse_unlike(configs)
     _refuse_equal(expansion.points, configs)
     paths = SweepPaths(directory_of(configs))
-    _refuse_run(paths)
+    refuse_run(paths)
     found = manifest.load_manifest(paths)
     kept = manifest.extended(found, expansion.base, expansion.points)
     entries = []
     pairs = list(zip(kept.of(expansion.points), configs, strict=True))
     for point, config in track(pairs, "checking", transient=True, disable=quiet):
         mine = config.model_copy(update={"name": point.name, "output": paths.root})
-        with _named(point.overrides):
+        with named_point(point.overrides):
             entries.append(_entry(point, mine, check, scheduler))
     return Prepared(paths, found, kept, tuple(entries))
 
@@ -96,6 +95,16 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
 def claimed_sweep(prepared: Prepared) -> Iterator[None]:
     """Hold the sweep's directory while it submits, with the manifest written; `RunStateError` if another does."""
     paths = prepared.paths
+    with claimed_directory(paths):
+        if manifest.load_manifest(paths) != prepared.found:
+            raise _submitted_elsewhere(paths, "somebody was since this command looked at it")
+        files.write_document(paths.manifest, prepared.manifest)
+        yield
+
+
+@contextmanager
+def claimed_directory(paths: SweepPaths) -> Iterator[None]:
+    """Hold the directory of a sweep, made or found; `RunStateError` if another process does."""
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         lock = paths.lock.open("a")
@@ -105,14 +114,11 @@ def claimed_sweep(prepared: Prepared) -> Iterator[None]:
     with lock:
         if not locks.take_lock(lock.fileno(), paths.lock):
             raise _submitted_elsewhere(paths, locks.signed(paths.lock))
-        if manifest.load_manifest(paths) != prepared.found:
-            raise _submitted_elsewhere(paths, "somebody was since this command looked at it")
-        files.write_document(paths.manifest, prepared.manifest)
         yield
 
 
 @contextmanager
-def _named(overrides: Sequence[str]) -> Iterator[None]:
+def named_point(overrides: Sequence[str]) -> Iterator[None]:
     """An error in a point says in which."""
     try:
         yield
@@ -132,16 +138,16 @@ def directory_of(configs: Sequence[RunConfig]) -> Path:
     return next(iter(folders))
 
 
-def _submitted_elsewhere(paths: SweepPaths, who: str) -> RunStateError:
-    expected = f"a sweep that nobody else is submitting ({who})"
-    return RunStateError("name", paths.root.name, expected, "wait for it, then submit again")
-
-
-def _refuse_run(paths: SweepPaths) -> None:
+def refuse_run(paths: SweepPaths) -> None:
     """Raise `RunStateError` when the directory is a run's."""
     name = paths.root.name
     if RunPaths(paths.root).run.exists():
         raise RunStateError("name", name, "a name that is no run's", f"name the sweep otherwise (name={name}-sweep)")
+
+
+def _submitted_elsewhere(paths: SweepPaths, who: str) -> RunStateError:
+    expected = f"a sweep that nobody else is submitting ({who})"
+    return RunStateError("name", paths.root.name, expected, "wait for it, then submit again")
 
 
 def _refuse_unlike(configs: Sequence[RunConfig]) -> None:
@@ -164,7 +170,7 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
     run = RunPaths(config.directory)
     old = kept_config(run)
-    changes = differences(old, config.model_copy(update={"model": located_model(config.model)})) if old else []
+    changes = differences(old, runs.settled(config)) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)

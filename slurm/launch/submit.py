@@ -6,49 +6,60 @@ then the exit code is 2, else that of `slurm.launch.following`.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.config.models import attention_heads, longest_sequence
 from pipeline.config.rules import check_parallel, check_run
-from pipeline.errors import ConfigError, PlanError, RollcallError
+from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
-from pipeline.tasks import check_task, load_task
+from pipeline.tasks import check_demonstrations, check_task, load_task
+from pipeline.tasks.rewards import check_rewards
+from pipeline.training.conversations import check_data, coloured, first_row
+from pipeline.training.jobs import Demonstrations, check_alone, read_job
+from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
 from pipeline.world.memory import Sizes, check_memory, describe_memory
 from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
-from slurm.batch.executors import RunJob, SlurmNodes, VirtualNodes
+from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
-from slurm.launch.following import conclude_run, follow_job, interrupts, print_job
+from slurm.launch.following import conclude_run, follow_job, print_job
+from slurm.launch.here import JobHere, lacking_gpus, refuse_lacking_gpus
+from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
+from slurm.launch.sweepers.drive import search
+from slurm.launch.sweepers.settings import names_hydra
 from slurm.node.agent import Agent
-from slurm.node.claims import missing_gpus
-from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
-from slurm.scheduler.environment import gpus_of_user
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch.view import follow_run
 
-_SLACK_SECONDS = 20.0
-"""How much longer than its agents a job may take to come down."""
 
+def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
+    """The exit code of a submission with these command-line arguments.
 
-def main(argv: Sequence[str]) -> int:
-    """The exit code of a submission with these command-line arguments."""
+    `compose` is what makes a config of overrides for a command that submits one run of its own kind.
+    """
     try:
         options, overrides = _read(argv)
+        if options.multirun and compose is not None:
+            raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
+        if options.multirun and names_hydra(overrides):
+            return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
-        config = compose_config(overrides)
+        config = (compose or compose_config)(overrides)
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -75,6 +86,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
     if options.cfg and options.multirun:
         raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    if not options.multirun and (named := names_hydra(overrides)):
+        raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
         overrides.remove("job")
     return options, overrides
@@ -101,12 +114,13 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
     """
     check_run(config, longest_sequence(config.model))
-    check_parallel(config, attention_heads(config.model))
     plan = make_plan(config)
-    check_task(load_task(config.task, config.seed), config.task.name, config.training.warm_start.steps)
-    find_vllm()
-    if config.streams.backend == "redis":
-        find_server()
+    check_inputs(config)
+    if config.has_rollouts:
+        check_parallel(config, attention_heads(config.model))
+        find_vllm()
+        if config.streams.backend == "redis":
+            find_server()
     runs.examine(config)
     if config.resources.device == "cuda" and config.resources.gpu_memory:
         check_memory(config, _sizes(config.model))
@@ -128,6 +142,29 @@ def _sizes(model: ModelConfig) -> Sizes:
     return sizes_of(model)
 
 
+def check_inputs(config: RunConfig) -> None:
+    """`ConfigError` unless the task, or every job that waits, has what it needs."""
+    if not config.training.jobs:
+        task = load_task(config.task, config.seed)
+        check_task(task, config)
+        check_data(config)
+        if config.has_rollouts:
+            check_rewards(config.reward, task, config.task.name)
+        return
+    path = Path(config.training.jobs).resolve()
+    if path == config.directory.resolve():
+        mend = "set output=… or name=…"
+        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", mend)
+    files = waiting_at(path)
+    if not files and not RunPaths(config.directory).run.exists():  # of a run that goes on, all may be done
+        expected = "a job file, or a folder with at least one *.json"
+        raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
+    for file in files:
+        check_alone(file, job := read_job(file), config)
+        if isinstance(job.inputs, Demonstrations):
+            check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
+
+
 def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
     paths = RunPaths(config.directory.resolve())
@@ -139,36 +176,46 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
     """What may stand in the way later; `dry_run` also of what would, here and now."""
     if config.cluster.kind == "slurm":
         return warnings(config, find_slurm())
-    lacking = _lacking_gpus(plan) if dry_run else ""
+    lacking = lacking_gpus(plan) if dry_run else ""
     return [f"this machine, now: {lacking}"] if lacking else []
-
-
-def _lacking_gpus(plan: Plan) -> str:
-    """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
-    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
     """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
     GPU's memory, and what Slurm would get."""
     console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/]  {config.task.name}, {config.loss.name}, {config.training.steps} steps")
+    console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
+    if (shown := first_row(config)) is not None:
+        first, endless = shown
+        console.print("\nThe first row; what is trained is green:")
+        console.print(Text.from_ansi(coloured(first)), end="\n\n")
+        warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
     if whole and config.cluster.kind == "slurm":
         print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
 
 
+def _what_it_trains(config: RunConfig) -> str:
+    if config.training.jobs:
+        return f"the jobs of {config.training.jobs}"
+    start = config.training.warm_start
+    if not config.has_rollouts:
+        length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
+        return f"{config.data.path or config.task.name}, SFT alone, {length}"
+    return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
+
+
 def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
     if config.cluster.kind == "local":
         return run_here(config, plan)
-    with interrupts() as interrupted:
+    with noted_signals() as interrupted:
         job = submit_one(config, plan)
         print_job(job)
         return 0 if detach else follow_job(job, interrupted)
@@ -198,24 +245,16 @@ def run_here(config: RunConfig, plan: Plan) -> int:
 
     `PlanError` if the machine has too few free GPUs.
     """
-    if lacking := _lacking_gpus(plan):
-        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
-    with runs.claimed(config) as paths, interrupts() as interrupted:
-        print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
-        executor = VirtualNodes(paths, plan.ranks)
-        runs.record_job(paths, "local", executor.job_name)
-        job = executor.submit(Agent(paths.root))
-        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=executor.attempt)
+    refuse_lacking_gpus(plan)
+    with runs.claimed(config) as paths, noted_signals() as interrupted:
+        job = JobHere(paths, config, plan)
+        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
         if interrupted:
             print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
             job.cancel()
             print("press Ctrl-C again to end it at once", file=sys.stderr, flush=True)
-        most = longest_descent(config.cluster) + _SLACK_SECONDS
-        wait_for("the job to end", lambda: job.done() or len(interrupted) > 1, most)
-        if not job.done():
-            executor.kill()
-        attempt = paths.attempt(runs.identity(paths).run_id, executor.attempt)
-        return conclude_run(paths, attempt, interrupted)
+        job.end(at_once=lambda: len(interrupted) > 1)
+        return conclude_run(paths, job.attempt, interrupted)
 
 
 def one_run() -> PointLauncher:

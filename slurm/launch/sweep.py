@@ -23,8 +23,9 @@ from pipeline.rundir.paths import SweepPaths
 from pipeline.system import files
 from pipeline.world.plan import Plan
 from slurm.launch.compose import expand
-from slurm.launch.following import INTERRUPTS, called, interrupts
+from slurm.launch.following import called
 from slurm.launch.points import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
+from slurm.launch.signals import INTERRUPTED, noted_signals
 from slurm.registry.manifest import Point, SweepManifest
 from slurm.watch.overview import Overview
 from slurm.watch.table import follow_table, show
@@ -78,15 +79,15 @@ def run_all(prepared: Prepared, launch: PointLauncher) -> int:
     """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
     kept, failed = prepared.manifest, 0
     for entry, plan in prepared.open:
-        kept = _noted(prepared.paths, kept, entry.point, job="local")
+        kept = note_submission(prepared.paths, kept, entry.point, job="local")
         print(f"{entry.point}: {entry.point.name}", flush=True)
         try:
             code = launch.run(entry.config, plan)
         except RollcallError as error:
-            kept = _noted(prepared.paths, kept, entry.point, refused=str(error))
+            kept = note_submission(prepared.paths, kept, entry.point, refused=str(error))
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
-        if code in INTERRUPTS.values():
+        if code in INTERRUPTED:
             print("the sweep ends here; the same command goes on with it", file=sys.stderr)
             return code
         failed += code != 0
@@ -101,17 +102,17 @@ def submit_all(prepared: Prepared, launch: PointLauncher) -> bool:
     A signal ends it between two points, never between a job and its record.
     """
     kept, done = prepared.manifest, 0
-    with interrupts() as interrupted:
+    with noted_signals() as interrupted:
         for entry, plan in prepared.open:
             if interrupted:
                 break
             try:
                 job = launch.submit(entry.config, plan)
             except RollcallError as error:
-                _noted(prepared.paths, kept, entry.point, refused=str(error))
+                note_submission(prepared.paths, kept, entry.point, refused=str(error))
                 print(f"error: {entry.point}: {error}", file=sys.stderr)
                 break
-            kept = _noted(prepared.paths, kept, entry.point, job=job)
+            kept = note_submission(prepared.paths, kept, entry.point, job=job)
             done += 1
             print(f"  {entry.point.name}: job {job}", flush=True)
     complete = done == len(prepared.open)
@@ -133,8 +134,10 @@ def watched(prepared: Prepared, launch: PointLauncher) -> int:
     return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
 
 
-def _noted(paths: SweepPaths, kept: SweepManifest, point: Point, *, job: str = "", refused: str = "") -> SweepManifest:
-    """Write down what became of a point's submission."""
+def note_submission(
+    paths: SweepPaths, kept: SweepManifest, point: Point, *, job: str = "", refused: str = ""
+) -> SweepManifest:
+    """Write down what became of a point's submission; the manifest as it is then."""
     if job:
         point = msgspec.structs.replace(point, job=job, submitted=time.time())
     kept = kept.noted(msgspec.structs.replace(point, refused=refused))

@@ -23,11 +23,13 @@ from pipeline.roles.context import RoleContext, read_config
 from pipeline.rundir.documents import Finished
 from pipeline.rundir.events import Events, Listener, look_seconds
 from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.system import files, network, process
 from pipeline.system.directory import Directory, FileDirectory
 from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
 from pipeline.system.waiting import CLOCK, Clock, wait_for
+from pipeline.training.jobs import steps_of_sft
 from pipeline.world.plan import Card, Plan, World, make_plan
 from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
 from slurm.node.claims import Claimant, claim_visible
@@ -284,8 +286,15 @@ def _finish(
         clock=clock,
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
-    finished = Finished(time=time.time(), steps=config.training.steps, attempt=paths.attempt)
+    finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
     insist("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
+
+
+def _steps_of(run: RunPaths, config: RunConfig) -> int:
+    """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
+    if config.training.jobs:
+        return max((row["step"] for row in read_rows(run.metrics)), default=0)
+    return config.training.steps or steps_of_sft(run, config)
 
 
 def note_signals() -> Notice:

@@ -25,7 +25,7 @@ import psutil
 from pipeline.errors import one_line
 from pipeline.roles import Launch
 from pipeline.system import heartbeat
-from pipeline.system.waiting import CLOCK, Clock, Deadline
+from pipeline.system.waiting import CLOCK, Clock, Deadline, growing_pauses
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 LONGEST_LOOK = 1.0
@@ -55,9 +55,8 @@ class Probe:
         self._closed.set()
 
     def _run(self) -> None:
-        pause = FIRST_PAUSE
-        while not self._closed.wait(pause):
-            pause = LONGEST_PAUSE if self.answers else min(1.5 * pause, LONGEST_PAUSE)
+        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
+        while not self._closed.wait(LONGEST_PAUSE if self.answers else next(pauses)):
             try:
                 self.answers += bool(self._ask())
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits for an answer tells it

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pipeline
 from pipeline.config import RunConfig, load_config
+from pipeline.config.data import located_data, located_options
 from pipeline.config.identity import differences, digest
 from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RollcallError, RunStateError
@@ -66,7 +67,7 @@ def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
             _refuse_queued(run, config, scheduler)
             _refuse_live(run, config, run.job_lock)
             _refuse_contents(run, config)
-            _freeze(run, _settled(config))
+            _freeze(run, settled(config))
         yield run
 
 
@@ -255,7 +256,7 @@ def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
         return
     if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
         raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
-    old, new = _kept_config(run), _settled(config)
+    old, new = _kept_config(run), settled(config)
     if digest(old) != digest(new):
         changes = "; ".join(differences(old, new))
         mend = f"submit it as it was, or give the new one another name (name={config.name}-2)"
@@ -284,9 +285,17 @@ def _unreadable(run: RunPaths, path: Path) -> RunStateError:
     return RunStateError("name", run.root.name, f"a run with a readable {path}", mend)
 
 
-def _settled(config: RunConfig) -> RunConfig:
+def settled(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
-    return config.model_copy(update={"model": located_model(config.model)})
+    jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
+    located: dict[str, Any] = {
+        "model": located_model(config.model),
+        "data": located_data(config.data),
+        "training": config.training.model_copy(update={"jobs": jobs}),
+    }
+    if config.task.name == "dataset":
+        located["task"] = config.task.model_copy(update={"options": located_options(config.task.options)})
+    return config.model_copy(update=located)
 
 
 def _freeze(run: RunPaths, config: RunConfig) -> None:

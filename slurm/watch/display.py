@@ -18,7 +18,6 @@ from pipeline.report.words import clock, number
 from pipeline.rundir.events import Event
 from slurm.watch.snapshot import Job, Progress, RoleLine, Snapshot
 
-JOB_NAMES = {"sft": "warm start", "rl": "training"}
 MOST_ROLES = 16
 MOST_PAST = 5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -181,8 +180,17 @@ def _progress_line(snapshot: Snapshot) -> RenderableType:
     bar = ProgressBar(
         total=max(1, progress.steps), completed=progress.step, complete_style="blue", finished_style="green"
     )
-    row.add_row(JOB_NAMES.get(progress.job, progress.job), bar, step_text(progress))
+    row.add_row(job_text(snapshot, progress), bar, step_text(progress))
     return row
+
+
+def job_text(snapshot: Snapshot, progress: Progress) -> str:
+    """What the job that trains is called: SFT before RL is the warm start, and one of a file has its name."""
+    if progress.file:
+        return progress.file
+    if progress.job == "sft":
+        return "warm start" if snapshot.has_rollouts else "fine-tuning"
+    return "training"
 
 
 def step_text(progress: Progress) -> str:
@@ -207,6 +215,10 @@ def _figures(snapshot: Snapshot) -> RenderableType:
 def figures(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     """(name, value, more) of each number that matters, an em dash where there is none yet."""
     numbers, scores = snapshot.numbers, [value for _, value in snapshot.accuracies]
+    speed = ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers))
+    if not snapshot.has_rollouts:
+        loss = ("loss", number(numbers.get("loss"), ".3f"), sparkline(snapshot.losses))
+        return [loss, ("grad norm", number(numbers.get("grad_norm"), ".2f"), ""), speed]
     first_last = (
         f"{scores[0]:.3f} → {scores[-1]:.3f}" if len(scores) > 1 else number(scores[-1] if scores else None, ".3f")
     )
@@ -216,7 +228,7 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str]]:
         ("reward", number(snapshot.rewards[-1] if snapshot.rewards else None, ".3f"), sparkline(snapshot.rewards)),
         ("held-out", first_last, sparkline(scores)),
         ("lag", lag if "lag/mean" in numbers else "—", limit if "lag/mean" in numbers else ""),
-        ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers)),
+        speed,
     ]
 
 

@@ -164,7 +164,7 @@ class Overview:
             scheduler=queued.word if queued else "",
             state=now.state if now.ended or live is not False else "interrupted",
             live=False if now.state == "finished" else live,
-            stage=now.progress.job if now.progress else "",
+            stage=(now.progress.file or now.progress.job) if now.progress else "",
             step=now.progress.step if now.progress else None,
             steps=now.progress.steps if now.progress else None,
             reward=now.rewards[-1] if now.rewards else None,

@@ -34,12 +34,16 @@ class RoleLine:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is: steps done of all, and the seconds left at its recent pace (None while unknown)."""
+    """How far a job is: steps done of all, and the seconds left at its recent pace (None while unknown).
+
+    `file` is the name of the file that the job is from, if it is from one.
+    """
 
     job: str
     step: int
     steps: int
     seconds_left: float | None
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class Snapshot:
         progress: of the job that trains; None before its first step.
         ahead: the progress of a run before its first step; None while its config is unreadable.
         numbers: the latest value of each number of that job.
+        has_rollouts: whether the run samples, so that there are rewards; True while its config is unreadable.
+        losses: of every step so far, all attempts; empty with rollouts.
         rewards: mean reward of every RL step so far, all attempts.
         accuracies: (step, held-out accuracy), all attempts.
         events: what the attempt told, by time.
@@ -108,6 +114,8 @@ class Snapshot:
     progress: Progress | None
     ahead: Progress | None
     numbers: dict[str, float]
+    has_rollouts: bool
+    losses: tuple[float, ...]
     rewards: tuple[float, ...]
     accuracies: tuple[tuple[int, float], ...]
     max_lag: int | None
@@ -172,6 +180,8 @@ def compose(
         progress=_progress(rows, training_rows(newest, rows) if state == "training" else [], config),
         ahead=_ahead(config) if config else None,
         numbers=_numbers(rows),
+        has_rollouts=config is None or config.has_rollouts,
+        losses=() if config is None or config.has_rollouts else _losses(rows),
         rewards=tuple(value for _, value in series(rows, "reward/mean")),
         accuracies=tuple(series(rows, "eval/accuracy")),
         max_lag=config.training.max_lag if config else None,
@@ -215,15 +225,25 @@ def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Pro
     if not trained:
         return None
     job, step = trained[-1]["job"], trained[-1]["step"]
+    if "file" in trained[-1]:
+        return _progress_of_file(trained[-1], mine)
     steps = 0
     if config:
-        steps = config.training.steps if job == "rl" else config.training.warm_start.steps
+        counted = int(trained[-1].get("steps") or config.training.warm_start.steps)  # of epochs only the trainer knows
+        steps = config.training.steps if job == "rl" else counted
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
+
+
+def _progress_of_file(last: Row, mine: list[Row]) -> Progress:
+    """How far the job is that the last row is of. The rows count the steps of all jobs on."""
+    same = [row for row in mine if (row.get("file"), row.get("written")) == (last["file"], last["written"])]
+    left = _seconds_left(same, last["step"] - last["done"] + last["of"])
+    return Progress(last["job"], last["done"], last["of"], left, last["file"])
 
 
 def _ahead(config: RunConfig) -> Progress:
     first = config.training.warm_start.steps
-    return Progress("sft", 0, first, None) if first else Progress("rl", 0, config.training.steps, None)
+    return Progress("sft", 0, first, None) if config.has_sft else Progress("rl", 0, config.training.steps, None)
 
 
 def _seconds_left(mine: list[Row], steps: int) -> float | None:
@@ -232,6 +252,10 @@ def _seconds_left(mine: list[Row], steps: int) -> float | None:
         return None
     pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
     return float(pace * max(0, steps - recent[-1]["step"]))
+
+
+def _losses(rows: list[Row]) -> tuple[float, ...]:
+    return tuple(row["loss"] for row in rows if row.get("loss") is not None)
 
 
 def _numbers(rows: list[Row]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,10 +22,12 @@ from rich.text import Text
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.history import RUNS
 from pipeline.report.words import number
+from pipeline.rundir.paths import SweepPaths
 from pipeline.system.waiting import CLOCK, Clock
-from slurm.registry import manifest
+from slurm.registry import locks, manifest
 from slurm.scheduler.commands import find_slurm
 from slurm.watch.display import COLOURS, UNSURE
+from slurm.watch.loop import show_until_last
 from slurm.watch.overview import Line, Overview
 
 REFRESH_SECONDS = 2.0
@@ -33,6 +36,15 @@ _NUMBERS = COLUMNS[4:]
 _AROUND = 4
 """Lines around the rows of a table: its header, an empty one, how many more there are, and the summary."""
 _MOST_FAILURES = 3
+
+
+class Lines(Protocol):
+    """What a table is followed from: an `Overview`, or one that something is done beside at each look."""
+
+    @property
+    def source(self) -> str: ...
+
+    def look(self) -> list[Line]: ...
 
 
 @dataclass(frozen=True)
@@ -103,11 +115,15 @@ def show(lines: Sequence[Line], source: str, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def watch_sweep(arguments: Sequence[str]) -> int:
-    """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1."""
+def watch_sweep(arguments: Sequence[str], clock: Clock = CLOCK) -> int:
+    """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1.
+
+    Between two points none is live: as long as a launcher is at the sweep, it may start further ones.
+    """
     try:
         output, sweep, _ = _read(arguments)
-        lines = follow_table(Overview(output, sweep, find_slurm))
+        lock, overview = SweepPaths(output / sweep).lock, Overview(output, sweep, find_slurm)
+        lines = follow_table(overview, clock=clock, until=lambda lines: all_over(lines) and not locks.is_held(lock))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -117,32 +133,47 @@ def watch_sweep(arguments: Sequence[str]) -> int:
     return 0 if all(line.state == "finished" for line in lines) else 1
 
 
-def follow_table(overview: Overview, console: Console | None = None, clock: Clock = CLOCK) -> list[Line]:
-    """Show the table until no job of it is live any more, the last lines.
+def all_over(lines: Sequence[Line]) -> bool:
+    """Whether no job of these runs is live any more."""
+    return all(line.live is False for line in lines)
+
+
+def follow_table(
+    overview: Lines,
+    console: Console | None = None,
+    clock: Clock = CLOCK,
+    until: Callable[[Sequence[Line]], bool] = all_over,
+) -> list[Line]:
+    """Show the table `until(lines)`, by default until no job of it is live any more; the last lines.
 
     Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
     to its size until the end, when all of it is shown.
     """
     console = console or Console()
+
+    def look() -> tuple[list[Line], bool]:
+        lines = overview.look()
+        return lines, until(lines)
+
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
 
-            def fit(lines: Sequence[Line]) -> None:
+            def fit(lines: Sequence[Line], _: bool) -> None:
                 live.update(render_table(lines, overview.source, console.width, console.height - 1), refresh=True)
 
-            lines = _until_over(overview, fit, clock)
+            lines = show_until_last(look, fit, REFRESH_SECONDS, clock)
             live.update(render_table(lines, overview.source, console.width))
             return lines
     told: dict[str, str] = {}
 
-    def tell(lines: Sequence[Line]) -> None:
+    def tell(lines: Sequence[Line], _: bool) -> None:
         for line in lines:
             text = f"{line.path}: {line.state}" + (f": {line.failure}" if line.failure else "")
             if told.get(line.path) != text:
                 told[line.path] = text
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    lines = _until_over(overview, tell, clock)
+    lines = show_until_last(look, tell, REFRESH_SECONDS, clock)
     show(lines, overview.source, console)
     return lines
 
@@ -251,15 +282,6 @@ def _summary(lines: Sequence[Line], source: str) -> str:
     }
     told = ", ".join(f"{amount} {state}" for state, amount in counts.items()) or "no runs"
     return f"{told} (from {source})"
-
-
-def _until_over(overview: Overview, show: Callable[[Sequence[Line]], None], clock: Clock) -> list[Line]:
-    while True:
-        lines = overview.look()
-        show(lines)
-        if all(line.live is False for line in lines):
-            return lines
-        clock.sleep(REFRESH_SECONDS)
 
 
 def _read(arguments: Sequence[str]) -> tuple[Path, str, bool]:

@@ -7,9 +7,9 @@ clock.
 from collections.abc import Iterable
 
 from slurm.watch.display import (
-    JOB_NAMES,
     attempt_text,
     figures,
+    job_text,
     no_answer,
     nothing_runs,
     silence,
@@ -86,12 +86,12 @@ class Ticker:
         if not last and now < self._next and evaluations == self._told[2]:
             return []
         self._told, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
-        return [f"  {JOB_NAMES.get(progress.job, progress.job)} {step_text(progress)}{_known(snapshot)}"]
+        return [f"  {job_text(snapshot, progress)} {step_text(progress)}{_known(snapshot)}"]
 
 
 def _known(snapshot: Snapshot) -> str:
     """The figures that have a value, for one line."""
-    if snapshot.progress is None or snapshot.progress.job != "rl":
+    if snapshot.has_rollouts and (snapshot.progress is None or snapshot.progress.job != "rl"):
         loss = snapshot.numbers.get("loss")
         return "" if loss is None else f"  loss {loss:.3f}"
     return "".join(f"  {name} {value}" for name, value, _ in figures(snapshot) if value != "—")

@@ -26,6 +26,7 @@ from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
 from slurm.watch import table
 from slurm.watch.display import render_run
+from slurm.watch.loop import show_until_last
 from slurm.watch.snapshot import Snapshot
 from slurm.watch.ticker import Ticker
 from slurm.watch.watcher import Watcher
@@ -124,20 +125,15 @@ def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> 
     console = console or Console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            return _until_last(look, lambda now, _: live.update(render_run(now), refresh=True), clock)
+
+            def draw(now: Snapshot, _: bool) -> None:
+                live.update(render_run(now), refresh=True)
+
+            return show_until_last(look, draw, REFRESH_SECONDS, clock)
     ticker = Ticker()
 
     def tell(now: Snapshot, last: bool) -> None:
         for line in ticker.lines(now, clock.now(), last=last):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return _until_last(look, tell, clock)
-
-
-def _until_last(look: Callable[[], Look], show: Callable[[Snapshot, bool], None], clock: Clock) -> Snapshot:
-    while True:
-        now, last = look()
-        show(now, last)
-        if last:
-            return now
-        clock.sleep(REFRESH_SECONDS)
+    return show_until_last(look, tell, REFRESH_SECONDS, clock)

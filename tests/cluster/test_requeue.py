@@ -117,7 +117,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> It
         "cancel": start(cluster, root, "cancel", "wait"),
         "killed": start(cluster, root, "killed", "killed", "finish"),
         "first": start(cluster, root, "first", "fail"),
-        "loop": start(cluster, root, "loop", "commit", "fail", max_barren=2),
+        "loop": start(cluster, root, "loop", "commit", "fail", max_failures=2),
         "budget": start(cluster, root, "budget", "wait", max_restarts=1),
         "limit": start(cluster, root, "limit", "wait", "finish", time="1", notice_seconds=20),  # told after 10 to 40 s
     }
@@ -181,7 +181,7 @@ def test_a_job_that_fails_over_and_over_without_a_commit_stops(lives: dict[str, 
     life = lives["loop"]
     assert life.end("FAILED")["Restarts"] == "2"
     assert life.decisions == ["requeued", "requeued", "stopped"]
-    assert [life.outcome(restart).barren for restart in range(3)] == [0, 1, 2]
+    assert [life.outcome(restart).failures for restart in range(3)] == [0, 1, 2]
 
 
 def test_a_job_whose_restarts_are_used_up_fails(lives: dict[str, Life], cluster: SlurmCluster) -> None:
@@ -198,7 +198,7 @@ def test_the_notice_before_the_time_limit_leads_to_a_requeue(lives: dict[str, Li
     assert life.end("COMPLETED", 120)["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     assert "SIGUSR2" in life.outcome(0).reason
-    assert life.outcome(0).barren == 1  # it committed nothing
+    assert life.outcome(0).failures == 1  # it committed nothing
 
 
 def test_an_attempt_that_slurm_had_to_kill_is_left_to_slurm_and_does_no_harm(lives: dict[str, Life]) -> None:
@@ -222,7 +222,7 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
     assert life.decisions == ["requeued", "finished"]
     first = life.outcome(0)
     assert first.reason.startswith(f"told to end (SIG{signal}, agent.")
-    assert first.barren == (1 if signal == "USR2" else 0)  # as at a time limit that is too short to start
+    assert first.failures == (1 if signal == "USR2" else 0)  # as at a time limit that is too short to start
     assert "Bypassing signal SIGTERM" not in life.log()  # submitit's own handlers heard nothing
     assert "Caught signal" not in life.log()
 
@@ -233,7 +233,7 @@ def test_a_job_that_ran_into_its_time_limit_is_requeued(cluster: SlurmCluster, t
     assert life.end("COMPLETED", 240)["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     assert "SIGTERM" in life.outcome(0).reason
-    assert life.outcome(0).barren == 1
+    assert life.outcome(0).failures == 1
 
 
 def preempt(slurm: SlurmCluster) -> str:

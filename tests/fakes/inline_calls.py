@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from pipeline.config import RewardConfig
 from pipeline.config.models import BUILT_IN
-from pipeline.tasks import Prompt, Task
-from pipeline.tasks.calls import Asked, LocalCalls
+from pipeline.tasks import Answer, Prompt, Task
+from pipeline.tasks.calls import Asked, LocalCalls, Used
+from pipeline.tasks.rewards import Mixture, Score
 from pipeline.tasks.template import Template
 
 
@@ -13,7 +16,7 @@ class InlineCalls:
     """`Calls` without processes: for tasks that do not hang."""
 
     def __init__(self, task: Task, model: Path = BUILT_IN / "tiny_qwen3") -> None:
-        self._calls = LocalCalls(task, Template(model))
+        self._calls, self._mixture = LocalCalls(task, Template(model)), Mixture(RewardConfig())
 
     async def prompt(self, index: int) -> Asked | str:
         return self._calls.prompt(index)
@@ -21,5 +24,8 @@ class InlineCalls:
     async def render(self, prompt: Prompt) -> Asked | str:
         return self._calls.render(prompt)
 
-    async def rewards(self, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
-        return [self._calls.reward(prompt, text) for text in texts]
+    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+        return [self._mixture.combine([self._calls.score(0, prompt, answer)]) for answer in answers]
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        return self._calls.use(prompt, name, arguments)

@@ -1,17 +1,22 @@
-"""Jobs that stand alone on the devices of this machine, as `launchers/train.py` executes them on a node.
+"""Jobs on packed rows on the devices of this machine, as the trainer of a run of `launchers/train.py` does them.
 
-A queue of one job of SFT and one of RL on packed rows, through `pipeline.training.standalone.execute` under torchrun:
-nccl, commits, exports, and the check that nothing is left on the devices, without which no job is announced.
+A queue of one job of SFT and one of RL, through `pipeline.training.standalone.execute` under torchrun: nccl, commits,
+exports, and the check that nothing is left on the devices, without which no job is announced.
+
+    python -m torch.distributed.run --standalone -m tests.gpu.jobs <folder of jobs> <config as JSON>
 """
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, load_config
+from pipeline.training.dispatch.dispatch import lead_or_serve_as
+from pipeline.training.standalone.execute import execute_jobs
 from pipeline.training.standalone.packed import write_packed
 from tests.fakes.configs import make_config
 from tests.gpu.workload import Workload
@@ -44,7 +49,7 @@ def write_queue(folder: Path, load: Workload) -> None:
 
 
 def config_of(folder: Path, load: Workload, device: str, ranks: int) -> RunConfig:
-    """What the launcher would hand on."""
+    """How the jobs are done."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     return make_config(
         model={"path": str(folder / "model"), "init": "random", "dtype": dtype, "max_length": load.longest},
@@ -72,3 +77,13 @@ def look_at(folder: Path) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def main(arguments: list[str]) -> None:
+    """One process of torchrun."""
+    config = load_config(json.loads(arguments[1]))
+    lead_or_serve_as(config, "secret", lambda dispatch: execute_jobs(Path(arguments[0]), dispatch, config))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

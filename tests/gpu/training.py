@@ -4,7 +4,7 @@
 
 Needs torch, transformers, pydantic, msgspec, psutil and numpy; cases with adapters are left out where there is no peft.
 Parts run one after the other, each in a torchrun world of its own: the oracle in float32, the speed, the oracle in
-bf16, the memory, jobs that stand alone, the oracle with compiled layers. On the CPU nothing is compiled before.
+bf16, the memory, jobs on packed rows, the oracle with compiled layers. On the CPU nothing is compiled before.
 
 Each part's figures lie in DIR as JSON as soon as it has them, beside its log; one that fails, or for which there is no
 time left, does not keep the others from running. Exit code 1 unless all parts passed.
@@ -152,10 +152,7 @@ def jobs(run: Run) -> Outcome:
         folder, load = Path(name), WORKLOADS[run.shape]
         write_queue(folder, load)
         config = config_of(folder, load, run.device, run.ranks).model_dump_json()
-        module = "pipeline.training.standalone.execute"
-        (folder / "secret").write_text("secret")
-        files = str(folder / "stop"), str(folder / "secret")
-        trouble = run.torchrun("jobs", module, str(folder / "queue"), config, *files, most=120)
+        trouble = run.torchrun("jobs", "tests.gpu.jobs", str(folder / "queue"), config, most=120)
         found = look_at(folder)
     good = [job["model_loads"] and not job["rows_left"] for job in found]
     return not trouble and good == [True, True], {"trouble": trouble, "jobs": found}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config
 
 from pipeline.checkpoints import TrainerState, newest_committed
-from pipeline.checkpoints.background import Saver, saver
+from pipeline.checkpoints.background import Saver
 from pipeline.checkpoints.sharded import commit as real_commit
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.errors import CheckpointError, TrainingError
@@ -126,7 +126,7 @@ def first(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     steps = train(dispatch, SAVED, STEPS)
     commits.collect()
     assert newest_committed(commits._root) is None
-    assert (saver.idle, durable) == (False, []), "steps were done while it was under way"
+    assert (dispatch.saver.idle, durable) == (False, []), "steps were done while it was under way"
     release.set()
     commits.finish()
     assert durable == [("entry",)]
@@ -172,7 +172,7 @@ def fail(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     leave(dispatch, [], out)
     dispatch.pass_through("policy", unsaveable_on_rank_1)
     commits.commit(job, STEPS + 1, ())
-    wait_for("the commit to fail", lambda: saver.idle, WAIT_SECONDS)
+    wait_for("the commit to fail", lambda: dispatch.saver.idle, WAIT_SECONDS)
     with pytest.raises(CheckpointError, match=r"cannot save .* rank 1: OSError.*No space left"):
         commits.collect()
     commits.collect()
@@ -201,12 +201,12 @@ def commit_slowly(rank: int, root: str) -> None:
 
 
 def stage_numbers(site: Site) -> None:
-    saver.stage("numbers", {"w": torch.ones(3)})
+    site.saver.stage("numbers", {"w": torch.ones(3)})
 
 
 def saved(site: Site) -> str:
-    wait_for("this rank's part of the save", lambda: saver.idle, WAIT_SECONDS)
-    return saver.result().name
+    wait_for("this rank's part of the save", lambda: site.saver.idle, WAIT_SECONDS)
+    return site.saver.result().name
 
 
 def lose_a_rank(dispatch: Dispatch, commits: Commits, out: Path) -> None:

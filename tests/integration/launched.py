@@ -37,7 +37,7 @@ SMALL = (
 
 @dataclass
 class Launched:
-    """One start of `launchers/submit.py`."""
+    """One start of `launchers/submit.py`, or of `launchers/train.py`."""
 
     process: subprocess.Popen[str]
     run: RunPaths
@@ -45,9 +45,18 @@ class Launched:
 
     @classmethod
     def start(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
-        command = [sys.executable, "launchers/submit.py", *SMALL, f"output={output}", f"name={name}", *overrides]
+        arguments = ("submit.py", *SMALL, f"output={output}", f"name={name}", *overrides)
+        return cls._launch(RunPaths(output / name), *arguments, env=env)
+
+    @classmethod
+    def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
+        """Do the jobs of a file or a folder; `run` is the directory that their run has."""
+        return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
+
+    @classmethod
+    def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":
         process = subprocess.Popen(
-            command,
+            [sys.executable, f"launchers/{launcher}", *arguments],
             cwd=ROOT,
             env=os.environ | (env or {}),
             stdout=subprocess.PIPE,
@@ -55,7 +64,7 @@ class Launched:
             text=True,
             start_new_session=True,
         )
-        return cls(process, RunPaths(output / name))
+        return cls(process, run)
 
     @property
     def attempts(self) -> list[AttemptPaths]:
@@ -70,18 +79,18 @@ class Launched:
         return [row for row in read_rows(self.run.metrics) if row["job"] == "rl" and row["kind"] == kind]
 
     def wait_for_step(self, step: int, seconds: float = 200) -> None:
-        self._wait(f"step {step}", lambda: any(row["step"] >= step for row in self.rows()), seconds)
+        self.wait(f"step {step}", lambda: any(row["step"] >= step for row in self.rows()), seconds)
 
     def wait_for_world(self, seconds: float = 60) -> None:
         def published() -> bool:
             return any((attempt.rendezvous / "world.json").exists() for attempt in self.attempts)
 
-        self._wait("a world", published, seconds)
+        self.wait("a world", published, seconds)
 
     def wait_for_state(self, role: str, state: str, seconds: float = 100) -> None:
-        self._wait(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
+        self.wait(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
 
-    def _wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
+    def wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
         """A launcher that ends after it did what is waited for is no failure: a short run may."""
 
         def reached() -> bool:

@@ -1,14 +1,8 @@
-"""How jobs that stand alone end early, and what starts them.
-
-python -m pytest -m trial tests/integration/test_job_interruptions.py terminates a launcher.
-"""
+"""How jobs that stand alone end early."""
 
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +11,12 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.system import folders
-from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute, execute_jobs
 from tests.integration.job_cases import STEPS, assert_same, config_of, events, write_job
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 
 
 def interrupt_before(step: int) -> Callable[[], None]:
@@ -132,53 +124,3 @@ def test_an_error_of_the_disk_is_told_in_the_log_and_does_not_stop_a_queue(
     assert "No space left on device" in (tmp_path / "failed" / "sft.error").read_text()
     assert (tmp_path / "sft-data" / "manifest.json").exists()
     assert not dispatch.models
-
-
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_launcher_executes_a_folder_of_jobs_and_tells_what_their_logs_say(model: Path, tmp_path: Path) -> None:
-    write_job(tmp_path, "sft")
-    settings = ("model.init=pretrained", "model.max_length=48", "resources.trainer.processes=2")
-    ended = launch(str(tmp_path), f"model.path={model}", *settings)
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
-    assert lines[0] == "sft: started"
-    assert [line.partition("  ")[0] for line in lines[1:-1]] == [
-        f"sft: step {n} of {STEPS}" for n in range(1, STEPS + 1)
-    ]
-    assert lines[-1] == f"sft: finished {tmp_path / 'sft-model'}"
-    assert (tmp_path / "done" / "sft.json").exists()
-
-
-def test_the_launcher_refuses_what_it_cannot_read_before_anything_starts(tmp_path: Path) -> None:
-    write_job(tmp_path, "sft", kind="dpo")
-    ended = launch(str(tmp_path))
-    assert ended.returncode == 2
-    assert "kind='dpo': expected one of sft, rl" in ended.stderr
-    assert not (tmp_path / "trainer.out").exists()
-
-
-@pytest.mark.trial
-def test_a_launcher_that_is_terminated_commits_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
-    steps = 300
-    (tmp_path / "a = b").mkdir()
-    file = write_job(tmp_path / "a = b", "sft", schedule={"steps": steps, "batch": 5, "optim": {"lr": 1e-3}})
-    settings = (f"model.path={model}", "model.init=pretrained", "model.max_length=48", "training.checkpoint_every=1000")
-    command = [sys.executable, str(ROOT / "launchers" / "train.py"), str(file), *settings]
-    log, out = file.with_suffix(".jsonl"), file.with_suffix(".said")
-    with out.open("wb") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as launcher:
-        wait_for("a step", lambda: log.exists() and "step" in events(log), 90)
-        launcher.terminate()
-        assert launcher.wait(60) == 128 + signal.SIGTERM, out.read_text()
-    told = out.read_text().splitlines()
-    done = events(log).count("step")
-    assert 0 < done < steps
-    assert "SIGTERM: ending after this step, which is committed; Ctrl-C ends at once" in told
-    assert told[-1] == "ended by SIGTERM; the same command goes on from here"
-    assert f"sft: interrupted, {done} of {steps} steps are committed" in told
-    ended = launch(*command[2:])
-    assert ended.returncode == 0, ended.stderr
-    assert events(log) == ["started", *["step"] * (steps - done), "finished"]

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from pipeline.config import TaskConfig
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import TaskError
 from pipeline.system.waiting import wait_for
-from pipeline.tasks import Prompt, ask
+from pipeline.tasks import Answer, Prompt, ask
 from pipeline.tasks.calls import Asked
 from pipeline.tasks.pool import TaskPool
+from pipeline.tasks.rewards import Score
 from pipeline.tasks.worker import Setup
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.integration.hostile_task import HANGING_PROMPT, LOCAL_PROMPT, REASONS
@@ -57,6 +58,12 @@ async def hanging(notes: Path, count: int) -> list[int]:
     )
 
 
+async def rewards(pool: TaskPool, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
+    """The rewards of single turns without their metrics."""
+    scores = await pool.rewards(prompt, [Answer(text) for text in texts])
+    return [score.reward if isinstance(score, Score) else score for score in scores]
+
+
 def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -65,7 +72,7 @@ def test_each_bad_reward_fails_its_own_sample_with_its_reason_and_the_others_are
     async def story(pool: TaskPool) -> None:
         texts = [text for bad in REASONS for text in ("ok", bad, "ok")]
         expected = [value for bad in REASONS for value in (1.0, REASONS[bad], 1.0)]
-        assert await pool.rewards(PROMPT, texts) == expected
+        assert await rewards(pool, PROMPT, texts) == expected
 
     in_pool(tmp_path, story)
 
@@ -75,7 +82,7 @@ def test_a_reward_that_never_ends_is_ended_with_all_it_started(
     tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def story(pool: TaskPool) -> None:
-        scoring = asyncio.create_task(pool.rewards(PROMPT, ["ok", what, "ok"]))
+        scoring = asyncio.create_task(rewards(pool, PROMPT, ["ok", what, "ok"]))
         pids = await hanging(tmp_path, 2 if what == "leave" else 1)
         if what != "close":
             await pass_time(DEADLINE + 1)
@@ -92,15 +99,15 @@ def test_a_reward_that_never_ends_is_ended_with_all_it_started(
 
 def test_rewards_that_hang_in_every_process_disable_nothing(tmp_path: Path) -> None:
     async def story(pool: TaskPool) -> None:
-        stuck = [asyncio.create_task(pool.rewards(PROMPT, ["hang"])) for _ in range(3)]
-        healthy = asyncio.create_task(pool.rewards(PROMPT, ["ok"]))
+        stuck = [asyncio.create_task(rewards(pool, PROMPT, ["hang"])) for _ in range(3)]
+        healthy = asyncio.create_task(rewards(pool, PROMPT, ["ok"]))
         for count in (1, 2, 3):
             await hanging(tmp_path, count)
             await pass_time(DEADLINE + 1)
         assert await healthy == [1.0]
         for failed in await asyncio.gather(*stuck):
             assert str(failed[0]).startswith("reward took too long")
-        assert await pool.rewards(PROMPT, ["ok"] * 3) == [1.0] * 3
+        assert await rewards(pool, PROMPT, ["ok"] * 3) == [1.0] * 3
 
     in_pool(tmp_path, story, processes=1)
 
@@ -120,7 +127,7 @@ def test_while_one_process_is_busy_another_starts_and_the_loop_runs_on(tmp_path:
 
 def test_a_copy_that_a_reward_forks_never_answers(tmp_path: Path) -> None:
     async def story(pool: TaskPool) -> None:
-        assert await pool.rewards(PROMPT, ["fork", "fork", "ok"] * 3) == [0.5, 0.5, 1.0] * 3
+        assert await rewards(pool, PROMPT, ["fork", "fork", "ok"] * 3) == [0.5, 0.5, 1.0] * 3
 
     in_pool(tmp_path, story, processes=1)
 
@@ -131,10 +138,10 @@ def test_a_worker_whose_rewards_leave_processes_behind_is_replaced_before_they_a
     monkeypatch.setattr("pipeline.tasks.pool.MOST_CHILDREN", 4)
 
     async def story(pool: TaskPool) -> None:
-        before = await pool.rewards(PROMPT, ["pid"])
-        assert await pool.rewards(PROMPT, ["fork"] * 4 + ["pid"]) == [0.5] * 4 + before
-        await pool.rewards(PROMPT, ["fork"])
-        assert await pool.rewards(PROMPT, ["pid"]) != before
+        before = await rewards(pool, PROMPT, ["pid"])
+        assert await rewards(pool, PROMPT, ["fork"] * 4 + ["pid"]) == [0.5] * 4 + before
+        await rewards(pool, PROMPT, ["fork"])
+        assert await rewards(pool, PROMPT, ["pid"]) != before
 
     in_pool(tmp_path, story, processes=1)
 
@@ -143,17 +150,17 @@ def test_a_worker_is_small_and_reads_nothing_of_ours(tmp_path: Path) -> None:
     async def story(pool: TaskPool) -> None:
         asked = await pool.prompt(3)
         assert isinstance(asked, Asked)
-        assert await pool.rewards(asked.prompt, ["heavy", "read"]) == [0.0, 0.0]
+        assert await rewards(pool, asked.prompt, ["heavy", "read"]) == [0.0, 0.0]
 
     in_pool(tmp_path, story)
 
 
 def test_a_call_that_is_cancelled_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     async def story(pool: TaskPool) -> None:
-        cancelled = asyncio.create_task(pool.rewards(PROMPT, ["hang", "pid"]))
+        cancelled = asyncio.create_task(rewards(pool, PROMPT, ["hang", "pid"]))
         (pid,) = await hanging(tmp_path, 1)
         cancelled.cancel()
-        assert await pool.rewards(PROMPT, ["ok"]) == [1.0]
+        assert await rewards(pool, PROMPT, ["ok"]) == [1.0]
         assert gone(pid)
 
     in_pool(tmp_path, story, processes=1)
@@ -161,23 +168,23 @@ def test_a_call_that_is_cancelled_leaves_nothing_to_the_next(tmp_path: Path) -> 
 
 def test_a_worker_that_dies_between_calls_costs_no_sample(tmp_path: Path) -> None:
     async def story(pool: TaskPool) -> None:
-        (pid,) = await pool.rewards(PROMPT, ["pid"])
+        (pid,) = await rewards(pool, PROMPT, ["pid"])
         process = psutil.Process(int(pid))
         process.kill()
         await asyncio.to_thread(wait_for, "its end", lambda: process.status() == psutil.STATUS_ZOMBIE, 20)
-        assert await pool.rewards(PROMPT, ["ok"]) == [1.0]
+        assert await rewards(pool, PROMPT, ["ok"]) == [1.0]
 
     in_pool(tmp_path, story)
 
 
 def test_a_prompt_that_cannot_travel_says_so_and_costs_no_worker(tmp_path: Path) -> None:
     async def story(pool: TaskPool) -> None:
-        before = await pool.rewards(PROMPT, ["pid"])
+        before = await rewards(pool, PROMPT, ["pid"])
         assert str(await pool.prompt(LOCAL_PROMPT)).startswith("prompt cannot be pickled")
         there: Prompt = ask("2+2", answer=lambda: 0)
-        (failed,) = await pool.rewards(there, ["ok"])
+        (failed,) = await rewards(pool, there, ["ok"])
         assert str(failed).startswith("prompt cannot be pickled")
-        assert await pool.rewards(PROMPT, ["pid"]) == before
+        assert await rewards(pool, PROMPT, ["pid"]) == before
 
     in_pool(tmp_path, story)
 
@@ -196,7 +203,7 @@ def test_workers_die_with_the_actor(tmp_path: Path) -> None:
         "import asyncio, sys\nfrom pathlib import Path\nfrom tests.integration import test_task_pool as tests\n"
         "async def main():\n"
         "    async with tests.TaskPool(tests.a_setup(Path(sys.argv[1])), 60) as pool:\n"
-        "        await pool.rewards(tests.PROMPT, ['hang'])\n"
+        "        await tests.rewards(pool, tests.PROMPT, ['hang'])\n"
         "asyncio.run(main())"
     )
     actor = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=dict(os.environ))
@@ -217,7 +224,7 @@ def test_ten_thousand_rewards_half_of_them_hostile_are_all_accounted_for(tmp_pat
 
     async def story(pool: TaskPool) -> None:
         groups = [texts[start : start + 8] for start in range(0, len(texts), 8)]
-        scored: list[Any] = await asyncio.gather(*(pool.rewards(PROMPT, group) for group in groups))
+        scored: list[Any] = await asyncio.gather(*(rewards(pool, PROMPT, group) for group in groups))
         assert [value for group in scored for value in group] == [expected[text] for text in texts]
 
     in_pool(tmp_path, story)

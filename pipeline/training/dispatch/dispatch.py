@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.checkpoints.background import Saver
 from pipeline.config import LossConfig, OptimConfig, RunConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
@@ -84,6 +85,11 @@ class Dispatch:
     def patience(self) -> Deadlines:
         """Its deadlines."""
         return self._site.patience
+
+    @property
+    def saver(self) -> Saver:
+        """What this rank writes its part of checkpoints with; see `pipeline.training.dispatch.saving`."""
+        return self._site.saver
 
     @property
     def device(self) -> torch.device:

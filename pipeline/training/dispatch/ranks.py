@@ -43,6 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from pipeline.checkpoints.background import Saver
 from pipeline.errors import DeadlineError, TrainingError
 from pipeline.system import heartbeat
 from pipeline.system.signed import SignedStore, signed_objects
@@ -120,6 +121,7 @@ class Site:
         control, background: groups; see above. Operations of the background may run beside others.
         workers: models with their optimizers, by name.
         staged: rows that wait here for operations, by the number of their staging: its batches, in order.
+        saver: writes its part of checkpoints, beside the operations.
         number: of the operation under way, or the last one; counted alike on every rank.
     """
 
@@ -132,6 +134,7 @@ class Site:
     patience: Deadlines
     workers: dict[str, Worker] = field(default_factory=dict)
     staged: dict[int, list[Shares]] = field(default_factory=dict)
+    saver: Saver = field(default_factory=Saver)
     number: int = 0
     _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
 

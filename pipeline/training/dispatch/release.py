@@ -7,7 +7,6 @@ and a node need not have room for them.
 
 import torch
 
-from pipeline.checkpoints.background import saver
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
@@ -41,7 +40,7 @@ def release(dispatch: Dispatch) -> None:
 
 def discard_models(site: Site) -> None:
     """On every rank: empty all models, and forget the copies that saves were written from."""
-    saver.forget()
+    site.saver.forget()
     for worker in site.workers.values():
         worker.discard()
 

@@ -8,8 +8,8 @@ save.
     parts = stage_models(dispatch, state.models)           # only this holds training up
     start_save(dispatch, root, attempt, state, parts, keep)
     …
-    await_save(dispatch, "the commit of rl-50")            # or now and then: saver.idle
-    checkpoint = saver.result()
+    await_save(dispatch, "the commit of rl-50")            # or now and then: dispatch.saver.idle
+    checkpoint = dispatch.saver.result()
 
     load_models(dispatch, checkpoint, names)
 """
@@ -17,7 +17,6 @@ save.
 from collections.abc import Iterable, Sequence
 
 from pipeline.checkpoints import Checkpoint, TrainerState
-from pipeline.checkpoints.background import saver
 from pipeline.checkpoints.sharded import load_shards
 from pipeline.errors import DamagedError
 from pipeline.system import heartbeat
@@ -46,7 +45,7 @@ def await_save(dispatch: Dispatch, what: str) -> None:
 
     def is_over() -> bool:
         dispatch.idle()
-        return saver.idle
+        return dispatch.saver.idle
 
     wait_for(what, is_over, dispatch.patience.commit)
 
@@ -74,13 +73,13 @@ def _stage(site: Site, name: str) -> list[str]:
     """On every rank."""
     parts = {f"{name}/{part}": tensors for part, tensors in site.worker(name).state().items()}
     for part, tensors in parts.items():
-        saver.stage(part, tensors)
+        site.saver.stage(part, tensors)
     return list(parts)
 
 
 def _start(site: Site, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int) -> None:
     """On every rank."""
-    saver.start(root, attempt, state, parts, keep, site.background)
+    site.saver.start(root, attempt, state, parts, keep, site.background)
 
 
 def _load(site: Site, checkpoint: Checkpoint, name: str, without: Sequence[str]) -> DamagedError | None:

@@ -1,4 +1,6 @@
-"""Jobs that stand alone: a file says what to train on which packed rows, without a run around it.
+"""Jobs of files: each says what to train on which packed rows, and where the model goes.
+
+They stand alone: they name all that they need, and a run that does them (`training.jobs`) is only their place.
 
 | module | owns |
 |---|---|
@@ -7,5 +9,6 @@
 | `packed` | the rows as memory-mapped files |
 | `state` | commits of a job, and what it goes on from |
 | `queue`, `log` | which job is next; what is told of it |
-| `stop` | how an execution is told to end early |
+| `observer` | who is told how it goes on |
+| `visible` | that all nodes see what a job starts from |
 """

@@ -1,4 +1,4 @@
-"""Executing jobs that stand alone: from the file of a job, or a folder of them, to the announcement that it is done.
+"""Executing the jobs of files: from a file, or a folder of them, to the announcement that it is done.
 
 Owns the order of an execution and of its end. Promises that nothing is trained before all that the job names is
 there and checked; that an execution which is cut short anywhere before its announcement can be started again, and goes
@@ -13,27 +13,21 @@ Of two executions of a job, the later owns all that the job names, its log and i
 before each of its writes, and ends with `OvertakenError`.
 
 A job that fails keeps its data; so does one that is told to end early, after a commit of the steps that are done. Rank
-0 alone looks at folders and files; the others learn of a job by what they are told to do. Run by torchrun:
-
-    python -m pipeline.training.standalone.execute <job file or folder> <config as JSON> <stop file> <secret file>
-
-Its launcher makes the stop file to end it, and the secret, which its processes share and nobody else may read.
+0 alone looks at folders and files; the others learn of a job by what they are told to do.
 """
 
-import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import LoraConfig, ModelConfig, RunConfig, load_config
+from pipeline.config import LoraConfig, ModelConfig, RunConfig
 from pipeline.config.models import model_directory
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError, first_line
-from pipeline.system import folders
+from pipeline.system import folders, heartbeat
 from pipeline.training.batches import Interrupted, Pulse
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
+from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.release import release
 from pipeline.training.dispatch.saving import forget_models
 from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
@@ -42,17 +36,27 @@ from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
 from pipeline.training.standalone.algorithms import algorithm_of
 from pipeline.training.standalone.log import JobLog
+from pipeline.training.standalone.observer import Observer
 from pipeline.training.standalone.packed import PackedRows, remove_packed
 from pipeline.training.standalone.queue import JobQueue
 from pipeline.training.standalone.state import JobState
-from pipeline.training.standalone.stop import Stop
+from pipeline.training.standalone.visible import await_everywhere
 from pipeline.training.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def execute_jobs(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse | None = None) -> None:
+UNOBSERVED = Observer()
+
+
+def execute_jobs(
+    path: Path,
+    dispatch: Dispatch,
+    config: RunConfig,
+    pulse: Pulse | None = None,
+    observer: Observer = UNOBSERVED,
+) -> None:
     """Execute the job of a file, or those of a folder until none is left that can be executed.
 
     Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
@@ -61,12 +65,14 @@ def execute_jobs(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse
     `OvertakenError`: the folder is another execution's by now.
     """
     if not path.is_dir():
-        execute(path, dispatch, config, pulse=pulse)
+        observer.before_claim()
+        execute(path, dispatch, config, pulse=pulse, observer=observer)
         return
     queue = JobQueue(path)
     while (file := queue.next()) is not None:
+        observer.before_claim()
         try:
-            execute(file, dispatch, config, put_away=queue.done, pulse=pulse)
+            execute(file, dispatch, config, put_away=queue.done, pulse=pulse, observer=observer)
         except (Interrupted, OvertakenError):
             raise
         except RollcallError as error:
@@ -77,6 +83,7 @@ def execute_jobs(path: Path, dispatch: Dispatch, config: RunConfig, pulse: Pulse
     if failures := queue.failures:
         waits.insert(0, f"failed: {', '.join(failures)} (see {path / 'failed'})")
     if waits:
+        observer.exhausted()
         raise TrainingError("; ".join(waits))
 
 
@@ -86,6 +93,7 @@ def execute(
     config: RunConfig,
     put_away: Callable[[Path], None] = lambda file: None,
     pulse: Pulse | None = None,
+    observer: Observer = UNOBSERVED,
 ) -> None:
     """Do the job of a file and announce it; raises what it failed with, which its log then says too.
 
@@ -104,7 +112,7 @@ def execute(
         state = JobState(job, identity, dispatch)
         state.claim()
         with state.unless_overtaken():
-            Execution(job, state, dispatch, config, told, pulse or dispatch.idle).run()
+            Execution(file, job, state, dispatch, config, told, pulse or dispatch.idle, observer).run()
             state.check()
             put_away(file)
     told.write("finished", job=str(file), output=job.output)
@@ -136,8 +144,17 @@ class Execution:
     """One execution of one job, and its `runner.Book`; `done` are the steps that it did or found committed."""
 
     def __init__(
-        self, job: Job, state: JobState, dispatch: Dispatch, config: RunConfig, told: JobLog, pulse: Pulse
+        self,
+        file: Path,
+        job: Job,
+        state: JobState,
+        dispatch: Dispatch,
+        config: RunConfig,
+        told: JobLog,
+        pulse: Pulse,
+        observer: Observer,
     ) -> None:
+        self._file, self._observer = file, observer
         self._job, self._state, self._dispatch, self._told, self._pulse = job, state, dispatch, told, pulse
         self._output, self.done = Path(job.output), 0
         for folder in filter(None, (job.output, job.checkpoint)):
@@ -171,11 +188,14 @@ class Execution:
     def _train_rest(self, job: Job) -> None:
         """Go on from the newest commit and train what is left; `DamagedError` if it is not what was committed."""
         done = self.done = self._state.find()
+        if job.checkpoint:
+            await_everywhere(self._dispatch, Path(job.checkpoint), self._config.cluster.lateness)
         models = models_of(self._config, job.kind, job.optim, job.steps)
         for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
             self._dispatch.init_model(name, models[name])
         if done:
             self._state.restore()
+        self._observer.began(self._file, job, done)
         if done < job.steps:
             self._train(done)
 
@@ -184,12 +204,18 @@ class Execution:
         job, training = self._job, self._config.training
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = Runner(self, training.checkpoint_every, machine)
+        patience = self._dispatch.patience.commit
         if not isinstance(job.inputs, Packed):
-            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse), done)
+            with heartbeat.during("making the task", patience):
+                algorithm = algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse)
+            runner.run(algorithm, done)
             return
-        with PackedRows(Path(job.inputs.folder)) as packed:
-            longest = min(self._config.model.max_length, training.micro_batch_tokens)
-            packed.check(self._dispatch.models["policy"].vocabulary, longest, sampled=isinstance(job, RlJob))
+        folder = Path(job.inputs.folder)
+        with ExitStack() as opened:
+            with heartbeat.during(f"checking {folder.name}", patience):
+                packed = opened.enter_context(PackedRows(folder))
+                longest = min(self._config.model.max_length, training.micro_batch_tokens)
+                packed.check(self._dispatch.models["policy"].vocabulary, longest, sampled=isinstance(job, RlJob))
             runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed, self._pulse), done)
 
     def _export(self) -> None:
@@ -216,12 +242,15 @@ class Execution:
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`; always durable."""
+        self._observer.committing()
         self._state.commit(done)
+        self._observer.committed()
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `runner.Book`."""
         self.done = step
         self._tell("step", step=step, of=job.steps, **metrics)
+        self._observer.stepped(job, step, metrics)
         log.info("%s step %d of %d: loss %.4g", job.kind, step, job.steps, metrics.get("loss", float("nan")))
 
 
@@ -255,37 +284,3 @@ def _insist(job: Job, patterns: tuple[str, ...], what: str) -> None:
 def steps_taken(worker: Worker) -> int:
     """Optimizer steps of this job that changed the model."""
     return worker.optimizer.taken if worker.optimizer else 0
-
-
-def main(arguments: list[str]) -> None:
-    """One process of torchrun."""
-    from pipeline.system import logs, process
-
-    process.die_with_parent()
-    path, config, stop = Path(arguments[0]).resolve(), load_config(json.loads(arguments[1])), Stop(Path(arguments[2]))
-    secret = Path(arguments[3]).read_text()
-    logs.configure("trainer")
-
-    def lead(dispatch: Dispatch) -> None:
-        def pulse() -> None:
-            dispatch.idle()
-            if stop.asked:
-                raise Interrupted("told to stop")
-
-        try:
-            execute_jobs(path, dispatch, config, pulse)
-        except Interrupted as reason:
-            log.info("%s", reason)
-            stop.answer()
-        except RollcallError as error:
-            log.error("%s", first_line(error))
-            raise SystemExit(error.exit_code) from None
-
-    lead_or_serve_as(config, secret, lead)
-    process.exit_at_once(0)
-
-
-if __name__ == "__main__":
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    record(main)(sys.argv[1:])  # torchrun's last words then say what ended a process

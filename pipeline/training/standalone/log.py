@@ -1,8 +1,8 @@
 """The log of a job: what its trainer tells, line by line.
 
-Owns the file's form and the three who use it: the writer (the trainer's rank 0), the follower (who submitted the job),
-and the cleaner (before the job is executed). All three take the path from the job. Promises that a follower gets whole
-lines only, each once. Must not know what a job does.
+Owns the file's form and the three who use it: the writer (the trainer's rank 0), the follower (whoever waits for the
+job), and the cleaner (before the job is executed). All three take the path from the job. Promises that a follower gets
+whole lines only, each once. Must not know what a job does.
 
     log = JobLog(Path(job.log))
     log.clear()                                   # what an earlier execution wrote is not of this one

@@ -74,6 +74,11 @@ class JobQueue:
         path.rename(target)
 
 
+def waiting_at(path: Path) -> list[Path]:
+    """The job files that an execution of a file, or of a folder, has left to do, as far as they are there by now."""
+    return waiting(path) if path.is_dir() else [path] if path.is_file() else []
+
+
 def waiting(folder: Path) -> list[Path]:
     """The jobs of a folder, the oldest first: by the time of their last change, then by name."""
     found = []

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, committed
-from pipeline.checkpoints.background import saver
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
@@ -114,7 +113,7 @@ class JobState:
         state = TrainerState(job=self._job.kind, step=self._base + done, models=names, alone=alone)
         start_save(self._dispatch, self._job.optimizer_state, self.attempt, state, parts, KEPT)
         await_save(self._dispatch, f"the commit of {state.job}-{state.step}")
-        log.info("committed %s", saver.result())
+        log.info("committed %s", self._dispatch.saver.result())
 
     def _newest(self) -> TrainerState | None:
         if self._commits is None:

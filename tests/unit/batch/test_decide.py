@@ -12,7 +12,7 @@ from slurm.batch.facts import Facts
 from slurm.batch.requeue import decide
 from slurm.scheduler.protocol import RUNNING, QueuedJob
 
-CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_barren=3)
+CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_failures=3)
 TOLD = Facts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
 FAILED = Facts(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
 LOST = Facts(restart=2, lost=(1, 2), code=137)
@@ -42,25 +42,25 @@ def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJ
         (TOLD, job("SIGNALING"), "requeued", "newest commit"),
         (TOLD, job(), "requeued", "agent.1"),
         (replace(TOLD, trained=False), job(), "requeued", "told to end"),
-        (replace(TOLD, barren=3), job(), "requeued", "told to end"),
+        (replace(TOLD, failures=3), job(), "requeued", "told to end"),
         (LATE, job(), "requeued", "try 1 without"),
-        (replace(LATE, barren=2), job(), "stopped", "3 attempts in a row"),
-        (replace(LATE, barren=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
-        (replace(TOLD, barren=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
-        (replace(LATE, barren=2, advanced=True), job(), "requeued", "newest commit"),
-        (replace(LATE, barren=9), replace(job(), making_room=True), "requeued", "newest commit"),
-        (replace(LATE, barren=9), replace(job("COMPLETING"), preempted=True, making_room=True), "requeued", "newest"),
+        (replace(LATE, failures=2), job(), "stopped", "3 attempts in a row"),
+        (replace(LATE, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(TOLD, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(LATE, failures=2, advanced=True), job(), "requeued", "newest commit"),
+        (replace(LATE, failures=9), replace(job(), making_room=True), "requeued", "newest commit"),
+        (replace(LATE, failures=9), replace(job("COMPLETING"), preempted=True, making_room=True), "requeued", "newest"),
         (replace(TOLD, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
         (replace(TOLD, restart=8), job(restarts=8), "requeued", "told to end"),
         (FAILED, job(), "requeued", "try 1 without"),
-        (replace(FAILED, barren=1), job(), "requeued", "try 2 without"),
-        (replace(FAILED, barren=2), job(), "stopped", "3 attempts in a row"),
-        (replace(FAILED, barren=2, advanced=True), job(), "requeued", "had committed"),
+        (replace(FAILED, failures=1), job(), "requeued", "try 2 without"),
+        (replace(FAILED, failures=2), job(), "stopped", "3 attempts in a row"),
+        (replace(FAILED, failures=2, advanced=True), job(), "requeued", "had committed"),
         (replace(FAILED, trained=False), job(), "stopped", "before the first commit"),
         (replace(FAILED, trained=False, lost=(0,)), job(), "requeued", "exited with code 1"),
         (replace(FAILED, trained=False, told="told to end"), job(), "requeued", "exited with code 1"),
         (LOST, job(), "requeued", "ranks 1-2 ended without a word"),
-        (replace(LOST, told="told to end", barren=2), job(), "stopped", "ranks 1-2"),
+        (replace(LOST, told="told to end", failures=2), job(), "stopped", "ranks 1-2"),
         (Facts(restart=2, code=3), job(), "stopped", "exit code 3"),
     ],
 )
@@ -77,22 +77,22 @@ def test_each_end_of_an_attempt_has_its_decision(
     ("facts", "queued", "count"),
     [
         (FAILED, job(), 1),
-        (replace(FAILED, barren=1), job(), 2),
-        (replace(FAILED, barren=2, advanced=True), job(), 0),
-        (replace(TOLD, barren=2), job(), 2),
-        (replace(LATE, barren=2), job(), 3),
-        (replace(LATE, barren=2, advanced=True), job(), 0),
-        (replace(LATE, barren=2), replace(job(), making_room=True), 2),
-        (replace(TOLD, barren=2), job("COMPLETING", reason="TimeLimit"), 3),
-        (replace(TOLD, barren=2, advanced=True), job(), 0),
-        (replace(FAILED, barren=2), job("COMPLETING"), 2),
-        (replace(LOST, barren=2), job("COMPLETING"), 2),
+        (replace(FAILED, failures=1), job(), 2),
+        (replace(FAILED, failures=2, advanced=True), job(), 0),
+        (replace(TOLD, failures=2), job(), 2),
+        (replace(LATE, failures=2), job(), 3),
+        (replace(LATE, failures=2, advanced=True), job(), 0),
+        (replace(LATE, failures=2), replace(job(), making_room=True), 2),
+        (replace(TOLD, failures=2), job("COMPLETING", reason="TimeLimit"), 3),
+        (replace(TOLD, failures=2, advanced=True), job(), 0),
+        (replace(FAILED, failures=2), job("COMPLETING"), 2),
+        (replace(LOST, failures=2), job("COMPLETING"), 2),
     ],
 )
 def test_only_failures_and_time_limits_without_a_commit_are_counted(
     facts: Facts, queued: QueuedJob, count: int
 ) -> None:
-    assert decide(facts, queued, CLUSTER, 0.0).barren == count
+    assert decide(facts, queued, CLUSTER, 0.0).failures == count
 
 
 ENDS = st.fixed_dictionaries(
@@ -113,23 +113,23 @@ ENDS = st.fixed_dictionaries(
 def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]:
     """The outcomes of one job's attempts that end in these ways, until it is not queued again."""
     outcomes: list[Outcome] = []
-    trained, barren = False, 0
+    trained, failures = False, 0
     for restart, end in enumerate(ends):
         left = dict(end)
         restarts = restart + bool(left.pop("slurm_has_it"))
         queued = replace(job(restarts=restarts, reason=str(left.pop("reason"))), making_room=left.pop("making_room"))  # type: ignore[arg-type]
         left["notice"] = bool(left["notice"] and left["told"])
         trained = trained or bool(left["advanced"])
-        facts = Facts(restart=restart, trained=trained, barren=barren, **left)  # type: ignore[arg-type]
+        facts = Facts(restart=restart, trained=trained, failures=failures, **left)  # type: ignore[arg-type]
         outcome = decide(facts, queued, cluster, 0.0)
         outcomes.append(outcome)
-        barren = outcome.barren
+        failures = outcome.failures
         if outcome.decision in ("finished", "stopped"):
             break
     return outcomes
 
 
-LIMITS = st.builds(ClusterConfig, kind=st.just("slurm"), max_restarts=st.integers(0, 6), max_barren=st.integers(1, 4))
+LIMITS = st.builds(ClusterConfig, kind=st.just("slurm"), max_restarts=st.integers(0, 6), max_failures=st.integers(1, 4))
 
 
 @given(st.lists(ENDS, max_size=20), LIMITS)
@@ -145,7 +145,7 @@ def test_a_job_is_never_requeued_beyond_its_budget_nor_after_it_finished(
 
 
 @given(st.lists(ENDS, max_size=20), LIMITS)
-def test_a_loop_of_failures_and_time_limits_stops_within_max_barren_attempts(
+def test_a_loop_of_failures_and_time_limits_stops_within_max_failures_attempts(
     ends: list[dict[str, object]], cluster: ClusterConfig
 ) -> None:
     failures = 0
@@ -155,7 +155,7 @@ def test_a_loop_of_failures_and_time_limits_stops_within_max_barren_attempts(
         elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["told"] or _is_late(end)):
             failures += 1
         if outcome.decision == "requeued":
-            assert failures < cluster.max_barren
+            assert failures < cluster.max_failures
 
 
 def _is_late(end: dict[str, object]) -> bool:

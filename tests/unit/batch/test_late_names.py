@@ -129,7 +129,7 @@ def test_what_becomes_of_the_job_does_not_hang_on_when_its_batch_script_sees_thi
     scheduler = FakeScheduler()
     job = scheduler.submit(state=RUNNING)
     (outcome,) = cluster.lockstep.run([lambda clock: conclude_attempt(cluster.run.paths, scheduler, job, 0, 1, clock)])
-    assert (outcome.decision, outcome.barren) == (("requeued" if trained else "stopped"), 1)
+    assert (outcome.decision, outcome.failures) == (("requeued" if trained else "stopped"), 1)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def fail(paths: AttemptPaths, cause: str = "exited with code 1", time: float = 2
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path, max_restarts=5, max_barren=2, late_seconds=LATE_SECONDS)
+    return Cluster(tmp_path, max_restarts=5, max_failures=2, late_seconds=LATE_SECONDS)
 
 
 def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> None:
@@ -105,7 +105,7 @@ def test_no_rank_is_lost_where_every_agent_returned_by_itself(cluster: Cluster) 
     Events(paths).publish("draining", "agent.0", "SIGTERM")
     cluster.leave(paths, 0)  # the marks of the others are not to be seen yet
     outcome = cluster.end(0)
-    assert (outcome.decision, outcome.barren) == ("requeued", 0)
+    assert (outcome.decision, outcome.failures) == ("requeued", 0)
     assert "without a word" not in outcome.reason
 
 
@@ -115,7 +115,7 @@ def test_a_job_whose_node_died_is_requeued_whatever_srun_makes_of_it(cluster: Cl
     if code == 141:  # 233: the node was gone before any agent began
         cluster.leave(paths, 0, 2, 3)
     outcome = cluster.end(code)
-    assert (outcome.decision, outcome.barren) == ("requeued", 1)
+    assert (outcome.decision, outcome.failures) == ("requeued", 1)
     assert f"without a word (srun: exit code {code})" in outcome.reason
     assert cluster.scheduler.requeued == [cluster.job]
 
@@ -147,7 +147,7 @@ def test_a_draining_that_is_seen_late_is_no_failure(cluster: Cluster) -> None:
     paths = cluster.attempt()
     cluster.clock = LateDisk(30.0, lambda: Events(paths).publish("draining", "agent.0", "SIGTERM"))
     outcome = cluster.end(0)
-    assert (outcome.decision, outcome.barren) == ("requeued", 0)
+    assert (outcome.decision, outcome.failures) == ("requeued", 0)
     assert outcome.reason == "told to end (SIGTERM, agent.0): it goes on from its newest commit"
 
 
@@ -167,12 +167,12 @@ def test_a_failure_is_decided_without_waiting(cluster: Cluster) -> None:
 
 
 def test_a_time_limit_that_is_shorter_than_the_start_up_ends_the_job(cluster: Cluster) -> None:
-    for barren, decision in ((1, "requeued"), (2, "stopped")):
+    for failures, decision in ((1, "requeued"), (2, "stopped")):
         paths = cluster.attempt()
         Events(paths).publish("draining", "agent.0", "SIGUSR2")
         cluster.leave(paths)
         outcome = cluster.end()
-        assert (outcome.decision, outcome.barren) == (decision, barren)
+        assert (outcome.decision, outcome.failures) == (decision, failures)
 
 
 def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,23 +261,23 @@ def test_commits_are_what_keeps_a_failing_job_alive(cluster: Cluster) -> None:
         cluster.leave(paths)
         cluster.commit(paths, step)
         outcome = cluster.end(1)
-        assert (outcome.decision, outcome.barren) == ("requeued", 0)
+        assert (outcome.decision, outcome.failures) == ("requeued", 0)
     paths = cluster.attempt()
     fail(paths)
     cluster.leave(paths)
     outcome = cluster.end(1)
-    assert (outcome.decision, outcome.barren) == ("requeued", 1)
+    assert (outcome.decision, outcome.failures) == ("requeued", 1)
     paths = cluster.attempt()
     fail(paths)
     cluster.leave(paths)
     outcome = cluster.end(1)
-    assert (outcome.decision, outcome.barren) == ("stopped", 2)
+    assert (outcome.decision, outcome.failures) == ("stopped", 2)
     assert len(cluster.scheduler.requeued) == 3
 
 
 def test_a_commit_of_an_attempt_that_slurm_cut_off_begins_the_count_anew(cluster: Cluster) -> None:
     cluster.leave(cluster.attempt(), 1)
-    assert cluster.end(137).barren == 1
+    assert cluster.end(137).failures == 1
     cut_off = cluster.attempt()
     cluster.commit(cut_off, 3)
     cluster.scheduler.requeue(cluster.job)  # the scheduler does it, and nobody writes an outcome
@@ -285,17 +285,51 @@ def test_a_commit_of_an_attempt_that_slurm_cut_off_begins_the_count_anew(cluster
     fail(paths)
     cluster.leave(paths)
     outcome = cluster.end(1)
-    assert (outcome.decision, outcome.barren) == ("requeued", 1)
+    assert (outcome.decision, outcome.failures) == ("requeued", 1)
+
+
+def test_what_jobs_of_files_commit_counts_as_commits_of_the_run(cluster: Cluster) -> None:
+    """They keep it elsewhere: the trainer's mark tells of it. Each attempt here runs out of time."""
+    for committed in (True, False, False):
+        paths = cluster.attempt()
+        Events(paths).publish("draining", "agent.0", signal.SIGUSR2.name)
+        if committed:
+            paths.committed.touch()
+        cluster.leave(paths)
+        outcome = cluster.end()
+    assert (outcome.decision, outcome.failures) == ("stopped", 2)
+    assert cluster.restart == 2
+
+
+def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) -> None:
+    paths = cluster.attempt()
+    paths.committed.touch()
+    fail(paths)
+    cluster.leave(paths)
+    assert cluster.end(1).decision == "requeued"
+
+
+def test_a_run_with_nothing_left_but_jobs_that_failed_is_not_queued_again(cluster: Cluster) -> None:
+    """Although others were done in the attempt."""
+    paths = cluster.attempt()
+    paths.committed.touch()
+    paths.exhausted.touch()
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert outcome.decision == "stopped"
+    assert outcome.reason.endswith("no job is left that another attempt could do")
+    assert not cluster.scheduler.requeued
 
 
 def test_an_attempt_that_slurm_cut_off_does_not_count(cluster: Cluster) -> None:
     cluster.leave(cluster.attempt(), 1)
-    assert cluster.end(137).barren == 1
+    assert cluster.end(137).failures == 1
     cluster.attempt()
     cluster.scheduler.requeue(cluster.job)
     cluster.leave(cluster.attempt(), 1)
     outcome = cluster.end(137)
-    assert (outcome.decision, outcome.barren) == ("stopped", 2)
+    assert (outcome.decision, outcome.failures) == ("stopped", 2)
 
 
 def test_being_told_to_end_because_another_rank_failed_is_no_preemption(cluster: Cluster) -> None:

@@ -59,6 +59,14 @@ def test_times_are_read_as_slurm_reads_them(time: str, seconds: int | None) -> N
     assert seconds_of(time) == seconds
 
 
+def test_a_run_with_trainers_only_is_told_of_no_other_role() -> None:
+    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 1}}
+    resources = {"trainer": {"nodes": 9}, "inference": {"nodes": 2}, "spares": 1}
+    config = make_config(cluster={"kind": "slurm"}, training=training, resources=resources)
+    with pytest.raises(PlanError, match=r"lower one of resources.trainer.nodes \(9\), resources.spares \(1\), or set"):
+        check_site(config, make_plan(config), FakeScheduler(CPU), "#!/bin/sh")
+
+
 @pytest.mark.parametrize("time", ["2h", "1:2:3:4", "-5", "1-", "soon", "90m", 60, 43200])
 def test_a_time_in_a_wrong_form_is_refused_with_the_right_forms(time: str | int) -> None:
     with pytest.raises(ConfigError) as caught:

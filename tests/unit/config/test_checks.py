@@ -35,6 +35,39 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
     check_run(compose_config(["experiment=demo", *overrides]))
 
 
+SFT = ("training.steps=0", "training.warm_start.steps=5")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.max_length=16", "rollout.max_tokens=32"],
+        ["rollout.samples=64", "streams.budget_bytes=65536"],
+        ["resources.device=cuda", "resources.trainer.gpus=1"],
+    ],
+)
+def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -> None:
+    check_run(compose_config(["experiment=demo", *SFT, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.steps=0", "training.warm_start.steps=0"], "training.steps=0: expected 1 or more where training"),
+        (["experiment=sft"], "data.path='': expected a dataset, whose rows the epochs count (1 training.warm_start.ep"),
+        (["data.path=x", "training.warm_start.steps=0"], "data.path='x': expected nothing without supervised fine-"),
+        ([*SFT, "data.path=x", "training.warm_start.epochs=2"], "epochs=2.0: expected 0 with 5 steps; set one of them"),
+        ([*SFT, "data.eval_rows=5"], "data.eval_rows=5: expected nothing without data.path; set that too"),
+        ([*SFT, "cluster=slurm", "resources.layout=het"], "expected one with training.steps=0: the trainer is the"),
+    ],
+)
+def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_run(compose_config(["experiment=demo", *overrides]))
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -68,6 +101,10 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
         (["rollout.min_samples=9"], "at most rollout.samples (8)"),
+        (["reward.weights=[1]"], "one for each of reward.functions (0)"),
+        (["reward.functions=[a:b,c:d]", "reward.weights=[1]"], "one for each of reward.functions (2)"),
+        (["reward.functions=[a:b,a:b]"], "expected each function once; a:b is there twice"),
+        (["reward.calls=group"], "expected sample, since reward.functions is empty"),
         (["training.micro_batch_tokens=8"], "so that every sample fits"),
         (["resources.device=cuda"], "resources.trainer.gpus=0: expected 1 with resources.device=cuda"),
     ],

@@ -1,6 +1,5 @@
 """What the launcher says when a job is over, its exit code, and what interrupts it."""
 
-import os
 import signal
 from pathlib import Path
 from typing import Literal
@@ -16,33 +15,11 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from slurm.batch.executors import RunJob
-from slurm.launch.following import called, conclude_job, conclude_run, follow_job, interrupts, last_attempt
+from slurm.launch.following import called, conclude_job, conclude_run, follow_job, last_attempt
 from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler
-
-
-def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with interrupts() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert received == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_hang_up_ends_a_launcher_that_does_not_ignore_it() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        with interrupts() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received == [signal.SIGHUP]
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
@@ -137,12 +114,12 @@ def test_a_job_that_stopped_says_what_failed_and_why_it_is_not_requeued(
     attempt = begin(run, f"{job.job_id}-0")
     failure = FirstFailure(role="trainer.0", rank=1, cause="killed by SIGKILL", time=0.0, log="", exit_code=-9)
     files.write_document(attempt.first_failure, failure)
-    files.write_document(attempt.outcome, Outcome(decision="stopped", reason="3 barren attempts", time=0.0))
+    files.write_document(attempt.outcome, Outcome(decision="stopped", reason="3 failed attempts", time=0.0))
     slurm.set(job.job_id, "FAILED")
     assert conclude_job(job) == 1
     said = capsys.readouterr().err
     assert "failed: trainer.0 on rank 1: killed by SIGKILL" in said
-    assert "stopped: 3 barren attempts" in said
+    assert "stopped: 3 failed attempts" in said
 
 
 def test_a_job_that_stopped_after_a_lost_rank_has_failed_though_its_agents_were_told_to_end(

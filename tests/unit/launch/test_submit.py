@@ -202,6 +202,20 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
 
 
+def test_sft_alone_asks_for_no_server_of_any_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> None:
+        raise AssertionError("nobody needs it")
+
+    monkeypatch.setattr(submit, "find_vllm", absent)
+    monkeypatch.setattr(submit, "find_server", absent)
+    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7"]
+    assert submit.main([*overrides, "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["demo  arithmetic, SFT alone, 7 steps", "  rank 0: trainer.0"]
+
+
 def test_a_machine_whose_gpus_another_run_has_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

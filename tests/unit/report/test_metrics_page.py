@@ -12,7 +12,8 @@ from tests.unit.losses.losses_by_hand import NAMES, N, everything, measured, num
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
-LOGGED_BY = [*sorted((ROOT / "pipeline" / "training").rglob("*.py")), ROOT / "pipeline" / "roles" / "session.py"]
+ROLES = ROOT / "pipeline" / "roles"
+LOGGED_BY = [*sorted((ROOT / "pipeline" / "training").rglob("*.py")), ROLES / "session.py", ROLES / "peers.py"]
 NAME = re.compile(r"[a-z_]+/[a-z_]+")
 
 

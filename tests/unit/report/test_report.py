@@ -18,6 +18,7 @@ from pipeline.report.charts import all_charts, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
 from pipeline.report.page import page, state, tiles, wall_seconds, write_report
 from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline
+from pipeline.rundir.metrics import FileStep, MetricSinks
 from pipeline.system import files
 from slurm.watch.watcher import snapshot
 from tests.fakes.configs import make_config
@@ -72,6 +73,44 @@ def test_the_headline_gives_state_steps_wall_time_accuracy_and_lag(finished: Fak
     assert words["held-out accuracy, +37.9 points"] == "20.0% → 57.9%"
     assert words["largest lag, at most 2 allowed"] == "2"
     assert wall_seconds(history) < 120, "the hour between the attempts does not count"
+
+
+def test_the_page_of_sft_alone_tells_of_its_steps_and_its_loss(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}}
+    run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training))
+    attempt = run.attempt("local1-0")
+    attempt.train("sft", range(1, 21))
+    run.finish(20)
+    history = read_history(run.root)
+    words = {what: value for value, what in tiles(history)}
+    assert words["steps of SFT"] == "20 / 20"
+    assert re.fullmatch(r"2\.\d+ → 2\.\d+", words["loss, first → last tenth"])
+    assert [chart.title for chart in all_charts(history)] == ["Loss of SFT", "Throughput"]
+    assert "of RL" not in page(history)
+
+
+def test_the_page_of_jobs_of_files_tells_of_each_kind(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "jobs": "/data/queue"}
+    run = FakeRun(tmp_path / "jobs", make_config(name="jobs", training=training))
+    nothing = read_history(run.root)
+    assert [(chart.title, chart.missing) for chart in all_charts(nothing)] == [
+        ("Loss", "metrics.jsonl has no loss yet")
+    ]
+    assert tiles(nothing)[0] == ("0", "steps of all jobs")
+    attempt = run.attempt("local1-0")
+    with MetricSinks(run.paths.metrics, attempt.paths.attempt) as sinks:
+        for step in range(1, 9):
+            kind = "sft" if step <= 4 else "rl"
+            numbers = {"loss": 1.0 / step, "tokens_per_second": 10.0 * step}
+            sinks.log("train", kind, step, numbers, FileStep(kind, 1, (step - 1) % 4 + 1, 4))
+    history = read_history(run.root)
+    assert [chart.title for chart in all_charts(history)] == [
+        "Loss of SFT", "Throughput", "Loss of RL", "Throughput"
+    ]  # fmt: skip
+    assert {"steps of all jobs": "8", "tokens/s trained, median": "50"}.items() <= {
+        what: value for value, what in tiles(history)
+    }.items()
+    assert "/data/queue" in page(history)
 
 
 def test_a_page_is_self_contained(finished: FakeRun) -> None:

@@ -1,6 +1,6 @@
 """What the controller does as it begins and while it waits: real commits of a policy that is one tensor."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import Fence, TrainerState, newest_committed, sharded
-from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.background import Saver
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
 from pipeline.errors import CheckpointError, TrainingError
@@ -31,9 +31,12 @@ class OneRank:
 
     patience, broken = Deadlines(), False
 
+    def __init__(self) -> None:
+        self.saver = Saver()
+
     def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
         worker = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}})
-        return [function(SimpleNamespace(worker=lambda name: worker, background=None), *args)]
+        return [function(SimpleNamespace(worker=lambda name: worker, background=None, saver=self.saver), *args)]
 
     def idle(self) -> None:
         pass
@@ -47,7 +50,8 @@ class Waiting:
         attempt = run.attempt("12-0")
         world = attempt.meet()
         self.context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
-        session = Session(self.context, cast(Dispatch, OneRank()))
+        self.dispatch = OneRank()
+        session = Session(self.context, cast(Dispatch, self.dispatch))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
         self.finish = session._finish_commits
         self.durable: list[tuple[str, ...]] = []
@@ -57,13 +61,12 @@ class Waiting:
     def commit(self) -> None:
         """It is over, well or badly, when this returns; nobody has looked at it yet."""
         self.commits.commit(jobs_of(self.context.config)[0], 1, COVERED)
-        wait_for("the save to be over", lambda: saver.idle, 30)
+        wait_for("the save to be over", lambda: self.dispatch.saver.idle, 30)
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    yield Waiting(tmp_path)
-    saver.forget()
+def waiting(tmp_path: Path) -> Waiting:
+    return Waiting(tmp_path)
 
 
 def overtaken_while_it_is_written(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:

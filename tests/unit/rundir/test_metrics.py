@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.metrics import Console, MetricSinks, Row, RowReader, read_rows, roll_back, series
+from pipeline.rundir.metrics import (
+    Console,
+    FileStep,
+    MetricSinks,
+    Row,
+    RowReader,
+    read_rows,
+    roll_back,
+    roll_back_file,
+    series,
+)
 from pipeline.tracking.sinks import chosen_mode
 from tests.fakes.full_disk import room_for
 
@@ -59,6 +69,30 @@ def test_steps_that_are_trained_again_have_the_row_of_the_second_time(path: Path
             sinks.log("train", "rl", step, {"loss": 2.0})
     assert steps(path) == list(range(1, 36))
     assert [row["loss"] for row in read_rows(path)] == [1.0] * 25 + [2.0] * 10
+
+
+def test_the_steps_of_files_are_counted_on_and_only_those_of_one_file_go(path: Path) -> None:
+    """`b` is interrupted with its second step uncommitted, `a` is written anew, and `b` goes on after it."""
+
+    def train(file: str, written: int, steps: range) -> int:
+        begun = FileStep(file, written, steps[0] - 1, 4)
+        last = roll_back_file(path, begun)
+        with MetricSinks(path, "12-0") as sinks:
+            for step in steps:
+                at = FileStep(file, written, step, 4)
+                sinks.log("train", "sft", last + step - begun.done, {"loss": 1.0}, at)
+        return last
+
+    begun = [
+        train("a", 1, range(1, 3)),
+        train("b", 2, range(1, 3)),
+        train("a", 3, range(1, 3)),
+        train("b", 2, range(2, 4)),
+    ]
+    assert begun == [0, 2, 4, 6]
+    rows = [(row["step"], row["file"], row["done"]) for row in read_rows(path)]
+    first, second = [(1, "a", 1), (2, "a", 2), (3, "b", 1)], [(5, "a", 1), (6, "a", 2), (7, "b", 2), (8, "b", 3)]
+    assert rows == first + second
 
 
 def test_rows_of_a_later_job_go_when_the_run_goes_back_to_an_earlier_one(path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import pickle
+from itertools import islice
 
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.system.waiting import Deadline, wait_for, within
+from pipeline.system.waiting import Deadline, growing_pauses, wait_for, within
 from tests.fakes.clock import FakeClock
 
 
@@ -80,3 +81,8 @@ def test_a_timeout_of_the_work_itself_is_not_taken_for_the_deadline() -> None:
 
     with pytest.raises(TimeoutError, match="the work's own"):
         asyncio.run(within("a reply", fails(), 5.0))
+
+
+def test_pauses_grow_to_the_longest_and_stay() -> None:
+    found = list(islice(growing_pauses(0.2, 0.5), 5))
+    assert found == pytest.approx([0.2, 0.3, 0.45, 0.5, 0.5])

@@ -49,3 +49,10 @@ class Abstract(Task):
 
 class NoTask:
     pass
+
+
+class Unscored(Endless):
+    """Can be used, with reward functions only."""
+
+    name = "unscored"
+    scores = False

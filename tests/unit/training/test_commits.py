@@ -1,7 +1,7 @@
 """What a trainer goes on from: real commits of a policy that is one tensor, and the files that belong to them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import newest_committed
-from pipeline.checkpoints.background import saver
+from pipeline.checkpoints.background import Saver
 from pipeline.errors import OvertakenError
 from pipeline.rundir.metrics import MetricSinks, read_rows
 from pipeline.training.commits import Commits
@@ -31,6 +31,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self.models: dict[str, torch.Tensor] = {}
+        self.saver = Saver()
 
     def init_model(self, name: str, spec: object) -> None:
         self.models[name] = torch.zeros(1)
@@ -39,7 +40,8 @@ class OneRank:
         del self.models[name]
 
     def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
-        return [function(SimpleNamespace(worker=self._worker, background=None, patience=self.patience), *args)]
+        site = SimpleNamespace(worker=self._worker, background=None, patience=self.patience, saver=self.saver)
+        return [function(site, *args)]
 
     def idle(self) -> None:
         pass
@@ -69,9 +71,8 @@ class Trainer:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[FakeRun]:
-    yield FakeRun(tmp_path / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
-    saver.forget()
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
 
 
 def rot(run: FakeRun, *steps: int, file: str = "__0_0.distcp") -> None:

@@ -24,9 +24,6 @@ from pipeline.training.jobs import (
 )
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.queue import JobQueue, waiting
-from slurm.launch import train
-from slurm.launch.compose import compose_config
-from slurm.launch.train import Trainer, name_of
 from tests.fakes.configs import make_config
 
 RL: dict[str, Any] = {
@@ -124,6 +121,14 @@ def test_a_run_has_its_two_jobs_in_the_same_form(tmp_path: Path) -> None:
 
 def test_a_run_without_a_warm_start_has_one_job() -> None:
     assert [job.kind for job in jobs_of(make_config())] == ["rl"]
+
+
+def test_sft_alone_makes_the_runs_model_on_the_schedule_of_the_config() -> None:
+    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 5, "batch": 2, "lr": 0.5}}
+    schedule = {"schedule": "cosine", "warmup_steps": 2, "clip_norm": 3.0}
+    (job,) = jobs_of(make_config(training=training, optim={"lr": 0.25, **schedule}))
+    assert (job.kind, job.steps, job.output) == ("sft", 5, "../model")
+    assert job.optim.model_dump(include={"lr", *schedule}) == {"lr": 0.5, **schedule}
 
 
 def test_jobs_that_ask_for_different_things_have_different_digests(tmp_path: Path) -> None:
@@ -323,30 +328,3 @@ def test_the_prompts_of_a_job_of_rl_are_cut_into_mini_batches_of_one_size(tmp_pa
         ConfigError, match=r"mini_batches=3: expected a divisor of schedule\.prompts of .*a\.json \(32\)"
     ):
         check_alone(file, read_job(file), three)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("a b.json", "a-b"),
-        ("lr=1.json", "lr-1"),
-        ("007", "007"),
-        ("-.json", "jobs"),
-        ("é.json", "jobs"),
-        ("_x{y}", "x-y-"),
-    ],
-)
-def test_a_path_of_any_letters_gives_the_config_a_name(name: str, expected: str, tmp_path: Path) -> None:
-    assert name_of(tmp_path / name) == expected
-    assert compose_config([f"name='{name_of(tmp_path / name)}'", "training.steps=1"]).name == expected
-
-
-def test_a_job_below_a_path_of_any_letters_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Trainer] = []
-    monkeypatch.setattr(train, "run_here", lambda trainer: started.append(trainer) or 0)
-    folder = tmp_path / "lr=1 [é]"
-    folder.mkdir()
-    file = write(folder, "step 7, lr=2.json", SFT)
-    assert [train.main([str(path), "training.steps=1"]) for path in (file, folder)] == [0, 0]
-    assert [(each.path, each.config.name) for each in started] == [(file, "step-7-lr-2"), (folder, "lr-1-")]
-    assert train.main([str(tmp_path / "x=y.json")]) == 2

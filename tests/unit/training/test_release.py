@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from pipeline.checkpoints.background import Saver
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.release import LIBRARIES_BYTES, release
@@ -17,7 +18,7 @@ class Ranks:
 
     def __init__(self, device: str = "cuda") -> None:
         self.models = {"policy": object()}
-        self._sites = [SimpleNamespace(rank=rank, device=device, workers={}) for rank in range(2)]
+        self._sites = [SimpleNamespace(rank=rank, device=device, workers={}, saver=Saver()) for rank in range(2)]
 
     def on_sites(self, function: Callable[..., Any]) -> list[Any]:
         return [function(site) for site in self._sites]

@@ -14,7 +14,7 @@ from pipeline.system import files
 from slurm.registry import locks, manifest, runs
 from slurm.registry.manifest import SweepManifest
 from slurm.scheduler.protocol import QueuedJob, Scheduler
-from slurm.watch import view
+from slurm.watch import table, view
 from slurm.watch.overview import Line, Overview
 from slurm.watch.table import COLUMNS, age, cells, columns, fitting, follow_table, main, render_table, show
 from tests.fakes.clock import FakeClock
@@ -320,6 +320,16 @@ def test_following_tells_every_change_once_and_ends_with_the_last_job(tmp_path: 
     assert len(clock.slept) == 5
     told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert told[:4] == ["one: training", "two: training", "one: finished", "two: interrupted"]
+
+
+def test_a_sweep_is_watched_as_long_as_a_launcher_is_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of its points no job is live."""
+    paths = SweepPaths(tmp_path / "lr")
+    make_sweep(paths.root, "seed=1")
+    monkeypatch.setattr(locks, "is_held", lambda path: path == paths.lock and len(clock.slept) < 3)
+    clock = FakeClock()
+    assert table.watch_sweep([f"sweep={paths.root}"], clock) == 1
+    assert len(clock.slept) == 3
 
 
 def test_following_waits_while_the_scheduler_is_silent(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.report.state import Before, Ended, Running
-from slurm.watch.display import COLOURS, MOST_ROLES, most_telling, render_run, sparkline
-from slurm.watch.snapshot import RoleLine, Snapshot
+from pipeline.rundir.metrics import FileStep, MetricSinks
+from slurm.watch.display import COLOURS, MOST_ROLES, figures, most_telling, render_run, sparkline
+from slurm.watch.snapshot import Progress, RoleLine, Snapshot
 from slurm.watch.ticker import LINE_SECONDS, Ticker
 from slurm.watch.view import ANSWER_SECONDS, follow_run, main, watch_run
 from slurm.watch.watcher import Watcher, snapshot
@@ -101,6 +102,40 @@ def test_the_warm_start_has_its_own_progress(run: FakeRun, attempt: FakeAttempt)
     text = shown(snapshot(run.root))
     assert "warm start" in text
     assert "10 / 20" in text
+
+
+def test_sft_alone_shows_its_loss_and_nothing_of_what_is_sampled(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}}
+    run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training))
+    attempt = run.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    attempt.train("sft", range(1, 11))
+    now = snapshot(run.root)
+    assert [name for name, *_ in figures(now)] == ["loss", "grad norm", "tokens/s"]
+    assert figures(now)[0][1] == f"{now.losses[-1]:.3f}"
+    assert "fine-tuning" in shown(now)
+    assert "10 / 20" in shown(now)
+
+
+def test_the_jobs_of_files_show_the_one_that_trains(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "jobs": str(tmp_path / "queue")}
+    run = FakeRun(tmp_path / "queue-run", make_config(name="queue-run", training=training))
+    attempt = run.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    assert "1 / 4" not in shown(snapshot(run.root))
+    with MetricSinks(run.paths.metrics, attempt.paths.attempt, clock=lambda: run.now) as sinks:
+        for step in range(1, 8):
+            run.now += 2.0
+            file, done, of = ("1-sft", step, 3) if step <= 3 else ("2-rl", step - 3, 10)
+            sinks.log("train", file[2:], step, {"loss": 1.0 / step}, FileStep(file, 7, done, of))
+    with run.launched():
+        now = snapshot(run.root)
+    assert now.progress == Progress("rl", 4, 10, pytest.approx(12.0), "2-rl")
+    assert len(now.losses) == 7
+    for word in ("2-rl", "4 / 10 · 0:12 left", "0.143"):
+        assert word in shown(now)
 
 
 def test_a_new_attempt_is_shown_from_its_name_on_and_never_the_old_ones_failure(

@@ -33,6 +33,16 @@ def test_every_kind_of_role_has_nodes_of_its_own_by_default():
     assert (plan.ranks, plan.spares, plan.ports_per_rank) == (4, 0, 2)
 
 
+def test_without_steps_of_rl_the_trainer_is_the_only_role():
+    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 5}}
+    resources = {"trainer": {"nodes": 2}, "inference": {"nodes": 2}, "spares": 1}
+    plan = make_plan(make_config(training=training, resources=resources))
+    assert roles(plan) == ["trainer.0", "trainer.1"]
+    assert (plan.ranks, plan.spares, plan.ports_per_rank) == (3, 1, 1)
+    with pytest.raises(PlanError, match=r"at least 3 \(trainer 2 \+ spares 1\): 1 missing"):
+        make_plan(make_config(training=training, resources={**resources, "nodes": 2}))
+
+
 def test_file_streams_need_no_redis():
     assert roles(plan_of(streams="files"))[0] == "preprocessor.0 + actor.0"
 

@@ -1,0 +1,73 @@
+"""The keys that say which conversations are trained: where rows come from, what their columns mean, what counts.
+
+Owns `data.*`. A `SourceConfig` is what any reader of rows needs; `DataConfig` adds what supervised fine-tuning makes of
+them. Must not know how a row is read or rendered.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipeline.config.values import NotNegative, Section
+
+
+class ColumnsConfig(Section):
+    """What the columns of a dataset are called. Those that a dataset lacks are looked for only where they were set."""
+
+    messages: str = Field("messages", description="Column with the whole conversation, a list of messages.")
+    prompt: str = Field("prompt", description="Column with what is asked: a text, or a list of messages.")
+    completion: str = Field("completion", description="Column with the answer to the prompt: a text, or messages.")
+    tools: str = Field("tools", description="Column with the tools that a conversation may call, as JSON schemas.")
+
+
+class SourceConfig(Section):
+    """Where rows are read from."""
+
+    path: str = Field(
+        "",
+        description="A file (`.jsonl`, `.json`, `.parquet`), a folder of them or of a saved dataset, or a name on the "
+        "Hugging Face Hub; empty: none.",
+    )
+    subset: str = Field("", description="Subset (configuration) of a dataset on the Hub.")
+    revision: str = Field("", description="Branch, tag or commit of a dataset on the Hub.")
+    split: str = Field("train", description="Split to read; slices as `train[:10%]` are understood.")
+    columns: ColumnsConfig = ColumnsConfig()
+
+
+class DataConfig(SourceConfig):
+    """The conversations of supervised fine-tuning; without a path it trains the demonstrations of the task."""
+
+    eval_path: str = Field("", description="Where the held-out rows are; empty: in data.path.")
+    eval_split: str = Field("", description="Split of the held-out rows; empty: data.eval_rows says how many.")
+    eval_rows: NotNegative = Field(
+        0, description="Rows that are held out: of data.eval_split the first, without it the last of data.split."
+    )
+    train_on: Literal["all", "last", "each"] = Field(
+        "all",
+        description="Turns of the assistant that are trained: all of a conversation, its last, or each as a row of its "
+        "own with what came before it, as templates need that drop the reasoning of earlier turns.",
+    )
+    shuffle: bool = Field(True, description="Visit the rows of each epoch in an order of its own, by seed.")
+    overlong: Literal["drop", "refuse"] = Field(
+        "drop", description="Rows of more than model.max_length tokens: left out and counted, or an error."
+    )
+    invalid: Literal["refuse", "drop"] = Field(
+        "refuse", description="Rows that cannot be trained: an error that names the first, or left out and counted."
+    )
+
+
+def located_data(data: DataConfig) -> DataConfig:
+    """The same data from whatever directory one looks: paths of what is on disk are absolute."""
+
+    return data.model_copy(update={"path": _whole(data.path), "eval_path": _whole(data.eval_path)})
+
+
+def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the options of a task that reads a dataset."""
+    return {key: _whole(value) if key in ("path", "eval_path") else value for key, value in options.items()}
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).resolve()) if path and Path(path).exists() else path

@@ -1,0 +1,23 @@
+"""Datasets: rows on disk, or on the Hub, as conversations by index.
+
+| module | owns |
+|---|---|
+| `sources` | from a path to rows by number: JSON files here, all else by the library `datasets` |
+| `lines` | JSON files, each row exactly as it is written |
+| `messages` | one conversation in one form, whatever form its row had |
+| `examples` | what the columns of a row mean: `Examples`, by index |
+| `content` | one digest of all rows, by which a resumed run knows its data again |
+
+One reader for supervised fine-tuning and for reinforcement learning:
+
+    examples = Examples.open(SourceConfig(path="chat.jsonl"))
+    examples[7].prompt       # messages, up to where the policy speaks
+    examples[7].columns      # what else the row says, for a reward
+
+Knows neither tokens nor models.
+"""
+
+from pipeline.data.examples import Example, Examples
+from pipeline.data.messages import Conversation
+
+__all__ = ["Conversation", "Example", "Examples"]

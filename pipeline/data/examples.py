@@ -1,0 +1,111 @@
+"""What the columns of a row mean: conversations and prompts by index.
+
+Owns the choice of columns and its errors. A dataset has a column of whole conversations (`messages`), or one of prompts
+with or without one of completions. Promises that a column which is named but not there, and a dataset without rows, are
+a `ConfigError` before any row is read; and that a row which is no conversation is a `RowError` that names it. An
+index gives the same example in every process and after every restart, as long as the data are the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config import nearest
+from pipeline.config.data import ColumnsConfig, SourceConfig
+from pipeline.data.messages import Conversation, Message, MessageError, read_messages, read_tools
+from pipeline.data.sources import Rows, open_rows
+from pipeline.errors import ConfigError, RecordError
+
+
+class RowError(RecordError):
+    """A row of a dataset that cannot be used; the message names the dataset, the row and the reason."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row.
+
+    Attributes:
+        conversation: all of its messages; of a dataset of prompts, those.
+        columns: its other columns by name, such as the answer that a reward compares with.
+    """
+
+    conversation: Conversation
+    columns: Mapping[str, Any]
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages up to where the policy speaks: those of the prompt, or all before the last assistant turn."""
+        talk = self.conversation
+        if talk.asked:
+            return talk.messages[: talk.asked]
+        return talk.messages[: talk.turns[-1]] if talk.turns else talk.messages
+
+
+class Examples:
+    """The rows of a dataset as examples, by index."""
+
+    def __init__(self, rows: Rows, columns: ColumnsConfig, name: str, section: str = "data") -> None:
+        """`ConfigError` unless there are rows, with the columns that are named.
+
+        Errors call the rows `name`, and their keys are those of `section`.
+        """
+        self._rows, self._name = rows, name
+        if not len(rows):
+            raise ConfigError(f"{section}.path", name, "a dataset with rows", "it has none; look at its split")
+        self._columns = _chosen(rows.columns, columns, f"{section}.columns")
+
+    @classmethod
+    def open(cls, source: SourceConfig, section: str = "data") -> "Examples":
+        """The examples of a source; `ConfigError`, whose key is one of `section`, when it cannot be read, is empty, or
+        lacks a column."""
+        return cls(open_rows(source, section), source.columns, f"{source.path} ({source.split})", section)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def answered(self) -> bool:
+        """Whether rows hold answers, which supervised fine-tuning needs; those of a dataset of prompts do not."""
+        return "messages" in self._columns or "completion" in self._columns
+
+    def __getitem__(self, index: int) -> Example:
+        """Row `index`; `RowError` if it is no conversation."""
+        try:
+            return self._example(self._rows[index])
+        except (MessageError, RecordError) as error:
+            raise self.wrong(index, str(error)) from None
+
+    def wrong(self, index: int, reason: str) -> RowError:
+        """The error that says why row `index` cannot be used."""
+        return RowError(f"{self._name}: row {index}: {reason}")
+
+    def _example(self, row: Mapping[str, Any]) -> Example:
+        used = set(self._columns.values())
+        rest = {name: value for name, value in row.items() if name not in used}
+        return Example(self._conversation({key: row.get(name) for key, name in self._columns.items()}), rest)
+
+    def _conversation(self, row: Mapping[str, Any]) -> Conversation:
+        tools = read_tools(row.get("tools"))
+        if "messages" in row:
+            return Conversation(read_messages(row["messages"]), tools=tools)
+        prompt = read_messages(row["prompt"])
+        said = read_messages(row["completion"], "assistant") if "completion" in row else ()
+        return Conversation((*prompt, *said), asked=len(prompt), tools=tools)
+
+
+def _chosen(there: tuple[str, ...], columns: ColumnsConfig, section: str) -> dict[str, str]:
+    """What is read of each row: the meaning of each column that is used, with its name in the dataset."""
+    named = {key: getattr(columns, key) for key in ColumnsConfig.model_fields}
+    for key in sorted(columns.model_fields_set):
+        if named[key] not in there and named[key] != ColumnsConfig.model_fields[key].default:
+            mend = nearest(named[key], list(there))
+            raise ConfigError(f"{section}.{key}", named[key], "a column of the dataset", mend)
+    if named["messages"] in there:
+        wanted = ["messages", "tools"]
+    elif named["prompt"] in there:
+        wanted = ["prompt", "completion", "tools"]
+    else:
+        expected = f"a column of the dataset, which has {', '.join(there)}"
+        raise ConfigError(f"{section}.messages", named["messages"], expected, f"set it, or {section}.prompt")
+    return {key: named[key] for key in wanted if named[key] in there}

@@ -1,0 +1,124 @@
+"""Rows of JSON files by number, as they are written.
+
+Owns the way from JSONL, or a JSON list, to a row. Promises each row exactly: the library `datasets` puts JSON into
+columns, where a text such as "2" beside a list in another row comes back as the number 2, and every object has the keys
+of all others. Only the place of each line is kept in memory, so a file may be larger than that. A line that is no
+object is named when it is read.
+
+A folder has the files of a split by their names: `train.jsonl`, or `train-00000-of-00002.jsonl`; all files are of
+`train` when none is named so.
+"""
+
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import RecordError
+
+SUFFIXES = (".jsonl", ".json")
+PEEK_ROWS = 1000
+"""Rows of which the columns are read off; a row may lack some."""
+
+
+class JsonRows:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._parts = [_List(path) if _is_list(path) else _Lines(path) for path in paths]
+        self._ends = list(accumulate(len(part) for part in self._parts))
+        seen = (self[index] for index in islice(range(len(self)), PEEK_ROWS))
+        self.columns = tuple(dict.fromkeys(name for row in seen for name in row))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Row `index`; `RecordError` when its line is no object, `IndexError` when there is none."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        place = bisect_right(self._ends, index)
+        part = self._parts[place]
+        return part.row(index - self._ends[place] + len(part))
+
+
+class _Lines:
+    """A file with an object in each line; empty lines are none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts = array("q", _starts(path))
+        with path.open("rb") as file:
+            self._map = mmap(file.fileno(), 0, access=ACCESS_READ) if len(self._starts) else None
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        start = self._starts[index]
+        assert self._map is not None, "there are rows"
+        end = self._map.find(b"\n", start)
+        return _object(self._map[start : end if end >= 0 else None], f"{self._path}, byte {start}")
+
+
+class _List:
+    """A file with one JSON list of objects, which memory has to hold."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._rows = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise RecordError(f"{path} is no JSON: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        return _checked(self._rows[index], f"{self._path}, entry {index}")
+
+
+def files_of(folder: Path, split: str) -> list[Path]:
+    """The JSON files of a split, by name; none when there are none."""
+    found = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    named = {path: path.stem.partition("-")[0].partition("_")[0].partition(".")[0] for path in found}
+    chosen = [path for path in found if named[path] == split]
+    return chosen if chosen or split != "train" else found
+
+
+def splits_of(folder: Path) -> list[str]:
+    """What `files_of` would take for a split."""
+    return sorted({path.stem.partition("-")[0] for path in folder.iterdir() if path.suffix in SUFFIXES})
+
+
+def _is_list(path: Path) -> bool:
+    if path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(64).lstrip().startswith(b"[")
+
+
+def _starts(path: Path) -> Iterator[int]:
+    position = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.isspace():
+                yield position
+            position += len(line)
+
+
+def _object(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        return _checked(json.loads(line), where)
+    except ValueError as error:
+        raise RecordError(f"{where}: no JSON: {error}") from None
+
+
+def _checked(row: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(row, dict):
+        raise RecordError(f"{where}: expected an object, found {type(row).__name__}")
+    return row

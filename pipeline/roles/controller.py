@@ -1,0 +1,59 @@
+"""Rank 0 of the trainer, whatever it trains: its numbers, how it hears the end, and how it tells it.
+
+Owns what an attempt that trains a run's own steps (`session`) and one that does the jobs of files (`job_session`) have
+in common. Must not know what is trained.
+"""
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from pipeline.roles.context import RoleContext
+from pipeline.rundir.events import Listener
+from pipeline.rundir.metrics import Console, MetricSinks
+from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.tracking.sinks import tracking_sinks
+from pipeline.training.batches import Interrupted
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.release import release
+
+
+class Controller:
+    """The controller's part of one attempt."""
+
+    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+        self._context, self._dispatch, self._config = context, dispatch, context.config
+        self._listener = Listener(context.events, ranks=1 + max(place.rank for place in context.world.placements))
+
+    def run(self) -> None:
+        """Train what is left; returns without `training_finished` when the attempt is ending."""
+        raise NotImplementedError
+
+    def _open_sinks(self, opened: ExitStack, check: Callable[[], None]) -> MetricSinks:
+        """Where the run's numbers go until `opened` closes; `check` as in `MetricSinks`."""
+        paths = self._context.paths
+        tracking = tracking_sinks(self._config, paths)
+        sinks = MetricSinks(self._context.run.metrics, paths.attempt, [Console(), *tracking], check=check)
+        return opened.enter_context(sinks)
+
+    def _get_ready(self, detail: str) -> None:
+        """From now on events say when to commit and end, and signals do not."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._context.announce("ready", detail)
+
+    def _pulse(self) -> None:
+        """Called while the controller waits between two operations: show the ranks that it lives.
+
+        Raises `Interrupted` when the attempt is ending.
+        """
+        self._dispatch.idle()
+        heard = self._listener.heard()
+        ending = heard.get("failed") or heard.get("draining")
+        if ending is not None:
+            raise Interrupted(f"{ending.name} by {ending.by}")
+
+    def _finish(self) -> None:
+        """Give the devices back, then tell that the training is finished."""
+        release(self._dispatch)
+        by = self._context.placement.name
+        insist("the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS)

@@ -1,0 +1,90 @@
+"""What the controller of a run with RL has of the other roles.
+
+Owns the wiring of RL: the streams of groups, the board, the servers that get the weights, and evaluations. A run
+without steps of RL has none of it. Must not know losses, ranks or checkpoints.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import fmean
+
+from pipeline.groups.ledger import Ledger
+from pipeline.roles.context import RoleContext
+from pipeline.rundir.metrics import read_rows
+from pipeline.streams import connect
+from pipeline.streams.board import Board
+from pipeline.training.batches import GroupBatches, Pulse
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.evaluation import Evaluations
+from pipeline.training.jobs import RlJob
+from pipeline.training.publisher import Publisher
+from pipeline.training.rl import ReinforcementLearning
+from pipeline.weights.link import MeetingPoint
+from pipeline.weights.sender import CPU, WeightSender
+
+
+class Peers:
+    """The actor, the preprocessor, Redis and the servers, as the controller of one attempt talks to them."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        dispatch: Dispatch,
+        ledger: Ledger,
+        opened: ExitStack,
+        pulse: Pulse,
+        note: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        """Connect; `opened` closes it, the weight groups first. `note` is told each evaluation, by version."""
+        self._context, self._dispatch, self._ledger = context, dispatch, ledger
+        self._actor = replace(context, placement=context.world.of_role("actor")[0])
+        config = context.config
+        streams = opened.enter_context(connect(context))
+        self._board = Board(streams)
+        self._publisher = Publisher(dispatch, opened.enter_context(self._sender()), pulse)
+        self._batches = GroupBatches(streams, self._board, ledger, config, pulse, dispatch.models["policy"].vocabulary)
+        self._evaluations = Evaluations(
+            streams,
+            context.paths.attempt,
+            config.training.data_seconds,
+            [row["step"] for row in read_rows(context.run.metrics) if (row["kind"], row["job"]) == ("eval", "rl")],
+            note,
+            pulse,
+        )
+
+    def _sender(self) -> WeightSender:
+        context, config = self._context, self._context.config
+        servers = [placement.endpoint for placement in context.world.of_role("inference")]
+        place = context.world.of_role("trainer")[0]
+        meeting = MeetingPoint(place.address, place.ports[1], context.world.password)
+        patience, told = config.cluster.startup_seconds, self._board.post_server
+        device = self._dispatch.device if config.weights_backend == "nccl" else CPU
+        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what waits for a commit takes half of the streams' budget."""
+        return self._batches.crowded
+
+    def algorithm(self, job: RlJob) -> ReinforcementLearning:
+        """What trains a job of RL on the streams."""
+        config = self._context.config
+        return ReinforcementLearning(job, config, self._dispatch, self._batches, self._publisher, self._evaluations)
+
+    def begin_commit(self) -> tuple[str, ...]:
+        """The stream entries that a commit of now covers."""
+        return self._batches.begin_commit()
+
+    def give_up(self, covered: tuple[str, ...]) -> None:
+        """What a durable commit covers; the board needs it before it is acknowledged."""
+        self._board.post_ledger(self._ledger.snapshot())
+        self._batches.acknowledge(covered)
+
+    def idle_fractions(self) -> dict[str, float]:
+        """How idle the servers and the actor were in the last second, as the actor reported: 0 … 1 each."""
+        status = self._actor.status()
+        numbers = status.numbers if status is not None else {}
+        servers = [value for name, value in numbers.items() if name.startswith("idle/")]
+        found = {"idle/actor": numbers.get("gate_blocked"), "idle/servers": fmean(servers) if servers else None}
+        return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,67 @@
+"""A launcher of points that submits to a scheduler in memory."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.errors import SchedulerError
+from pipeline.rundir.documents import Finished, SubmittedJob
+from pipeline.rundir.paths import SweepPaths
+from pipeline.system import files
+from pipeline.world.plan import Plan, make_plan
+from slurm.launch.sweep import PointLauncher
+from slurm.registry import runs
+from slurm.scheduler.protocol import Scheduler
+from tests.fakes.scheduler import FakeScheduler
+
+
+@dataclass
+class FakeLaunch:
+    """Submits to a scheduler in memory; `refused` names the runs that it refuses, `codes` how local runs end."""
+
+    scheduler: FakeScheduler = field(default_factory=FakeScheduler)
+    refused: set[str] = field(default_factory=set)
+    codes: dict[str, int] = field(default_factory=dict)
+    submitted: list[str] = field(default_factory=list)
+    shown: list[tuple[str, bool]] = field(default_factory=list)
+
+    @property
+    def launch(self) -> PointLauncher:
+        return PointLauncher(self.check, self.show, self.run, self.submit, self.find)
+
+    def check(self, config: RunConfig) -> Plan:
+        runs.examine(config, self.find)
+        return make_plan(config)
+
+    def show(self, config: RunConfig, plan: Plan, whole: bool) -> None:
+        self.shown.append((config.name, whole))
+
+    def run(self, config: RunConfig, plan: Plan) -> int:
+        self.submitted.append(config.name)
+        with runs.claimed(config, self.find) as run:
+            code = self.codes.get(config.name, 0)
+            if code == 0:
+                files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt="local-0"))
+        return code
+
+    def submit(self, config: RunConfig, plan: Plan) -> str:
+        with runs.claimed(config, self.find) as run:
+            if config.name in self.refused:
+                raise SchedulerError("sbatch: job submit limit reached")
+            job = self.scheduler.submit(config.name, comment=f"rollcall {runs.identity(run).run_id}")
+            runs.record_job(run, "slurm", job)
+        self.submitted.append(config.name)
+        return job
+
+    def find(self) -> Scheduler:
+        return self.scheduler
+
+    def end(self, output: Path, name: str, state: str = "FAILED") -> None:
+        """The job of a point is over; `COMPLETED` finishes its run."""
+        run = SweepPaths(output / "lr").point(name)
+        record = files.read_document(run.job, SubmittedJob)
+        assert record
+        self.scheduler.set(record.job, state)
+        if state == "COMPLETED":
+            files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt=f"{record.job}-0"))

@@ -1,0 +1,88 @@
+"""Reward functions that do wrong in groups of samples: all are counted, none is a 0, and nothing is left."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.config import RewardConfig, TaskConfig
+from pipeline.config.models import BUILT_IN
+from pipeline.groups.records import Group
+from pipeline.rollouts.groups import GroupBuilder
+from pipeline.rollouts.rollout import kind_of
+from pipeline.system.waiting import wait_for
+from pipeline.tasks import load_task
+from pipeline.tasks.chat import Chat
+from pipeline.tasks.pool import TaskPool
+from pipeline.tasks.worker import Setup
+from tests.fakes.configs import make_config
+from tests.integration.hostile_functions import FINE, HUNDRED, Provoking, reason_of
+from tests.patience import WAIT_SECONDS
+
+pytestmark = pytest.mark.integration
+
+TINY_TEXT = BUILT_IN / "tiny_text"
+SAMPLES = 10
+
+
+async def groups_of(count: int, notes: Path, seconds: float) -> list[Group]:
+    """So many groups of ten samples, as an actor makes them, with real processes; `seconds` is what a call may take."""
+    task = TaskConfig(name="arithmetic", seconds=seconds, memory_bytes=1 << 31, processes=4)
+    name = "tests.integration.hostile_functions:hostile"
+    reward = RewardConfig(functions=(name,), options={"hostile": {"notes": str(notes)}})
+    config = make_config(
+        model={"path": str(TINY_TEXT), "max_length": 64}, rollout={"samples": SAMPLES, "max_tokens": 16}
+    )
+    chat, slots = Chat(TINY_TEXT), asyncio.Semaphore(16)
+    servers, setup = Provoking(chat), Setup(task, 0, TINY_TEXT, reward)
+    async with TaskPool(setup, WAIT_SECONDS) as pool:
+        builder = GroupBuilder(load_task(task, 0), pool, chat, servers, config)
+
+        async def one(position: int) -> Group:
+            async with slots:
+                return await builder.build(position)
+
+        return list(await asyncio.gather(*map(one, range(count))))
+
+
+def all_are_counted_and_nothing_is_left(groups: list[Group], notes: Path, seconds: float) -> None:
+    hundreds = len(groups) * SAMPLES // 100
+    rewards = Counter(sample.reward for group in groups for sample in group.samples)
+    assert rewards == Counter({reward: HUNDRED[text] * hundreds for text, reward in FINE.items()})
+    assert all(sample.metrics == {"rewards/hostile": sample.reward} for group in groups for sample in group.samples)
+    reasons = Counter(kind_of(reason) for group in groups for reason in group.failures)
+    expected: Counter[str] = Counter()
+    for text, count in HUNDRED.items():
+        if text not in FINE:
+            expected[kind_of(reason_of(text, seconds))] += count * hundreds
+    assert reasons == expected
+    wait_for("no process to be left", lambda: not psutil.Process().children(recursive=True), WAIT_SECONDS)
+    left = [note.name for note in notes.iterdir() if psutil.pid_exists(int(note.name))]
+    assert left == [], "who hung is gone, daemons too"
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_hundred_hostile_functions_cost_their_samples_and_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = open_files()
+    groups = asyncio.run(groups_of(100 // SAMPLES, tmp_path, 10))
+    all_are_counted_and_nothing_is_left(groups, tmp_path, 10)
+    assert open_files() == before
+    assert len(capfd.readouterr().err) < 1 << 20, "what is printed is held back"
+
+
+@pytest.mark.trial
+@pytest.mark.timeout(3600)
+def test_ten_thousand_hostile_functions_leave_an_actor_as_it_was(tmp_path: Path) -> None:
+    asyncio.run(groups_of(100 // SAMPLES, tmp_path, 2))
+    files, memory = open_files(), psutil.Process().memory_info().rss
+    groups = asyncio.run(groups_of(10_000 // SAMPLES, tmp_path, 2))
+    all_are_counted_and_nothing_is_left(groups, tmp_path, 2)
+    assert open_files() == files
+    assert psutil.Process().memory_info().rss < memory + (1 << 27)

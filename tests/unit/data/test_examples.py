@@ -1,0 +1,226 @@
+"""Datasets as examples: every form that a row may have, and one line for what cannot be used."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.data import ColumnsConfig, SourceConfig
+from pipeline.data import Examples
+from pipeline.data.content import Content
+from pipeline.data.examples import RowError
+from pipeline.errors import ConfigError
+
+ASKED, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as JSONL; its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def examples(tmp_path: Path, *rows: Mapping[str, Any], **settings: Any) -> Examples:
+    return Examples.open(SourceConfig(path=write(tmp_path / "rows.jsonl", rows), **settings))
+
+
+def test_a_conversation_keeps_its_other_columns_for_a_reward(tmp_path: Path) -> None:
+    found = examples(tmp_path, {"messages": [ASKED, SAID], "answer": 2, "level": "easy"})
+    assert len(found) == 1
+    assert found[0].conversation.messages == (ASKED, SAID)
+    assert found[0].prompt == (ASKED,)
+    assert found[0].columns == {"answer": 2, "level": "easy"}
+
+
+def test_the_prompt_of_a_conversation_ends_before_its_last_answer(tmp_path: Path) -> None:
+    found = examples(tmp_path, {"messages": [ASKED, SAID, ASKED, SAID]})
+    assert found[0].prompt == (ASKED, SAID, ASKED)
+    assert found[0].conversation.turns == (1, 3)
+
+
+@pytest.mark.parametrize("completion", ["2", [SAID], SAID], ids=["text", "messages", "message"])
+def test_a_prompt_with_its_completion(tmp_path: Path, completion: Any) -> None:
+    found = examples(tmp_path, {"prompt": "1+1", "completion": completion})
+    assert found[0].conversation.messages == (ASKED, SAID)
+    assert found[0].conversation.turns == (1,)
+    assert found.answered
+
+
+def test_answers_within_a_prompt_are_not_trained(tmp_path: Path) -> None:
+    found = examples(tmp_path, {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]})
+    assert found[0].conversation.turns == (3,)
+    assert len(found[0].prompt) == 3
+
+
+def test_prompts_alone_are_a_dataset_for_rl(tmp_path: Path) -> None:
+    found = examples(tmp_path, {"question": "1+1", "answer": "2"}, columns=ColumnsConfig(prompt="question"))
+    assert found[0].prompt == (ASKED,)
+    assert found[0].columns == {"answer": "2"}
+    assert not found.answered
+
+
+def test_sharegpt_and_parts_of_text_are_understood(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]
+    rows = [
+        {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
+        {"conversations": [{"role": "user", "content": parts}, SAID]},
+    ]
+    found = examples(tmp_path, *rows, columns=ColumnsConfig(messages="conversations"))
+    assert [found[index].conversation.messages for index in (0, 1)] == [(ASKED, SAID)] * 2
+
+
+def test_tool_calls_have_objects_as_arguments_and_no_keys_of_other_rows(tmp_path: Path) -> None:
+    def calling(arguments: Any) -> dict[str, Any]:
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [schema]}
+
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    schema = {"type": "function", "function": tool}
+    found = examples(tmp_path, calling({"a": 1}), calling('{"b": [2, {"c": 3}]}'), calling({"d": 4}))
+    arguments = [found[index].conversation.messages[1]["tool_calls"][0]["function"]["arguments"] for index in range(3)]
+    assert arguments == [{"a": 1}, {"b": [2, {"c": 3}]}, {"d": 4}]
+    assert found[0].conversation.tools == (schema,)
+    assert found[0].conversation.messages[1]["content"] == ""
+
+
+def test_a_parquet_file_and_folders_by_split_give_the_same_rows(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"messages": [ASKED, SAID], "answer": str(number)} for number in range(5)]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "both"))
+    write(tmp_path / "folder" / "train.jsonl", rows)
+    write(tmp_path / "folder" / "test.jsonl", rows[:2])
+    for name in ("rows.parquet", "saved", "both", "folder"):
+        found = Examples.open(SourceConfig(path=str(tmp_path / name)))
+        assert [found[index].columns["answer"] for index in range(5)] == list("01234"), name
+        assert found[0].conversation.messages == (ASKED, SAID), name
+    assert len(Examples.open(SourceConfig(path=str(tmp_path / "folder"), split="test"))) == 2
+    assert len(Examples.open(SourceConfig(path=str(tmp_path / "rows.parquet"), split="train[1:3]"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"path": "no/such.jsonl"}, "data.path='no/such.jsonl': expected a file or folder that exists"),
+        ({"split": "tset"}, "data.split='tset': expected one of train, or a slice such as train[:10%]"),
+        (
+            {"columns": {"messages": "mesages"}},
+            "data.columns.messages='mesages': expected a column of the dataset; did",
+        ),
+        ({"columns": {"tools": "functions"}}, "data.columns.tools='functions': expected a column of the dataset; "),
+        ({"subset": "main"}, "data.subset='main': expected nothing, for data on disk; leave it out"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(tmp_path: Path, settings: dict[str, Any], line: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"messages": [ASKED, SAID], "answer": 2}])
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as caught:
+        Examples.open(SourceConfig.model_validate({"path": path} | settings))
+    assert str(caught.value).startswith(line)
+
+
+def test_a_dataset_without_the_columns_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"which has text, label; set it, or data\.columns\.prompt"):
+        examples(tmp_path, {"text": "a", "label": 1})
+
+
+@pytest.mark.parametrize("split", ["train", "train[:0]"])
+def test_an_empty_dataset_is_refused(tmp_path: Path, split: str) -> None:
+    rows = [{"messages": [ASKED, SAID]}] if split != "train" else []
+    with pytest.raises(ConfigError, match=r"^data\.path='[^\n]*: expected a dataset with rows; "):
+        examples(tmp_path, *rows, split=split)
+
+
+def test_rows_of_json_are_what_their_lines_say(tmp_path: Path) -> None:
+    said = ["2", "true", "null", '{"a": 1}', [{"type": "text", "text": "2"}], "\u2028", "é\n"]
+    found = examples(tmp_path, *({"messages": [ASKED, {**SAID, "content": text}], "k": text} for text in said))
+    assert [found[index].columns["k"] for index in range(len(said))] == said
+    contents = [found[index].conversation.messages[1]["content"] for index in range(len(said))]
+    assert contents == ["2", "true", "null", '{"a": 1}', "2", "\u2028", "é\n"]
+
+
+def test_a_json_list_and_several_files_are_one_dataset(tmp_path: Path) -> None:
+    rows = [{"messages": [ASKED, SAID], "answer": number} for number in range(5)]
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "a.json").write_text(json.dumps(rows[:2], indent=1))
+    write(tmp_path / "list" / "b.jsonl", rows[2:])
+    with (tmp_path / "list" / "b.jsonl").open("a") as file:
+        file.write("\n\n")
+    found = Examples.open(SourceConfig(path=str(tmp_path / "list")))
+    assert [found[index].columns["answer"] for index in range(len(found))] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("line", "reason"), [("{", "no JSON: "), ("[1]", "expected an object, found list")])
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = Path(write(tmp_path / "rows.jsonl", [{"messages": [ASKED, SAID]}] * 1001))
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RowError, match=f"row 1001: .*rows.jsonl, byte [0-9]+: {reason}"):
+        Examples.open(SourceConfig(path=str(path)))[1001]
+
+
+def test_files_that_are_no_dataset_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    with pytest.raises(ConfigError, match=r"of one kind: \.jsonl, \.json or \.parquet"):
+        Examples.open(SourceConfig(path=str(tmp_path / "rows.csv")))
+    (tmp_path / "rows.parquet").write_text("no")
+    with pytest.raises(ConfigError, match="expected a dataset that can be read; "):
+        Examples.open(SourceConfig(path=str(tmp_path / "rows.parquet")))
+
+
+def test_the_keys_of_an_error_are_those_of_who_asked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^task\.options\.path="):
+        Examples.open(SourceConfig(path="no/such.jsonl"), "task.options")
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "a list of messages was expected, found []"),
+        ([{"content": "a"}], "message 0 has the role None; expected one of system, developer, user, assistant, tool"),
+        ([ASKED, {"role": "asistant", "content": "a"}], "message 1 has the role 'asistant'; expected one of "),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "a part of type 'image_url'; text"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], "a part of type 'image'"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}], "a tool call without a function's name"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "message 0 calls f with arguments that are no JSON",
+        ),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, messages: Any, reason: str) -> None:
+    found = examples(tmp_path, {"messages": [ASKED, SAID]}, {"messages": messages})
+    assert found[0].prompt == (ASKED,)
+    with pytest.raises(RowError) as caught:
+        found[1]
+    assert "rows.jsonl (train): row 1: " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_the_digest_depends_on_values_and_order_alone() -> None:
+    def digest(*rows: Mapping[str, Any]) -> str:
+        content = Content()
+        for row in rows:
+            content.add(row)
+        return content.digest
+
+    assert digest({"a": 1, "b": "é"}, {"c": None}) == digest({"b": "é", "a": 1}, {"c": None})
+    others = [
+        digest({"a": 1}, {"b": 2}),
+        digest({"b": 2}, {"a": 1}),
+        digest({"a": 1, "b": 2}),
+        digest({"a": "1"}, {"b": 2}),
+    ]
+    assert len(set(others)) == 4

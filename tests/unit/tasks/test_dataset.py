@@ -1,0 +1,96 @@
+"""Prompts from a dataset: rows become prompts with columns, and what cannot be read is said before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RewardConfig, TaskConfig
+from pipeline.errors import ConfigError, RecordError
+from pipeline.tasks import load_task
+from pipeline.tasks.dataset import Dataset
+from pipeline.tasks.rewards import check_rewards
+
+ROWS = [{"prompt": f"{n}+1", "answer": str(n + 1), "extra_info": {"index": n}} for n in range(10)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return written(tmp_path / "sums.jsonl", ROWS)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def dataset(path: Path, **options: Any) -> Dataset:
+    options = {"path": str(path), "eval_rows": 3} | options
+    task = load_task(TaskConfig(name="dataset", options=options), 0)
+    assert isinstance(task, Dataset)
+    return task
+
+
+def test_a_row_is_a_prompt_with_its_columns_and_the_last_rows_are_held_out(file: Path) -> None:
+    task = dataset(file)
+    assert len(task) == 7
+    assert task.prompt(2).messages == ({"role": "user", "content": "2+1"},)
+    assert task.prompt(2).columns == {"answer": "3", "extra_info": {"index": 2}}
+    assert [prompt.columns["answer"] for prompt in task.held_out()] == ["8", "9", "10"]
+
+
+def test_held_out_rows_may_lie_in_another_file(file: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "held_out.jsonl", ROWS[:2])
+    task = dataset(file, eval_path=str(other), eval_rows=0)
+    assert len(task) == 10
+    assert [prompt.columns["answer"] for prompt in task.held_out()] == ["1", "2"]
+    assert len(dataset(file, eval_path=str(other), eval_rows=1).held_out()) == 1
+
+
+def test_a_conversation_is_asked_up_to_where_the_policy_speaks_and_a_system_message_comes_first(tmp_path: Path) -> None:
+    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    own = [{"role": "system", "content": "own"}, *talk]
+    task = dataset(written(tmp_path / "chat.jsonl", [{"messages": talk}, {"messages": own}] * 3), system="be brief")
+    assert [message["content"] for message in task.prompt(0).messages] == ["be brief", "u", "a", "u"]
+    assert [message["content"] for message in task.prompt(1).messages] == ["own", "u", "a", "u"]
+
+
+def test_columns_have_the_names_that_the_dataset_gives_them(tmp_path: Path) -> None:
+    file = written(tmp_path / "qa.jsonl", [{"question": "1+1", "answer": "2"}] * 5)
+    task = dataset(file, columns={"prompt": "question"})
+    assert task.prompt(0).messages[0]["content"] == "1+1"
+    with pytest.raises(ConfigError, match="did you mean question"):
+        dataset(file, columns={"prompt": "questions"})
+
+
+def test_its_rewards_are_functions_of_columns_that_it_has(file: Path) -> None:
+    task, here = dataset(file), "tests.unit.tasks.user_rewards"
+    check_rewards(RewardConfig(functions=(f"{here}:trl_exact", f"{here}:verl_exact")), task, "dataset")
+    with pytest.raises(ConfigError, match="answer, completion_ids, completions, extra_info, prompts; it needs diff"):
+        check_rewards(RewardConfig(functions=(f"{here}:needs_question",)), task, "dataset")
+    with pytest.raises(ConfigError, match="the task dataset has no reward of its own"):
+        check_rewards(RewardConfig(), task, "dataset")
+
+
+def test_a_row_that_is_no_prompt_fails_alone_with_its_number(tmp_path: Path) -> None:
+    task = dataset(written(tmp_path / "odd.jsonl", [{"prompt": "a"}, {"prompt": 7}, *[{"prompt": "b"}] * 4]))
+    assert task.prompt(0).messages[0]["content"] == "a"
+    with pytest.raises(RecordError, match="row 1"):
+        task.prompt(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"path": ""}, "path"),
+        ({"path": "/no/such.jsonl"}, "path"),
+        ({"eval_rows": 10}, "eval_rows"),
+        ({"paht": 1}, "paht"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_its_key(file: Path, options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataset(**{"path": file} | options)
+    assert caught.value.key == f"task.options.{key}"
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,79 @@
+"""docs/tasks.md and docs/rewards.md word by word, as far as that needs no servers; and every experiment is whole."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.tasks import ask, load_task
+from slurm.launch.compose import compose_config
+from slurm.launch.submit import check
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def code_of(page: str, block: int) -> str:
+    return (DOCS / page).read_text().split("```python")[block].split("```")[0]
+
+
+def command_in(page: str, words: str) -> list[str]:
+    told = next(line for line in (DOCS / page).read_text().splitlines() if words in line and "launchers/" in line)
+    return shlex.split(told.partition("launchers/submit.py")[2])
+
+
+def dry_run(words: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "launchers/submit.py", *words, f"output={tmp_path / 'runs'}", "--dry-run"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_the_functions_of_the_page_are_right_and_would_start(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(code_of("rewards.md", 1))
+    ended = dry_run(command_in("rewards.md", "name=mine"), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    names: dict[str, Any] = {}
+    exec((tmp_path / "my_rewards.py").read_text(), names)
+    assert names["exact"]([[{"role": "assistant", "content": " 4 "}], [{"content": "5"}]], ["4", "4"]) == [1.0, 0.0]
+    assert names["short"]("demo", "12", "4") == {"score": 0.75, "characters": 2}
+
+
+def test_the_tools_of_the_page_are_right_and_would_start(tmp_path: Path) -> None:
+    (tmp_path / "lookup.py").write_text(code_of("tasks.md", 1))
+    ended = dry_run(command_in("tasks.md", "name=lookup"), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    names: dict[str, Any] = {}
+    exec((tmp_path / "lookup.py").read_text(), names)
+    task = names["Lookup"](names["ToolOptions"](), 0)
+    (call,) = task.read_calls('<tool_call>{"name": "capital", "arguments": {"country": "Peru"}}</tool_call>')
+    assert call.wrong == ""
+    assert task.use(ask("?"), call.name, call.arguments) == "Lima"
+    assert task.reward(task.prompt(1), "It is Lima.") == 1.0
+
+
+@pytest.mark.parametrize("name", ["countdown", "reasoning_gym", "tools"])
+def test_every_experiment_of_the_tiny_model_would_start(name: str, tmp_path: Path) -> None:
+    config = compose_config([f"experiment={name}", "cluster=local", f"output={tmp_path}"])
+    check(config)
+    task = load_task(config.task, config.seed)
+    shown = [task.demonstration(index) for index in range(200)]
+    right = sum(task.reward(each.prompt, each.answer) for each in shown)
+    assert 0 < right < 180, "its teacher leaves something to learn"
+
+
+def test_math_would_start_on_a_file_of_gsm8ks_form(tmp_path: Path) -> None:
+    rows = ['{"question": "2 and 2?", "answer": "2 + 2 = 4\\n#### 4"}'] * 300
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
+    words = [
+        f"task.options.path={tmp_path / 'gsm8k.jsonl'}",
+        "model=tiny_text",
+        "rollout.max_tokens=32",
+        "model.max_length=512",
+    ]
+    config = compose_config(["experiment=math", *words, "model.init=random", f"output={tmp_path}"])
+    check(config)
+    assert load_task(config.task, config.seed).prompt(0).columns == {"answer": "2 + 2 = 4\n#### 4"}
