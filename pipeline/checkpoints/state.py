@@ -11,9 +11,9 @@ import msgspec
 from pipeline.errors import CheckpointError
 
 STATE_VERSION = 2
-Job = Literal["sft", "rl"]
-JOBS: tuple[Job, ...] = ("sft", "rl")
-"""The jobs of a run in their order."""
+Job = Literal["sft", "rl", "serve"]
+JOBS: tuple[Job, ...] = ("sft", "rl", "serve")
+"""The jobs of a run in their order; a run that serves has one alone."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
             it is durable; of a run.
         data: digest of the rows of the dataset that the job trains; empty without one.
         alone: of a job that stands alone; None in a run.
+        served: of a run that serves, the models of its clients, in the trainer's own form.
         version: of this record, and of how tensors are named beside it.
     """
 
@@ -52,6 +53,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     covered: tuple[str, ...] = ()
     data: str = ""
     alone: Alone | None = None
+    served: bytes = b""
     version: int = STATE_VERSION
 
 

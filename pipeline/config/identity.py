@@ -39,6 +39,15 @@ OPERATIONAL = (
     "inference.kv_cache_bytes",
     "inference.max_sequences",
     "inference.update_seconds",
+    "serve.commit_seconds",
+    "serve.commit_steps",
+    "serve.host",
+    "serve.keys",
+    "serve.max_rank",
+    "serve.port",
+    "serve.request_bytes",
+    "serve.restarts",
+    "serve.session_seconds",
 )
 """Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""
 

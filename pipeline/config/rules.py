@@ -92,7 +92,7 @@ def _something_is_trained(config: RunConfig) -> None:
             if steps:
                 expected = "0 with training.jobs: each job says its own steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
-    elif not config.has_rollouts and not config.has_sft:
+    elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
 

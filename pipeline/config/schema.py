@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.data import DataConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.serving import ServeConfig
 from pipeline.config.values import (
     FORMS,
     NAME_FORM,
@@ -340,6 +341,7 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     tracking: TrackingConfig = TrackingConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def directory(self) -> Path:
@@ -348,8 +350,9 @@ class RunConfig(Section):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams."""
-        return self.training.steps > 0
+        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams; and
+        of a run that serves, its clients decide."""
+        return self.training.steps > 0 and not self.serve.enabled
 
     @property
     def has_sft(self) -> bool:

@@ -11,7 +11,8 @@ from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from pipeline.config import LoraConfig, RunConfig
+from pipeline.api.settings import BASE, MOST_ADAPTERS
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
@@ -55,9 +56,8 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     return (
         *_program(config),
         *("--host", place.address, "--port", str(place.ports[0])),
-        *("--middleware", "pipeline.weights.guard.Guard", "--tokens-only"),
-        *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),
-        *("--worker-extension-cls", "pipeline.weights.extension.WeightsExtension"),
+        *("--middleware", "pipeline.weights.guard.Guard"),
+        *_weights_arguments(config),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
         *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + place.index)),
@@ -98,6 +98,8 @@ def server_environment(config: RunConfig, place: Placement, password: str) -> di
 def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
     """What a server has beyond that when the policy is an adapter: a folder of its own, which this makes, and the right
     to find the adapter there, once the trainer has brought it (`pipeline.weights.adapters`)."""
+    if config.serve.enabled:
+        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if not config.model.lora.rank:
         return {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +118,17 @@ def is_healthy(address: str, port: int) -> bool:
         link.close()
 
 
+def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
+    """How weights come, and that no text is made, which only clients of the API ask for (stop strings)."""
+    if config.serve.enabled:
+        return ("--enable-scale-out",)
+    return (
+        "--tokens-only",
+        *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),
+        *("--worker-extension-cls", "pipeline.weights.extension.WeightsExtension"),
+    )
+
+
 def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
     """Without compilation, which costs start-up time and gains nothing here; memory as told, not most of the node's."""
     return (
@@ -126,7 +139,7 @@ def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
 
 def _program(config: RunConfig) -> tuple[str, ...]:
     """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
-    model = (config.model.path, *_policy_arguments(config.model.lora))
+    model = (config.model.path, *_policy_arguments(config))
     if config.resources.device == "cuda":
         return (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *model)
     return (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", *model)
@@ -140,9 +153,14 @@ def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
     )
 
 
-def _policy_arguments(lora: LoraConfig) -> tuple[str, ...]:
+def _policy_arguments(config: RunConfig) -> tuple[str, ...]:
     """The policy is the served model, whose weights the trainer brings; or an adapter that it brings, on a base from
-    disk, which never changes."""
+    disk, which never changes. For clients of the API, any of their adapters on that base."""
+    if config.serve.enabled:
+        rank = str(_least_rank(config.serve.max_rank))
+        loras = ("--max-loras", str(MOST_ADAPTERS), "--max-cpu-loras", str(2 * MOST_ADAPTERS))
+        return ("--served-model-name", BASE, "--enable-lora", *loras, "--max-lora-rank", rank)
+    lora = config.model.lora
     if not lora.rank:
         return ("--served-model-name", MODEL, "--load-format", "dummy")
     return (

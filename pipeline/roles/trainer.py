@@ -52,6 +52,10 @@ def is_ready(context: RoleContext) -> bool:
 
 def session_of(context: RoleContext, dispatch: "Dispatch") -> "Controller":
     """What rank 0 does in this attempt."""
+    if context.config.serve.enabled:
+        from pipeline.roles.service import ServiceSession
+
+        return ServiceSession(context, dispatch)
     if context.config.training.jobs:
         from pipeline.roles.job_session import JobSession
 

@@ -25,6 +25,7 @@ class Evaluation:
     def __init__(self, task: Task, calls: Calls, chat: Chat, servers: Servers, config: RunConfig) -> None:
         """The episodes of `task` run here; the text of its prompts and its rewards are had by `calls`."""
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
+        self._whole_answers = bool(config.reward.functions)
         rollout = config.rollout
         self._sampling = Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds)
         self._prompts: Sequence[Prompt] = task.held_out()
@@ -65,5 +66,5 @@ class Evaluation:
             (ended,) = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, 1)
             if ended.episode is None:
                 return ended.reason
-            (score,) = await self._calls.rewards(prompt, [answer_of(ended.episode)])
+            (score,) = await self._calls.rewards(prompt, [answer_of(ended.episode, self._whole_answers)])
             return score if isinstance(score, str) else sample_of(ended.episode, score, ended.seconds)

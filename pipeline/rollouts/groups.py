@@ -45,6 +45,7 @@ class GroupBuilder:
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
         self._seed, self._size = config.seed, rollout.samples
+        self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
         self.patience = FailureStreak(rollout.give_up_after)
@@ -67,7 +68,8 @@ class GroupBuilder:
         """The samples of a prompt's rollouts, and the reasons of those that failed."""
         failures = [ended.reason for ended in rollouts if ended.episode is None]
         ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
-        scores = await self._calls.rewards(prompt, [answer_of(episode) for episode, _ in ended]) if ended else []
+        answers = [answer_of(episode, self._whole_answers) for episode, _ in ended]
+        scores = await self._calls.rewards(prompt, answers) if ended else []
         samples = []
         for (episode, seconds), score in zip(ended, scores, strict=True):
             if isinstance(score, str):

@@ -194,8 +194,10 @@ def kind_of(reason: str) -> str:
     return reason.partition(":")[0]
 
 
-def answer_of(episode: Episode) -> Answer:
-    """An episode as rewards see it."""
+def answer_of(episode: Episode, whole: bool = True) -> Answer:
+    """An episode as rewards see it; what is not `whole` has the last turn alone, which is all that a task reads."""
+    if not whole:
+        return Answer(episode.text)
     said = episode.said or ({"role": "assistant", "content": episode.text},)
     return Answer(episode.text, said, tuple(compress(episode.tokens, episode.sampled)))
 

@@ -15,6 +15,7 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
                                           first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
+      api/                                of a run that serves: address, key, store and weights of its clients
       jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
@@ -204,6 +205,11 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.root / CHECKPOINTS
+
+    @property
+    def api(self) -> Path:
+        """The folder of a run that serves (`pipeline.api.settings`)."""
+        return self.root / "api"
 
     @property
     def jobs(self) -> Path:

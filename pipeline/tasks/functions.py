@@ -94,7 +94,7 @@ class RewardFunction:
         else:
             given = [trl_arguments(prompt, answers)]
         for arguments in given:
-            yield partial(self.call, **self._taken(arguments), **self.options)
+            yield partial(self.call, **{**self._taken(arguments), **self.options})
 
     def _taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         takes = self.takes

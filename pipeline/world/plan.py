@@ -166,24 +166,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    wanted = config.resources
-    _check_gpus(wanted)
-    if not config.has_rollouts:
-        seats = _trainer_seats(wanted, ports=1)
-        return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
-    services = _services(redis=config.streams.backend == "redis")
-    trainer, inference = _trainer_seats(wanted, ports=2), _inference_seats(wanted)
-    if wanted.share_gpus:
-        trainer, inference = [], _shared(trainer, inference, wanted)
-    elif wanted.gpus_per_node:
-        trainer, inference = [], _packed([*trainer, *inference], wanted.gpus_per_node)
-    if wanted.services.nodes:
-        seats = [Seat(slots=services), *trainer, *inference]
-    else:
-        host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
-        host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
-        seats = [*trainer, *inference]
+    _check_gpus(config.resources)
+    seats = _seats(config)
     return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
+
+
+def _seats(config: RunConfig) -> list[Seat]:
+    wanted = config.resources
+    if config.serve.enabled:  # its front is where its launcher is
+        inference = _inference_seats(wanted) if config.serve.sampling else []
+        return [seat for seats in _placed(_trainer_seats(wanted, ports=1), inference, wanted) for seat in seats]
+    if not config.has_rollouts:
+        return _trainer_seats(wanted, ports=1)
+    services = _services(redis=config.streams.backend == "redis")
+    trainer, inference = _placed(_trainer_seats(wanted, ports=2), _inference_seats(wanted), wanted)
+    if wanted.services.nodes:
+        return [Seat(slots=services), *trainer, *inference]
+    host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
+    host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
+    return [*trainer, *inference]
+
+
+def _placed(trainer: list[Seat], inference: list[Seat], wanted: ResourcesConfig) -> tuple[list[Seat], list[Seat]]:
+    """On nodes of their own, or together on nodes with GPUs."""
+    if wanted.share_gpus and inference:
+        return [], _shared(trainer, inference, wanted)
+    if wanted.gpus_per_node:
+        return [], _packed([*trainer, *inference], wanted.gpus_per_node)
+    return trainer, inference
 
 
 def _check_gpus(wanted: ResourcesConfig) -> None:

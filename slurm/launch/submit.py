@@ -60,6 +60,8 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = (compose or compose_config)(overrides)
+        if config.serve.enabled and not options.cfg:
+            raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -202,6 +204,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
 
 
 def _what_it_trains(config: RunConfig) -> str:
+    if config.serve.enabled:
+        return f"what clients of the Tinker API ask for, adapters on {config.model.path}"
     if config.training.jobs:
         return f"the jobs of {config.training.jobs}"
     start = config.training.warm_start

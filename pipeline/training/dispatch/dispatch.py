@@ -99,6 +99,11 @@ class Dispatch:
         return torch.device("cuda", torch.cuda.current_device())
 
     @property
+    def budget(self) -> Budget:
+        """What a micro-batch may hold, as the models that there are allow it."""
+        return self._budget
+
+    @property
     def models(self) -> Mapping[str, ModelInfo]:
         """The models that there are, by name."""
         return MappingProxyType(self._models)

@@ -96,13 +96,17 @@ class PolicyModel(Model):
         predict_N: Tensor,
         temperature: float,
         with_entropy: bool,
+        targets_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability [N] of the tokens at `predict_N` (indices into the flattened B × T), each given its own row
         up to the token before; and the entropy [N] of those predictions, if asked for. Nats.
+
+        With `targets_N`, of those tokens in the place of the row's own, which may then end before `predict_N` does.
         """
         hidden_NE = self.hidden(tokens_BT, positions_BT, segments, predict_N)
         head = self.network.get_output_embeddings()
-        return head_logprobs(hidden_NE, head.weight, tokens_BT.flatten()[predict_N], temperature, with_entropy)
+        wanted_N = tokens_BT.flatten()[predict_N] if targets_N is None else targets_N
+        return head_logprobs(hidden_NE, head.weight, wanted_N, temperature, with_entropy)
 
 
 class Critic(Model):

@@ -39,6 +39,19 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr
 
 
+@dataclass(frozen=True)
+class AdamSettings:
+    """All settings of one step, in place of those of the optimizer: as torch's AdamW has them, every parameter decays,
+    vectors too. `clip_norm` 0: no clipping."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the shards of a model; matrices decay, vectors do not."""
 
@@ -68,16 +81,27 @@ class Optimizer:
             raise TrainingError(f"a learning rate of {lr}; expected a finite number that is not negative")
         self._rate = lr
 
-    def step(self) -> Step:
-        """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters."""
+    def step(self, settings: AdamSettings | None = None) -> Step:
+        """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters.
+
+        With `settings`, this step has them; the optimizer's own are not read, nor is its schedule.
+        """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
             raise TrainingError("optim_step without gradients: call forward_backward first")
         norm = self._global_norm(gradients)
         lr = learning_rate(self.config, self.taken, self.steps) if self._rate is None else self._rate
+        clip = self.config.clip_norm
+        if settings is not None:
+            lr, clip = settings.lr, settings.clip_norm
+            for group in self.adamw.param_groups:
+                group.update(
+                    betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay
+                )
         finite = math.isfinite(norm)
         if finite:
-            torch._foreach_mul_(gradients, min(1.0, self.config.clip_norm / (norm + 1e-6)))
+            if clip:
+                torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()

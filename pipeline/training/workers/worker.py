@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pipeline.config import OptimConfig
+from pipeline.config import LoraConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
 from pipeline.system import heartbeat
@@ -40,7 +40,7 @@ from pipeline.training.workers.model import (
     stored,
 )
 from pipeline.training.workers.offload import Memory, Movable, Part, allocated, empty_cache, local
-from pipeline.training.workers.optimizer import Optimizer, Step
+from pipeline.training.workers.optimizer import AdamSettings, Optimizer, Step
 from pipeline.training.workers.shards import gathered
 from pipeline.weights.wire import WeightLayout
 
@@ -93,12 +93,17 @@ class Worker:
         weights = Weights(spec.model)
         fill(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
-        self._group = mesh.get_group()
+        self.group, self.ranks = mesh.get_group(), mesh.size()
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
         self._parts: dict[Part, Movable] = {
             "model": Movable(self._model_tensors),
             "optimizer": Movable(self._moments),
         }
+
+    @property
+    def adapters(self) -> LoraConfig:
+        """The settings of its adapters; of rank 0 without any."""
+        return self._config.lora
 
     @property
     def info(self) -> ModelInfo:
@@ -111,7 +116,7 @@ class Worker:
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
-        with torch.no_grad(), self._passes():
+        with torch.no_grad(), self.passes():
             answers = [self._answer(collate(batch, packed, self.device), batch.temperature) for batch in micro_batches]
         return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
 
@@ -127,18 +132,18 @@ class Worker:
         self._trainer()
         self._refuse_loss(objective)
         parts: list[dict[str, Tensor]] = []
-        with self._passes():
+        with self.passes():
             for number, batch in enumerate(micro_batches):
-                self._reduce_after(number == len(micro_batches) - 1)
+                self.reduce_after(number == len(micro_batches) - 1)
                 loss, sums = self._loss(collate(batch, packed, self.device), batch.temperature, objective, level)
                 (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
                 parts.append(sums)
         return measures.combine(_numbers(sums) for sums in parts)
 
-    def optim_step(self) -> Step:
+    def optim_step(self, settings: AdamSettings | None = None) -> Step:
         """One step of AdamW with clipping; see `Optimizer.step`."""
         self._refuse_if_broken()
-        return self._trainer().step()
+        return self._trainer().step(settings)
 
     def set_lr(self, lr: float) -> None:
         """Step at this rate from now on; see `Optimizer.set_lr`."""
@@ -150,6 +155,11 @@ class Worker:
         self.model.zero_grad(set_to_none=True)
         self.optimizer = self._fresh_optimizer(optim, steps)
         self._parts["optimizer"] = Movable(self._moments)
+
+    def restart_optimizer(self) -> None:
+        """`reset_optimizer` with the settings that it has."""
+        own = self._trainer()
+        self.reset_optimizer(own.config, own.steps)
 
     def copy_from(self, other: "Worker") -> None:
         """Take the parameters of another model of the same architecture, sharded alike.
@@ -287,7 +297,7 @@ class Worker:
         return self.optimizer
 
     def _fresh_optimizer(self, optim: OptimConfig, steps: int) -> Optimizer:
-        return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self._group)
+        return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
 
     def _model_tensors(self) -> Iterator[Tensor]:
         for p in self.model.parameters():
@@ -331,14 +341,14 @@ class Worker:
         if self._broken:
             raise TrainingError("this model broke off in the middle of a pass: make it anew, from its checkpoint")
 
-    def _reduce_after(self, last: bool) -> None:
+    def reduce_after(self, last: bool) -> None:
         """Unless all is sharded again after every pass, gradients cross ranks once a call, after the last micro-batch;
         until then they add up whole."""
         module = cast(FSDPModule, self.model)
         module.set_requires_gradient_sync(last or self._reshard)
 
     @contextmanager
-    def _passes(self) -> Iterator[None]:
+    def passes(self) -> Iterator[None]:
         """Forward and backward passes; parameters that they left whole are sharded again, as a step changes shards."""
         self._refuse_if_broken()
         try:

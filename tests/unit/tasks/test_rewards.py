@@ -143,6 +143,11 @@ def test_a_tensor_of_one_number_is_a_number() -> None:
     assert values(reward("gives", options={"gives": {"what": what}}), PROMPT, "4") == [0.5]
 
 
+def test_an_option_counts_before_a_column_of_its_name() -> None:
+    prompt = Prompt(PROMPT.messages, columns={"what": "a column"})
+    assert values(reward("gives", options={"gives": {"what": [0.5]}}), prompt, "4") == [0.5]
+
+
 def test_an_object_that_is_called_is_a_function() -> None:
     assert values(reward("scorer"), PROMPT, "4") == [3.0]
 

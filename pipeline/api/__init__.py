@@ -1,0 +1,19 @@
+"""The Tinker API: what clients of the public SDK see, apart from the trainer that does the work.
+
+| module | owns |
+|---|---|
+| `process` | the front as a process |
+| `front` | the routes of clients |
+| `door` | the routes of the trainer |
+| `registry` | sessions, models, checkpoints and requests, and how they change |
+| `sampling` | requests to the servers |
+| `order` | the order of a model's requests |
+| `wire` | protobuf to records, and back |
+| `store` | what is on disk |
+| `names` | ids, `tinker://` paths and the folders behind them |
+| `keys` | API keys and limits |
+| `records`, `facts`, `settings` | what travels, what is kept, what the process is told |
+| `errors` | what a client is told |
+
+The front is a process of its own, which goes on while the trainer is away: it takes requests, and tells clients to
+wait. See docs/tinker.md and decision 0021."""

@@ -1,0 +1,57 @@
+"""One attempt of a trainer that serves the API.
+
+Owns the wiring: which front, which servers, which checkpoints; and how an attempt ends. A run that serves is never
+finished: it ends when it is told to, after a last commit.
+"""
+
+import logging
+import time
+
+from pipeline.api.records import Facts
+from pipeline.checkpoints import root_of
+from pipeline.roles.context import RoleContext
+from pipeline.roles.controller import Controller
+from pipeline.rundir.documents import SubmittedJob
+from pipeline.system import files
+from pipeline.training.batches import Interrupted
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.service.engine import Engine
+
+log = logging.getLogger(__name__)
+REPORT_SECONDS = 2.0
+
+
+class ServiceSession(Controller):
+    """The controller's part of one attempt."""
+
+    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+        super().__init__(context, dispatch)
+        self._told = 0.0
+
+    def run(self) -> None:
+        """Serve until the attempt is ending."""
+        context = self._context
+        servers = tuple(place.endpoint for place in context.world.of_role("inference"))
+        engine = Engine(
+            self._dispatch,
+            context.config,
+            context.run.api,
+            root_of(context.config, context.run, context.paths.run_id),
+            context.paths.attempt,
+            Facts(servers, context.world.password),
+            self._pulse,
+        )
+        engine.on_progress = self._report
+        submitted = files.read_document(context.run.job, SubmittedJob)
+        engine.restore(submitted.job if submitted else "")
+        self._get_ready("serving")
+        try:
+            engine.run()
+        except Interrupted as reason:
+            log.info("%s; what is done is committed", reason)
+
+    def _report(self, models: int, steps: int) -> None:
+        now = time.monotonic()
+        if now - self._told > REPORT_SECONDS:
+            self._told = now
+            self._context.report("ready", f"{models} models, {steps} steps in this attempt")

@@ -1,0 +1,131 @@
+"""All models of a trainer that serves, in one commit.
+
+Owns what such a commit holds: every model with its optimizer, and the number of the last request that it has behind it.
+Promises that what is restored is one commit whole; that a model whose gradients wait for a step is saved as it was
+after its last step, and its requests since are asked for again; and that at most one commit is under way."""
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from pipeline.api.records import Adapter
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed
+from pipeline.checkpoints.sharded import load_shards
+from pipeline.errors import CheckpointError, DamagedError
+from pipeline.system import heartbeat
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
+from pipeline.training.dispatch.saving import await_save, forget_models, start_save
+from pipeline.training.service.models import ServedModels
+
+log = logging.getLogger(__name__)
+
+
+class _Model(msgspec.Struct, frozen=True):
+    adapter: Adapter
+    cursor: int
+
+
+class ServiceCommits:
+    """The commits of one attempt below `root`."""
+
+    def __init__(self, root: str, attempt: str, dispatch: Dispatch, keep: int) -> None:
+        self._root, self._attempt, self._dispatch, self._keep = root, attempt, dispatch, keep
+        self.fence = Fence(root, attempt)
+        self._number = 0
+        self._flight: dict[str, int] | None = None
+
+    def restore(self, models: ServedModels, job: str) -> dict[str, int]:
+        """Make the models of the newest commit that is whole; the last request that each has behind it."""
+        self.fence.claim(job)
+        found = committed(self._root)
+        for checkpoint in found:
+            try:
+                cursors = self._load(checkpoint, models)
+            except DamagedError as damage:
+                log.warning("%s is refused, now and in later attempts: %s", checkpoint.name, damage)
+                for id in models.adapters:
+                    models.remove(id)
+                forget_models(self._dispatch)
+            else:
+                self.fence.keep([checkpoint.place, *(older.place for older in found)])
+                return cursors
+        self.fence.keep([])
+        return {}
+
+    def _load(self, checkpoint: Checkpoint, models: ServedModels) -> dict[str, int]:
+        state = checkpoint.state()
+        known = msgspec.msgpack.decode(state.served, type=dict[str, _Model])
+        for id, model in known.items():
+            models.create(id, model.adapter)
+            damage = models.on_model(id, _load_model, checkpoint, _part(id), needs="load_checkpoint")[0]
+            if damage is not None:
+                raise damage
+        self._number = state.step
+        log.info("going on from %s with %d models", checkpoint.name, len(known))
+        return {id: model.cursor for id, model in known.items()}
+
+    @property
+    def none_yet(self) -> bool:
+        """Whether this run has no commit."""
+        return self._number == 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no commit is under way."""
+        return self._flight is None
+
+    def start(self, models: ServedModels, cursors: Mapping[str, int]) -> None:
+        """Begin to commit all models as they are; they may change when this returns. None is under way."""
+        self.fence.check()
+        parts: list[str] = []
+        for id in cursors:
+            parts += models.on_model(id, _stage_model, _part(id), needs="save_checkpoint")[0]
+        known = {id: _Model(models.adapters[id], cursor) for id, cursor in cursors.items()}
+        state = TrainerState(
+            job="serve", step=self._number + 1, models=tuple(known), served=msgspec.msgpack.encode(known)
+        )
+        start_save(self._dispatch, self._root, self._attempt, state, parts, self._keep)
+        self._number, self._flight = self._number + 1, dict(cursors)
+
+    def collect(self) -> dict[str, int] | None:
+        """The cursors of the commit that was under way, once it is durable; `CheckpointError` if it failed. Cheap."""
+        if self._flight is None or not self._dispatch.saver.idle:
+            return None
+        flight, self._flight = self._flight, None
+        checkpoint = self._dispatch.saver.result()
+        log.info("committed %s", checkpoint.name)
+        return flight
+
+    def finish(self) -> dict[str, int] | None:
+        """Wait for the commit under way, then `collect`."""
+        if self._flight is not None and not self._dispatch.broken:
+            await_save(self._dispatch, f"the commit of serve-{self._number}")
+        return self.collect()
+
+
+def _part(id: str) -> str:
+    return id.replace(":", "-")
+
+
+def _stage_model(site: Site, name: str, prefix: str) -> list[str]:
+    """On every rank; the names of the parts."""
+    parts = {f"{prefix}/{part}": tensors for part, tensors in site.worker(name).state().items()}
+    for part, tensors in parts.items():
+        site.saver.stage(part, tensors)
+    return list(parts)
+
+
+def _load_model(site: Site, name: str, checkpoint: Checkpoint, prefix: str) -> CheckpointError | None:
+    """On every rank, which all find the same."""
+    worker = site.worker(name)
+    state = worker.state()
+    wanted = {f"{prefix}/{part}": tensors for part, tensors in state.items()}
+    with heartbeat.during(f"loading {name}", site.patience.commit):
+        try:
+            load_shards(checkpoint, wanted, group=site.background)
+        except DamagedError as damage:
+            return damage
+        worker.load_state(state)
+    return None

@@ -1,0 +1,177 @@
+"""The loop of a trainer that serves.
+
+Owns the order of things: restore, then take a request, do it, bring its result; and when to commit. Promises that a
+client's mistake fails its request alone; that results are told only for what was really done; and that the cursor of a
+commit covers exactly what the commit holds. What fails on a rank ends the trainer: the next one goes on from the
+commit.
+
+    engine = Engine(dispatch, config, root, attempt, job, facts, pulse)
+    engine.run()              # until `pulse` raises `Interrupted`; then a last commit
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.api.records import Create, Done, Facts, Failed, Load, Pass, Plain, Result, Save, Step, Unload, Work
+from pipeline.config import RunConfig
+from pipeline.errors import CheckpointError, OvertakenError, first_line
+from pipeline.training.batches import Interrupted
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.service.commits import ServiceCommits
+from pipeline.training.service.link import FrontLink
+from pipeline.training.service.models import Refused, ServedModels
+
+log = logging.getLogger(__name__)
+WAIT_SECONDS = 0.5
+"""How long one turn waits for work; between two the controller shows that it lives."""
+
+
+class Engine:
+    """One attempt of a trainer that serves; `root` is the front's folder, `checkpoints` the URL of the commits."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        config: RunConfig,
+        root: Path,
+        checkpoints: str,
+        attempt: str,
+        facts: Facts,
+        pulse: Callable[[], None],
+    ) -> None:
+        self._config, self._pulse = config, pulse
+        self._models = ServedModels(dispatch, config, root / "weights", attempt)
+        self._commits = ServiceCommits(checkpoints, attempt, dispatch, config.training.keep_checkpoints)
+        self._link = FrontLink(root, attempt, facts, pulse)
+        self._cursors: dict[str, int] = {}
+        """Of each model, the last request after which it had no gradients: what a commit may say of it."""
+        self._done: dict[str, int] = {}
+        self._steps = 0
+        self._dirty_since: float | None = None
+        self._durable: dict[str, int] | None = None
+        """The cursors of a commit that is durable, which the front has not been told yet."""
+        self._steps_told = 0
+        self.on_progress: Callable[[int, int], None] = lambda models, steps: None
+
+    def restore(self, job: str = "") -> None:
+        """Be where the last commit of this run left off."""
+        self._cursors = self._commits.restore(self._models, job)
+        self._done = dict(self._cursors)
+        if self._commits.none_yet:
+            self._start_commit()  # of no model: whoever looks for progress finds some, and asks for another attempt
+
+    def run(self) -> None:
+        """Serve until `pulse` raises `Interrupted`, then commit."""
+        try:
+            self._serve()
+        except Interrupted:
+            self._commit_last()
+            raise
+        finally:
+            self._link.close()
+
+    def _serve(self) -> None:
+        results: list[Done] = []
+        while True:
+            self._pulse()
+            wait = 0.0 if self._durable else WAIT_SECONDS
+            work = self._link.turn(lambda: dict(self._done), results, self._durable, wait)
+            results, self._durable = [], None
+            if work is not None:
+                results = self._do(work)
+            self._commit_if_due()
+
+    def _do(self, work: Work) -> list[Done]:
+        """Do one request; its result, unless its client has one from an earlier trainer."""
+        if work.seq <= self._done.get(work.model, -1):
+            return []
+        try:
+            result = self._execute(work)
+        except Refused as refusal:
+            result = Failed(str(refusal), "user")
+        except OvertakenError:
+            raise
+        except CheckpointError as error:
+            log.warning("%s: %s", work.request, error)
+            result = Failed(first_line(error), "server")
+        self._note(work)
+        return [] if work.answered else [Done(work.request, result)]
+
+    def _execute(self, work: Work) -> Result:
+        models, id, body = self._models, work.model, work.body
+        match body:
+            case Create():
+                models.create(id, body.adapter)
+            case Pass():
+                return models.run_pass(id, body)
+            case Step():
+                return self._stepped(id, body)
+            case Save():
+                self._finish_commit()
+                return models.save(id, body.folder, sampler=body.sampler)
+            case Load():
+                self._finish_commit()
+                if body.fresh:
+                    models.create(id, body.adapter)
+                models.load(id, body.folder, optimizer=body.optimizer)
+            case Unload():
+                models.remove(id)
+        return Plain()
+
+    def _stepped(self, id: str, body: Step) -> Result:
+        result = self._models.step(id, body)
+        self._steps += 1
+        self.on_progress(len(self._models.adapters), self._steps)
+        return result
+
+    def _note(self, work: Work) -> None:
+        """Where the model is now; what a `Pass` adds is not in a commit until the step after it."""
+        id = work.model
+        if isinstance(work.body, Unload) or id not in self._models:
+            self._cursors.pop(id, None)
+            self._done.pop(id, None)
+            return
+        self._done[id] = work.seq
+        if not self._models.pending(id):
+            self._cursors[id] = work.seq
+            if not isinstance(work.body, Pass | Save) and self._dirty_since is None:
+                self._dirty_since = time.monotonic()
+
+    def _commit_if_due(self) -> None:
+        """Note that a commit has become durable; begin another if it is time."""
+        serve = self._config.serve
+        self._take_commit(self._commits.collect)
+        if self._dirty_since is None or not self._commits.idle:
+            return
+        waited = time.monotonic() - self._dirty_since
+        if self._steps - self._steps_told >= serve.commit_steps or waited >= serve.commit_seconds:
+            self._start_commit()
+
+    def _finish_commit(self) -> None:
+        """Have no commit be under way: its collectives would mix with those of what is saved or loaded now."""
+        self._take_commit(self._commits.finish)
+
+    def _take_commit(self, collect: Callable[[], dict[str, int] | None]) -> None:
+        """Note the cursors of a commit that ended. One that failed costs a later trainer some work, not this one its
+        models: another is made in a while."""
+        try:
+            self._durable = collect() or self._durable
+        except OvertakenError:
+            raise
+        except CheckpointError as error:
+            log.warning("a commit failed, and is tried again: %s", error)
+            self._dirty_since = time.monotonic()
+
+    def _start_commit(self) -> None:
+        ready = {id: cursor for id, cursor in self._cursors.items() if id in self._models}
+        self._commits.start(self._models, ready)
+        self._steps_told, self._dirty_since = self._steps, None
+
+    def _commit_last(self) -> None:
+        """What was done since the last commit would come again; so commit it while there is time."""
+        self._finish_commit()
+        if self._dirty_since is not None:
+            self._start_commit()
+            self._finish_commit()

@@ -1,0 +1,275 @@
+"""Clients' models on the dispatch.
+
+Owns which model of the dispatch carries which client's model. Adapters of one form (rank, layers) take turns on one
+copy of the base (`pipeline.training.workers.guests`); a whole model has a copy of its own. Promises that a client's
+mistake raises `Refused` before any rank does anything, so that every model stays as it was; and that what one model
+computes does not depend on what others do. Must not know requests' numbers, commits or the front.
+
+Whatever else is raised leaves gradients or parameters unknown: the trainer starts again from a commit then.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.api.records import Adapter, Datum, Pass, Passed, Saved, Step, Stepped
+from pipeline.checkpoints import TrainerState, committed
+from pipeline.checkpoints.sharded import load_shards, save
+from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from pipeline.config.sums import TokenSum
+from pipeline.errors import CheckpointError, RollcallError
+from pipeline.system import folders
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Site
+from pipeline.training.queries import QueryRow
+from pipeline.training.spec import ModelSpec
+from pipeline.training.workers import guests
+from pipeline.training.workers.optimizer import AdamSettings
+from pipeline.training.workers.queries import ask
+from pipeline.training.workers.worker import Worker
+
+log = logging.getLogger(__name__)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+OPTIM = OptimConfig(lr=1e-4)
+"""What an optimizer is made with; every step brings its own settings."""
+
+
+class Refused(RollcallError):
+    """A request that cannot be done; no model was changed."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A model of the dispatch: its name, and whose it is now."""
+
+    name: str
+    current: str = ""
+    guests: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Client:
+    """A client's model."""
+
+    adapter: Adapter
+    slot: _Slot
+    pending: bool = False
+    """Whether it has gradients that no step has used."""
+
+
+class ServedModels:
+    """All models of all clients, by their ids."""
+
+    def __init__(self, dispatch: Dispatch, config: RunConfig, weights: Path, attempt: str) -> None:
+        self._dispatch, self._config, self._weights, self._attempt = dispatch, config, weights, attempt
+        self._clients: dict[str, _Client] = {}
+        self._slots: dict[str, _Slot] = {}
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._clients
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """What each model trains, by id."""
+        return {id: client.adapter for id, client in self._clients.items()}
+
+    def pending(self, id: str) -> bool:
+        """Whether a model has gradients that no step has used."""
+        return self._clients[id].pending
+
+    def create(self, id: str, adapter: Adapter) -> None:
+        """Make a model, fresh."""
+        slot = self._slot(id, adapter)
+        self._clients[id] = _Client(adapter, slot)
+        if adapter.rank:
+            self._enter(slot, id, adapter.seed)
+        slot.current = id
+        slot.guests.add(id)
+
+    def remove(self, id: str) -> None:
+        """Forget a model; a slot that nobody needs any more is given back."""
+        client = self._clients.pop(id, None)
+        if client is None:
+            return
+        slot = client.slot
+        slot.guests.discard(id)
+        if slot.current == id:
+            slot.current = ""
+        elif slot.guests:
+            self._dispatch.pass_through(slot.name, guests.dismiss, id, needs="pass_through")
+        if not slot.guests:
+            self._dispatch.remove_model(slot.name)
+            del self._slots[slot.name]
+
+    def run_pass(self, id: str, given: Pass) -> Passed:
+        """The answers about all data and the sum of the loss; with `backward`, its gradient is added."""
+        client = self._find(id)
+        slot = self._bring(id)
+        rows = [_row(datum) for datum in given.data]
+        _refuse_foreign_tokens(rows, self._dispatch.models[slot.name].vocabulary)
+        objective, budget = TokenSum(given.loss, given.settings), self._dispatch.budget
+        needs: Any = "forward_backward" if given.backward else "forward"
+        outcomes = self._dispatch.pass_through(slot.name, ask, rows, objective, budget, given.backward, needs=needs)
+        client.pending = client.pending or given.backward
+        answers: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(rows)
+        for outcome in outcomes:
+            for index, logprobs in zip(outcome.rows, outcome.logprobs, strict=True):
+                answers[index] = given.data[index].answer(logprobs)
+        metrics = {"loss:sum": float(sum(outcome.loss for outcome in outcomes))}
+        return Passed([each.tobytes() for each in answers], [datum.width for datum in given.data], metrics)
+
+    def step(self, id: str, given: Step) -> Stepped:
+        """One optimizer step on the gradients that were added up; one that is not finite changes nothing but them."""
+        client = self._find(id)
+        if not client.pending:
+            raise Refused("optim_step without gradients: forward_backward comes first")
+        slot = self._bring(id)
+        settings = AdamSettings(given.lr, given.beta1, given.beta2, given.eps, given.weight_decay, given.clip_norm)
+        step = self._dispatch.pass_through(slot.name, Worker.optim_step, settings, needs="optim_step")[0]
+        client.pending = False
+        norm = {"grad_norm:mean": step.grad_norm, "lr:mean": step.lr, "skipped:sum": float(step.skipped)}
+        return Stepped({name: value for name, value in norm.items() if np.isfinite(value)})
+
+    def save(self, id: str, folder: str, *, sampler: bool) -> Saved:
+        """Write a model below the folder of weights; raises `CheckpointError` where the disk does not take it."""
+        slot, place = self._bring_known(id), self._weights / folder
+        if sampler:
+            part = folders.unfinished(place, self._attempt)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            self._dispatch.save_hf_model(slot.name, part)
+            folders.replace(place, part)
+            return Saved(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
+        place.mkdir(parents=True, exist_ok=True)
+        needs: Any = {slot.name: "save_checkpoint"}
+        size = self._dispatch.on_sites(_save, slot.name, str(place), self._attempt, needs=needs)[0]
+        return Saved(size)
+
+    def load(self, id: str, folder: str, *, optimizer: bool) -> None:
+        """Take what `save` wrote; without `optimizer`, with a fresh one. If that fails, the model is gone."""
+        slot, place = self._bring_known(id), self._weights / folder
+        needs: Any = {slot.name: "load_checkpoint"}
+        try:
+            self._dispatch.on_sites(_check_there, str(place))
+            self._dispatch.on_sites(_load, slot.name, str(place), optimizer, needs=needs)
+        except CheckpointError:
+            self.remove(id)
+            raise
+        self._clients[id].pending = False
+
+    def on_model(self, id: str, function: Any, *args: Any, needs: Any) -> list[Any]:
+        """Run `function(site, name, *args)` on every rank, with the model in its place under that name."""
+        slot = self._bring_known(id)
+        return self._dispatch.on_sites(function, slot.name, *args, needs={slot.name: needs})
+
+    def _find(self, id: str) -> _Client:
+        if id not in self._clients:
+            raise Refused(f"there is no model {id}: making it failed, or it was unloaded")
+        return self._clients[id]
+
+    def _bring_known(self, id: str) -> _Slot:
+        self._find(id)
+        return self._bring(id)
+
+    def _bring(self, id: str) -> _Slot:
+        """Have the model be in its place."""
+        slot = self._clients[id].slot
+        if slot.current != id:
+            self._dispatch.pass_through(slot.name, exchange, slot.current, id, None)
+            slot.current = id
+        return slot
+
+    def _enter(self, slot: _Slot, id: str, seed: int) -> None:
+        self._dispatch.pass_through(slot.name, exchange, slot.current, id, seed)
+
+    def _slot(self, id: str, adapter: Adapter) -> _Slot:
+        """The place of a new model; made if there is none."""
+        name = _form(adapter) if adapter.rank else self._free_name()
+        if name not in self._slots:
+            spec = self._spec(adapter)
+            self._dispatch.init_model(name, spec)
+            self._slots[name] = _Slot(name)
+        return self._slots[name]
+
+    def _free_name(self) -> str:
+        """Names of whole models are used again: each costs process groups, which stay."""
+        number = 0
+        while f"whole-{number}" in self._slots:
+            number += 1
+        return f"whole-{number}"
+
+    def _spec(self, adapter: Adapter) -> ModelSpec:
+        training = self._config.training
+        return ModelSpec(
+            kind="policy",
+            model=served_model(self._config, adapter),
+            optim=OPTIM,
+            seed=self._config.seed,
+            activation_checkpointing=training.activation_checkpointing,
+            compile=training.compile,
+            reshard=training.reshard,
+        )
+
+
+def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
+    """The config's model with such an adapter."""
+    targets = (ATTENTION if adapter.attention else ()) + (MLP if adapter.mlp else ())
+    lora = LoraConfig(rank=adapter.rank, alpha=config.serve.alpha, targets=targets) if adapter.rank else LoraConfig()
+    return config.model.model_copy(update={"lora": lora})
+
+
+def exchange(worker: Worker, leaving: str, coming: str, seed: int | None) -> None:
+    """On every rank: one adapter for another; with a seed, a fresh one comes."""
+    if leaving:
+        guests.park(worker, leaving)
+    if seed is None:
+        guests.recall(worker, coming)
+    else:
+        guests.admit(worker, seed)
+
+
+def _form(adapter: Adapter) -> str:
+    return f"rank-{adapter.rank}" + ("-attention" if adapter.attention else "") + ("-mlp" if adapter.mlp else "")
+
+
+def _row(datum: Datum) -> QueryRow:
+    columns = {name: np.frombuffer(values, np.float32) for name, values in datum.columns.items()}
+    at, targets = np.frombuffer(datum.at, np.int64), np.frombuffer(datum.targets, np.int32)
+    return QueryRow(np.frombuffer(datum.tokens, np.int32), at, targets, columns)
+
+
+def _refuse_foreign_tokens(rows: Sequence[QueryRow], vocabulary: int) -> None:
+    for index, row in enumerate(rows):
+        for name, tokens in (("model_input", row.tokens), ("target_tokens", row.targets)):
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+                found = f"{tokens.min()} … {tokens.max()}"
+                raise Refused(f"datum {index}: {name} holds {found}; the model knows 0 … {vocabulary - 1}")
+
+
+def _save(site: Site, name: str, place: str, attempt: str) -> int:
+    """On every rank."""
+    checkpoint = save(
+        place, attempt, TrainerState(job="serve", step=0), site.worker(name).state(), group=site.background
+    )
+    return sum(record.size for record in checkpoint.manifest.files.values())
+
+
+def _check_there(site: Site, place: str) -> None:
+    """On every rank, of which the first looks."""
+    if site.rank == 0 and next(iter(committed(place)), None) is None:
+        raise CheckpointError(f"{place} holds no whole checkpoint")
+
+
+def _load(site: Site, name: str, place: str, optimizer: bool) -> None:
+    """On every rank."""
+    worker = site.worker(name)
+    checkpoint = next(iter(committed(place)))
+    worker.restart_optimizer()
+    state = worker.state()
+    load_shards(checkpoint, state if optimizer else {"model": state["model"]}, group=site.background)
+    worker.load_state(state)

@@ -1,0 +1,102 @@
+"""Answers about given tokens, and the gradient of a sum over them, on one rank.
+
+Owns the pass over rows that ask (`pipeline.training.queries`), as a function that the dispatch passes through to every
+rank. Promises the same numbers however the rows are cut, up to rounding, and to the last bit where they are cut alike:
+every rank gets all rows, and takes its share by a pure rule. Must not know who asks.
+
+Notation: Q questions of a micro-batch, in the order of its rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.config.sums import COLUMNS, TokenSum
+from pipeline.losses.sums import token_losses
+from pipeline.system import heartbeat
+from pipeline.training import packing
+from pipeline.training.packing import Budget
+from pipeline.training.queries import QueryRow
+from pipeline.training.workers.attention import Segments
+from pipeline.training.workers.transfer import to_device
+from pipeline.training.workers.worker import Worker
+
+_NOTHING = QueryRow(np.zeros(1, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
+"""For a rank that has fewer micro-batches than others: it takes part in their collective operations."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one rank has to say.
+
+    Attributes:
+        rows: its rows, by their numbers in the call.
+        logprobs: float32[Q] (nats) of each of them.
+        loss: the sum of the loss over its questions; 0 without one.
+    """
+
+    rows: list[int]
+    logprobs: list[NDArray[np.float32]]
+    loss: float
+
+
+def ask(worker: Worker, rows: Sequence[QueryRow], objective: TokenSum, budget: Budget, backward: bool) -> Answers:
+    """The log-probabilities that the rows ask for and the loss over them; with `backward`, add its gradient to those
+    that the model has. Collective: every rank has all rows."""
+    shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget)
+    bins = shares[dist.get_rank(worker.group)]
+    answers, loss = Answers([index for one in bins for index in one], [], 0.0), 0.0
+    with torch.set_grad_enabled(backward), worker.passes():
+        for number, indices in enumerate(bins):
+            heartbeat.beat()
+            if backward:
+                worker.reduce_after(number == len(bins) - 1)
+            micro = [rows[index] for index in indices]
+            logprobs_Q = _logprobs(worker, micro or [_NOTHING], budget.packed)
+            total = _loss(objective, micro, logprobs_Q)
+            if backward:
+                total.backward()  # type: ignore[no-untyped-call]
+            loss += total.item()
+            flat = logprobs_Q.detach().float().cpu().numpy()
+            ends = np.cumsum([len(row.at) for row in micro])
+            answers.logprobs.extend(np.split(flat, ends[:-1]) if micro else [])
+    return Answers(answers.rows, answers.logprobs, loss)
+
+
+def _logprobs(worker: Worker, rows: Sequence[QueryRow], packed: bool) -> Tensor:
+    lengths = [len(row) for row in rows]
+    layout = packing.pack(lengths) if packed else packing.pad(lengths)
+    tokens = np.zeros(len(layout.positions), np.int64)
+    for row, start in zip(rows, layout.starts, strict=True):
+        tokens[start : start + len(row)] = row.tokens
+    asked = np.concatenate([start + row.at + 1 for row, start in zip(rows, layout.starts, strict=True)])
+    targets = np.concatenate([row.targets.astype(np.int64) for row in rows])
+    answer = worker.model(
+        to_device(tokens.reshape(layout.shape), worker.device),
+        to_device(layout.positions.reshape(layout.shape), worker.device),
+        Segments.of(lengths, worker.device) if layout.packed else None,
+        to_device(asked, worker.device),
+        1.0,
+        False,
+        to_device(targets, worker.device),
+    )
+    return cast(Tensor, answer[0])
+
+
+def _loss(objective: TokenSum, rows: Sequence[QueryRow], logprobs_Q: Tensor) -> Tensor:
+    """In double precision once it is summed, so that a large batch rounds no worse than a small one."""
+    columns = {
+        name: to_device(
+            np.concatenate([np.zeros(0, np.float32), *(row.columns[name] for row in rows)]),
+            logprobs_Q.device,
+            logprobs_Q.dtype,
+        )
+        for name in COLUMNS[objective.name]
+    }
+    return token_losses(objective, logprobs_Q, columns).double().sum()

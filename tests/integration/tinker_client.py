@@ -1,0 +1,63 @@
+"""What tests do with the SDK's own client."""
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+from tests.integration.job_cases import VOCABULARY
+from tests.integration.tinker_server import TinkerServer
+
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+
+
+def forget_clients() -> None:
+    """Have what the SDK leaves open, such as the connection of its first request, be closed without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+
+
+@contextmanager
+def client_of(server: TinkerServer, key: str = "") -> Iterator[tinker.ServiceClient]:
+    """A client of the server, closed at the end."""
+    client = tinker.ServiceClient(base_url=server.url, api_key=key or server.key)
+    try:
+        yield client
+    finally:
+        client.close("success").result()
+
+
+def make_data(seed: int, loss: str = "cross_entropy", count: int = 6) -> list[types.Datum]:
+    """Ragged sequences of random tokens, with what the loss reads."""
+    draw = np.random.default_rng(seed)
+    data = []
+    for _ in range(count):
+        length = int(draw.integers(3, 12))
+        tokens = draw.integers(0, VOCABULARY, length + 1)
+        inputs: dict[str, Any] = {"target_tokens": tokens[1:]}
+        if loss == "cross_entropy":
+            inputs["weights"] = draw.normal(size=length).astype(np.float32)
+        else:
+            inputs["logprobs"] = (draw.normal(size=length) * 0.3 - 2.8).astype(np.float32)
+            inputs["advantages"] = draw.normal(size=length).astype(np.float32)
+        data.append(datum(tokens[:-1], inputs))
+    return data
+
+
+def datum(tokens: Any, inputs: Mapping[str, Any]) -> types.Datum:
+    fields = {name: types.TensorData.from_numpy(np.asarray(value)) for name, value in inputs.items()}
+    return types.Datum(model_input=types.ModelInput.from_ints([int(each) for each in tokens]), loss_fn_inputs=fields)
+
+
+def adam(lr: float = 1e-2, **changed: float) -> types.AdamParams:
+    return types.AdamParams(learning_rate=lr, **changed)
+
+
+def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
+    return [np.asarray(each["logprobs"].to_numpy()) for each in output.loss_fn_outputs]

@@ -1,0 +1,116 @@
+"""A server of the Tinker API for tests: a front and a trainer, each a process that can be killed and started again."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.api.settings import Address, settings_of
+from pipeline.config import RunConfig
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
+from tests.integration.job_cases import config_of
+from tests.patience import WAIT_SECONDS
+
+
+@dataclass
+class TinkerServer:
+    """Below `root`, the folder of a run: `api/` is the front's, `checkpoints/` the trainer's."""
+
+    root: Path
+    config: RunConfig
+    ranks: int = 1
+    servers: Sequence[str] = ()
+    front: "subprocess.Popen[bytes] | None" = None
+    trainers: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    attempts: int = 0
+
+    @property
+    def api(self) -> Path:
+        return self.root / "api"
+
+    @property
+    def url(self) -> str:
+        address = files.read_document(self.api / "address.json", Address)
+        assert address is not None
+        return address.url
+
+    @property
+    def key(self) -> str:
+        return (self.api / "key").read_text()
+
+    def start(self) -> "TinkerServer":
+        self.start_front()
+        self.start_trainer()
+        return self
+
+    def start_front(self) -> None:
+        settings = settings_of(self.config, self.api)
+        command = [sys.executable, "-m", "pipeline.api.process", msgspec.json.encode(settings).decode()]
+        (self.api).mkdir(parents=True, exist_ok=True)
+        with (self.root / "front.log").open("ab") as log:
+            front = self.front = subprocess.Popen(command, stdout=log, stderr=log)
+
+        def listens() -> bool:
+            assert front.poll() is None, (self.root / "front.log").read_text()
+            address = files.read_document(self.api / "address.json", Address)
+            return address is not None and address.pid == front.pid
+
+        wait_for("the front", listens, WAIT_SECONDS)
+
+    def start_trainer(self) -> None:
+        """One world of ranks; they find each other at a port of their own."""
+        self.attempts += 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "tests.integration.served_trainer"]
+        command += [self.config.model_dump_json(), str(self.api), f"local-{self.attempts}", *self.servers]
+        for rank in range(self.ranks):
+            place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env = os.environ | {name: str(value) for name, value in place.items()}
+            with (self.root / f"trainer.{rank}.log").open("ab") as log:
+                self.trainers.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+
+    def kill_trainer(self) -> None:
+        self._end(self.trainers, "kill")
+        self.trainers = []
+
+    def end_trainer(self) -> None:
+        """As a preemption does, with the time for a last commit."""
+        self._end(self.trainers, "terminate")
+        self.trainers = []
+
+    def kill_front(self) -> None:
+        if self.front is not None:
+            self._end([self.front], "kill")
+
+    def stop(self) -> None:
+        self.kill_trainer()
+        self.kill_front()
+
+    def _end(self, running: "Sequence[subprocess.Popen[bytes]]", how: str) -> None:
+        for each in running:
+            getattr(each, how)()
+        for each in running:
+            each.wait(WAIT_SECONDS)
+
+
+@contextmanager
+def serving(root: Path, model: Path, ranks: int = 1, **serve: Any) -> Iterator[TinkerServer]:
+    """A server whose trainer has so many ranks."""
+    plain = config_of(model)
+    settings = plain.serve.model_copy(update={"enabled": True, "port": 0, "base_name": "tiny", **serve})
+    server = TinkerServer(root, plain.model_copy(update={"serve": settings}), ranks)
+    try:
+        yield server.start()
+    finally:
+        server.stop()

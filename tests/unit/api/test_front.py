@@ -1,0 +1,246 @@
+"""The front over HTTP, with a trainer that only says what it did."""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from pipeline.api import wire
+from pipeline.api.door import ATTACH, SECRET, TURN, Door
+from pipeline.api.front import Front
+from pipeline.api.keys import Keys, digest
+from pipeline.api.records import Attach, Done, Facts, Plain, Saved, Stepped, Turn, Work, encode
+from pipeline.api.registry import Registry
+from pipeline.api.sampling import Sampling
+from pipeline.api.settings import Settings
+from pipeline.api.store import Store
+
+ADA, BOB = {"X-API-Key": "tml-ada"}, {"X-API-Key": "tml-bob"}
+DOOR = {SECRET: "secret"}
+LORA = {"rank": 4}
+_works = msgspec.msgpack.Decoder(Work)
+
+
+class Client:
+    """A front of its own, as clients and as a trainer see it."""
+
+    def __init__(self, http: TestClient[Any, Any], registry: Registry) -> None:
+        self.http, self.registry = http, registry
+
+    async def post(self, route: str, body: Any, headers: dict[str, str] = ADA) -> tuple[int, Any]:
+        async with self.http.post(f"/api/v1/{route}", json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def session(self, headers: dict[str, str] = ADA) -> str:
+        return str((await self.post("create_session", {}, headers))[1]["session_id"])
+
+    async def model(self, session: str, number: int = 0, headers: dict[str, str] = ADA) -> tuple[int, Any]:
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": LORA}
+        return await self.post("create_model", body, headers)
+
+    async def attach(self, attempt: str, **cursors: int) -> int:
+        body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, Facts()))
+        async with self.http.post(ATTACH, data=body, headers=DOOR) as answer:
+            return answer.status
+
+    async def turn(self, attempt: str, *done: Done) -> tuple[int, Work | None]:
+        async with self.http.post(TURN, data=encode(Turn(attempt, done)), headers=DOOR) as answer:
+            body = await answer.read()
+            return answer.status, _works.decode(body) if answer.status == 200 else None
+
+
+def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> None:
+    async def run() -> None:
+        (tmp_path / "keys").write_text(f"{digest('tml-ada')} ada models=2\n{digest('tml-bob')} bob\n")
+        settings = Settings(
+            root=str(tmp_path),
+            host="127.0.0.1",
+            port=0,
+            keys="",
+            base_names=("tiny",),
+            tokenizer="tiny",
+            max_length=16,
+            max_rank=8,
+            request_bytes=1 << 16,
+            session_seconds=60,
+            whole_models=False,
+            seed=0,
+        )
+        kept = Store(settings.store)
+        registry, sampling = Registry(kept), Sampling(kept, settings.weights, 16, 2)
+        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"))
+        app = web.Application(client_max_size=0)
+        front.add_routes(app)
+        Door(registry, "secret", lambda facts: None).add_routes(app)
+        await sampling.start()
+        async with TestClient(TestServer(app)) as http:
+            await play(Client(http, registry))
+        await sampling.close()
+        kept.close()
+
+    asyncio.run(run())
+
+
+def test_a_retry_is_the_same_request_and_makes_no_second_model(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        first = await client.model(session)
+        assert await client.model(session) == first
+        assert len(client.registry.models) == 1
+        model = first[1]["model_id"]
+        step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        assert await client.post("optim_step", step) == await client.post("optim_step", step)
+        await client.attach("one")
+        assert (await client.turn("one"))[1].seq == 0  # type: ignore[union-attr]
+        assert (await client.turn("one"))[1].seq == 1  # type: ignore[union-attr]
+        assert await client.turn("one") == (204, None)
+
+    with_front(tmp_path, play)
+
+
+def test_a_result_never_changes_and_what_a_trainer_lost_is_handed_out_again(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        await client.attach("one")
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", Done(f"{model}:1", Stepped({"lr:mean": 1.0})))
+        await client.attach("two")
+        status, again = await client.turn("two")
+        assert (status, again and again.seq, again and again.answered) == (200, 0, True)
+        await client.turn("two")
+        await client.turn("two", Done(f"{model}:1", Stepped({"lr:mean": 2.0})))
+        status, result = await client.post("retrieve_future", {"request_id": f"{model}:1"})
+        assert (status, result["metrics"]) == (200, {"lr:mean": 1.0})
+
+    with_front(tmp_path, play)
+
+
+def test_a_trainer_that_was_replaced_is_told_so_and_cannot_come_back(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        assert (await client.turn("one"))[0] == 428
+        assert await client.attach("one") == 204
+        assert await client.attach("two") == 204
+        assert (await client.turn("one"))[0] == 409
+        assert await client.attach("one") == 409
+        assert (await client.turn("two"))[0] == 204
+        async with client.http.post(TURN, data=encode(Turn("two")), headers={SECRET: "guess"}) as answer:
+            assert answer.status == 401
+
+    with_front(tmp_path, play)
+
+
+def test_nobody_sees_what_another_key_made(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        model = (await client.model(session))[1]["model_id"]
+        save = {"model_id": model, "seq_id": 1, "path": "mine"}
+        await client.post("save_weights", save)
+        await client.attach("one")
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        path = f"tinker://{model}/weights/mine"
+        assert (await client.post("weights_info", {"tinker_path": path}))[0] == 200
+        asked = [
+            ("weights_info", {"tinker_path": path}),
+            ("get_info", {"model_id": model}),
+            ("retrieve_future", {"request_id": f"{model}:0"}),
+            ("optim_step", {"model_id": model, "seq_id": 9, "adam_params": {}}),
+            ("session_heartbeat", {"session_id": session}),
+            ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": LORA}),
+        ]
+        for route, body in asked:
+            assert (await client.post(route, body, BOB))[0] == 404, route
+        async with client.http.get("/api/v1/checkpoints", headers=BOB) as answer:
+            assert (await answer.json())["checkpoints"] == []
+
+    with_front(tmp_path, play)
+
+
+def test_a_key_has_as_many_models_as_it_may_and_an_ended_session_takes_nothing(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        for number in (0, 1):
+            assert (await client.model(session, number))[0] == 200
+        status, refusal = await client.model(session, 2)
+        assert (status, "all it may have" in refusal["detail"]) == (403, True)
+        await client.post(f"sessions/{session}/finish", {})
+        model = f"{session}:train:0"
+        status, refusal = await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert (status, "make a new ServiceClient" in refusal["detail"]) == (410, True)
+
+    with_front(tmp_path, play)
+
+
+def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        for seq, path in enumerate(("../x", "a/b", "", ".hidden"), 1):
+            status, accepted = await client.post("save_weights", {"model_id": model, "seq_id": seq, "path": path})
+            assert status == 200
+            _, result = await client.post("retrieve_future", {"request_id": accepted["request_id"]})
+            assert result["category"] == "user"
+            assert "the name" in result["error"]
+
+    with_front(tmp_path, play)
+
+
+def test_random_requests_leave_the_front_up_and_its_state_as_it_was(tmp_path: Path) -> None:
+    draw = random.Random(0)
+
+    def value(depth: int = 0) -> Any:
+        kinds = [None, True, 7, -1, 1 << 70, 1.5, "", "a", "tinker://x/weights/y", [], {}]
+        if depth < 2 and draw.random() < 0.4:
+            return draw.choice([[value(depth + 1)], {"chunks": value(depth + 1)}, {"rank": value(depth + 1)}])
+        return draw.choice(kinds)
+
+    async def play(client: Client) -> None:
+        session = await client.session()
+        model = (await client.model(session))[1]["model_id"]
+        sampler = (
+            await client.post(
+                "create_sampling_session",
+                {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"},
+            )
+        )[1]["sampling_session_id"]
+        known = {"session_id": session, "model_id": model, "sampling_session_id": sampler}
+        fields = [*known, "seq_id", "model_seq_id", "base_model", "lora_config", "adam_params", "path", "prompt"]
+        fields += ["num_samples", "sampling_params", "request_id", "tinker_path", "ttl_seconds", "optimizer_config"]
+        routes = ["create_model", "load_weights", "get_info", "optim_step", "save_weights", "weights_info", "asample"]
+        routes += ["save_weights_for_sampler", "create_sampling_session", "forward_backward", "retrieve_future"]
+        before = (set(client.registry.models), set(client.registry.checkpoints), set(client.registry.sessions))
+        for _ in range(1500):
+            body = {name: value() for name in draw.sample(fields, draw.randint(0, 6))}
+            body |= {name: id for name, id in known.items() if draw.random() < 0.5}
+            data = json.dumps(body).encode() if draw.random() < 0.9 else draw.randbytes(draw.randint(0, 60))
+            url = f"/api/v1/{draw.choice(routes)}"
+            async with client.http.post(url, data=data, headers=ADA) as answer:
+                assert answer.status in (200, 400, 403, 404), (url, data, await answer.text())
+        found = (set(client.registry.models), set(client.registry.checkpoints), set(client.registry.sessions))
+        assert found == before
+        message = wire.protocol().ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="ppo")
+        body = message.SerializeToString()
+        async with client.http.post("/api/v1/forward_backward", data=body, headers=ADA) as answer:
+            assert answer.status == 200
+
+    with_front(tmp_path, play)
+
+
+def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b"x" * 8192
+
+        async with client.http.post("/api/v1/forward_backward", data=chunks(), headers=ADA) as answer:
+            assert answer.status == 413
+
+    with_front(tmp_path, play)
