@@ -10,6 +10,7 @@ from pipeline.config.rules import check_config
 from pipeline.errors import ConfigError, PlanError, RendezvousError
 from pipeline.world.assignment import check_world, describe_plan
 from pipeline.world.plan import make_plan
+from slurm.launch.compose import compose_config
 from tests.fakes.configs import make_config
 from tests.unit.world.test_packing import Table, assigned, cards_for, shares
 
@@ -66,6 +67,13 @@ def test_servers_share_gpus_where_they_are_told_to(config: RunConfig, table: Tab
     plan = make_plan(config)
     gpus = max(seat.gpus for seat in plan.seats)
     assert shares(assigned(plan, cards_for(plan, gpus)), plan.ranks) == table
+
+
+def test_the_group_for_one_gpu_composes_and_plans() -> None:
+    config = compose_config(["experiment=demo", "resources=one_gpu", "name=x"])
+    check_config(config)
+    plan = make_plan(config)
+    assert shares(assigned(plan, cards_for(plan, 1)), plan.ranks) == [("trainer.0:0", "inference.0:0")]
 
 
 def test_a_plan_says_whose_gpus_are_shared() -> None:
