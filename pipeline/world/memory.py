@@ -9,7 +9,7 @@ bounds that lie near what was measured (docs/gpus.md says how near). Pure: what 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -97,7 +97,7 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
     always = {
         "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks),
         "other models": _others(config, sizes, ranks),
-        "weights for the servers": _PUBLISHED * sizes.weights if config.weights_backend == "nccl" else 0,
+        "weights for the servers": _PUBLISHED * sizes.weights if _sends(config) else 0,
         "copies in compute type": _copies(config, sizes),
         "gradients": _shard(_GRADIENT * sizes.trained, ranks if config.training.reshard else 1),
         "CUDA": CONTEXT,
@@ -116,7 +116,7 @@ def server_need(config: RunConfig, sizes: Sizes) -> Need:
     return Need(
         {
             "weights": _shard(sizes.weights, _server_gpus(config)),
-            "weights that arrive": sizes.weights if config.weights_backend == "nccl" else 0,
+            "weights that arrive": sizes.weights if _sends(config) else 0,
             "one sequence": config.model.max_length * kv_bytes(config, sizes),
             "vLLM": ENGINE,
             "CUDA": CONTEXT,
@@ -154,19 +154,24 @@ def host_need(config: RunConfig, sizes: Sizes) -> Need:
 
 def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
     """A line for each kind of process that computes on GPUs, and one for what trainers take of their node."""
-    memory = memory_bytes(config.resources.gpu_memory)
     lines = [f"GPU of a trainer process: {trainer_need(config, sizes)}"]
     if not sizes.activations:
         lines.append("  without activations, which cannot be told of this model")
-    lines.append(f"GPU of a server, at least: {server_need(config, sizes)}")
-    if config.resources.share_gpus:
-        shared = _least_vllm(config, sizes) + _beside_vllm(config, sizes)
-        lines.append(f"GPU that they share, at least: {shared / GIB:.1f} GiB")
-    if each := kv_bytes(config, sizes):
-        room = f"; {sequences(config, sizes, memory)} sequences of {config.model.max_length} fit" if memory else ""
-        lines.append(f"  a token takes {each / 1024:.1f} KiB of its cache{room}")
+    if config.has_rollouts:
+        lines += _describe_servers(config, sizes)
     lines.append(f"host memory of a trainer process: {host_need(config, sizes)}, and what its libraries take")
     return tuple(lines)
+
+
+def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
+    yield f"GPU of a server, at least: {server_need(config, sizes)}"
+    if config.resources.share_gpus:
+        shared = _least_vllm(config, sizes) + _beside_vllm(config, sizes)
+        yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
+    if each := kv_bytes(config, sizes):
+        memory = memory_bytes(config.resources.gpu_memory)
+        room = f"; {sequences(config, sizes, memory)} sequences of {config.model.max_length} fit" if memory else ""
+        yield f"  a token takes {each / 1024:.1f} KiB of its cache{room}"
 
 
 def trainer_ranks(config: RunConfig) -> int:
@@ -175,11 +180,13 @@ def trainer_ranks(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
-    """Most tokens of a micro-batch: its budget, or all that a rank gets of a batch of RL if that is less."""
-    training, rollout = config.training, config.rollout
-    rows = math.ceil(training.prompts_per_step * rollout.samples / ranks)
-    if training.warm_start.steps:
-        rows = max(rows, math.ceil(training.warm_start.batch / ranks))
+    """Most tokens of a micro-batch: its budget, or all that a rank gets of the largest batch if that is less. Of the
+    batches of jobs that stand alone, which are in their files, nothing is known here."""
+    training = config.training
+    if training.jobs:
+        return training.micro_batch_tokens
+    rl = training.prompts_per_step * config.rollout.samples if config.has_rollouts else 0
+    rows = math.ceil(max(rl, training.warm_start.batch if config.has_sft else 0) / ranks)
     return min(training.micro_batch_tokens, rows * config.model.max_length)
 
 
@@ -191,8 +198,14 @@ def check_memory(config: RunConfig, sizes: Sizes) -> None:
     trainer = trainer_need(config, sizes)
     if trainer.total > memory:
         raise _too_small(config, "a trainer process", trainer, _mend_trainer(config, sizes, memory))
+    if config.has_rollouts:
+        _check_servers(config, sizes, memory)
+
+
+def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
     inside, beside = _least_vllm(config, sizes), _beside_vllm(config, sizes)
     if inside + beside > memory and config.resources.share_gpus:
+        trainer = trainer_need(config, sizes)
         servers = inside + beside - trainer.total
         mend = _mend_trainer(config, sizes, memory - servers)
         raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, mend)
@@ -223,6 +236,11 @@ def _beside_vllm(config: RunConfig, sizes: Sizes) -> int:
     parts = server_need(config, sizes).parts
     trainer = trainer_need(config, sizes).total if config.resources.share_gpus else 0
     return trainer + config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
+
+
+def _sends(config: RunConfig) -> bool:
+    """Whether weights lie on GPUs while they travel."""
+    return config.has_rollouts and config.weights_backend == "nccl"
 
 
 def _server_gpus(config: RunConfig) -> int:

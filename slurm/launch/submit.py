@@ -116,10 +116,10 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
     """
     check_run(config, longest_sequence(config.model))
-    check_parallel(config, attention_heads(config.model))
     plan = make_plan(config)
     check_inputs(config)
     if config.has_rollouts:
+        check_parallel(config, attention_heads(config.model))
         find_vllm()
         if config.streams.backend == "redis":
             find_server()

@@ -126,6 +126,14 @@ def test_the_cache_of_a_server_is_spread_over_its_gpus_as_far_as_it_has_heads() 
     assert sequences(config_of(), B8, 80 * GIB) > sequences(config_of(), B8, 40 * GIB)
 
 
+def test_a_run_without_rl_has_no_servers() -> None:
+    config = config_of(processes=4, memory="80G", steps=0, warm_start={"steps": 1, "batch": 4}, **SAVING)
+    assert micro_batch_tokens(config, ranks=4) == 4096
+    assert trainer_need(config, B8).parts["weights for the servers"] == 0
+    assert not any("server" in line for line in describe_memory(config, B8))
+    check_memory(config, B8)
+
+
 def said(config: RunConfig, sizes: Sizes = B8) -> str:
     with pytest.raises(ConfigError) as caught:
         check_memory(config, sizes)
