@@ -29,7 +29,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("experiment=dmeo", "experiment='dmeo': expected one of demo"),
+        ("experiment=dmeo", "; did you mean demo?"),
         ("loss=grop", "did you mean grpo?"),
         ("optim.lrr=1", "optim.lrr=1: expected a known key; did you mean optim.lr?"),
         (
