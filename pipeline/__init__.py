@@ -2,6 +2,7 @@
 
 | room | what is in it |
 |---|---|
+| `api` | the Tinker API: the front that its clients talk to, a process apart from the trainer |
 | `report` | the page of a run: its history, drawn |
 | `roles` | one module for each kind of process: redis, trainer, inference, actor, preprocessor |
 | `training` | the algorithm, the dispatch below it, the workers below that; the jobs of files |

@@ -37,8 +37,9 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.training.jobs.check_alone`
     looks at each."""
     _something_is_trained(config)
-    if config.has_rollouts:
+    if config.has_rollouts or (config.serve.enabled and config.serve.sampling):
         _servers_have_gpus(config)
+    if config.has_rollouts:
         check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
     check_config(config, positions)
 
