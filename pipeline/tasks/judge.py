@@ -41,7 +41,7 @@ async def judge(
     question: str = QUESTION,
     best: float = 10,
     max_tokens: int = 512,
-    seconds: float = 30,
+    seconds: float = 15,
     key_file: str = "",
     **columns: Any,
 ) -> list[float]:
@@ -53,7 +53,7 @@ async def judge(
         question: what is asked, with `{prompt}`, `{answer}`, `{truth}` and `{best}`.
         best: the highest score it may give.
         max_tokens: most tokens of a verdict; seconds: most time of one request. What fails for a passing reason is
-            asked again, `TRIES` times in all.
+            asked again, `TRIES` times in all; these fit into nine tenths of `task.seconds`, or the last is cut off.
         key_file: a file with the key that the URL asks for; empty: none.
 
     Raises whatever keeps a score from being had.

@@ -2,9 +2,10 @@
 
 Owns the process that such code runs in, and what it is kept from: more than its seconds, and more memory, output and
 files than it is given; and, where the kernel lets a process without rights have namespaces of its own (`unshare`), the
-network and all other processes, and then whatever it started ends with it, in sessions of its own too. Promises an
-answer in any case, as text that says what happened. It is a fence against accidents and idle cleverness, not against an
-attacker: it reads what the worker's user can read, and memory is counted for each process.
+network and signals to all other processes, and then whatever it started ends with it, in sessions of its own too.
+Promises an answer in any case, as text that says what happened. It is a fence against accidents and idle cleverness,
+not against an attacker: it reads, writes and deletes whatever the worker's user can, the run directory included; the
+host's `/proc` stays visible, with names and arguments of the user's processes; and memory is counted for each process.
 """
 
 import os

@@ -23,8 +23,8 @@ from pipeline.config import RunConfig, known_keys, load_config, nearest
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
-OPEN = ("task.options.", "cluster.sbatch.")
-"""Below these the keys are not ours: the task's own, and sbatch's."""
+OPEN = ("task.options.", "reward.options.", "cluster.sbatch.")
+"""Below these the keys are not ours: the task's own, those of reward functions, and sbatch's."""
 MOST_POINTS = 1000
 
 

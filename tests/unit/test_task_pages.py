@@ -1,6 +1,7 @@
 """docs/tasks.md and docs/rewards.md word by word, as far as that needs no servers; and every experiment is whole."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,20 @@ def test_the_functions_of_the_page_are_right_and_would_start(tmp_path: Path) -> 
     exec((tmp_path / "my_rewards.py").read_text(), names)
     assert names["exact"]([[{"role": "assistant", "content": " 4 "}], [{"content": "5"}]], ["4", "4"]) == [1.0, 0.0]
     assert names["short"]("demo", "12", "4") == {"score": 0.75, "characters": 2}
+
+
+def test_the_options_of_the_page_reach_their_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(code_of("rewards.md", 1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (option,) = re.findall(r"`(reward\.options\.short=[^`]+)`", (DOCS / "rewards.md").read_text())
+    (judge,) = (shlex.split(line) for line in (DOCS / "rewards.md").read_text().splitlines() if "judge={" in line)
+    place = ["experiment=demo", f"output={tmp_path}"]
+    mine = compose_config([*place, "reward.functions=[my_rewards:short]", option])
+    check(mine)
+    assert mine.reward.options == {"short": {"limit": 200}}
+    judged = compose_config([*place, *judge[judge.index("…") + 1 :]])
+    check(judged)
+    assert judged.reward.options == {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "qwen"}}
 
 
 def test_the_tools_of_the_page_are_right_and_would_start(tmp_path: Path) -> None:
