@@ -108,14 +108,17 @@ class ToolTask(Task):
 
     def _written(self, text: str) -> Iterator[ToolCall]:
         if self.options.calls == "short":
-            for name, argument in _SHORT.findall(text):
-                taken = self._names.get(name, {}).get("properties", {"": None})
-                yield ToolCall(name, {next(iter(taken)): argument})
+            for name, argument in _SHORT.findall(_upto_last("]", text)):
+                first = next(iter(self._names.get(name, {}).get("properties", ())), "")
+                yield ToolCall(name, {first: argument} if first or argument else {})
             return
-        for body in _TAGGED.findall(text):
+        for body in _TAGGED.findall(_upto_last("</tool_call>", text)):
             try:
                 call = json.loads(body)
-                yield ToolCall(str(call["name"]), dict(call.get("arguments") or {}))
+                name, arguments = str(call["name"]), call.get("arguments") or {}
+                if not isinstance(arguments, dict):
+                    raise TypeError(f"its arguments are no object, but {type(arguments).__name__}")
+                yield ToolCall(name, arguments)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 yield ToolCall("unknown", {}, f"error: no tool call: {error}")
 
@@ -127,9 +130,11 @@ class ToolTask(Task):
             return replace(
                 call, name="unknown", wrong=f"error: no tool {call.name}; there are {', '.join(self._names)}"
             )
-        if not set(taken.get("required", ())) <= call.arguments.keys() <= taken["properties"].keys():
-            given = ", ".join(call.arguments) or "nothing"
-            return replace(call, wrong=f"error: {call.name} takes {', '.join(taken['properties'])}, not {given}")
+        properties = taken.get("properties", {})
+        if not set(taken.get("required", ())) <= call.arguments.keys() <= properties.keys():
+            wanted = ", ".join(properties) or "nothing"
+            given = ", ".join(name or "an argument" for name in call.arguments) or "nothing"
+            return replace(call, wrong=f"error: {call.name} takes {wanted}, not {given}")
         return call
 
     async def _answer(self, prompt: Prompt, policy: Policy, call: ToolCall) -> Message:
@@ -243,6 +248,13 @@ class Tools(ToolTask):
         low, high = 10 ** (digits - 1), 10**digits - 1
         while True:
             yield f"{random.randint(low, high)}{random.choice(self.options.operators)}{random.randint(low, high)}"
+
+
+def _upto_last(close: str, text: str) -> str:
+    """The text up to its last `close`, so that whatever opens in it also closes: a search from each of many opens for a
+    close that never comes would take the square of their number."""
+    before, found, _ = text.rpartition(close)
+    return before + found
 
 
 def _schema(name: str, does: str, argument: str, meaning: str) -> dict[str, Any]:

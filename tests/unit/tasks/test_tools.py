@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,37 @@ def test_what_was_sampled_is_never_tokenised_again(tmp_path: Path, thought: str)
         ("{", "error: no tool call"),
         ("[]", "error: no tool call"),
         ('{"arguments": {}}', "error: no tool call: 'name'"),
-        ('{"name": "python", "arguments": "x"}', "error: no tool call"),
+        ('{"name": "python", "arguments": "x"}', "error: no tool call: its arguments are no object, but str"),
+        ('{"name": "python", "arguments": [[1, 2]]}', "error: no tool call: its arguments are no object, but list"),
+        ('"python"', "error: no tool call"),
         ("[" * 100_000, "error: no tool call"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_told_to_the_policy(text: str, call: ToolCall | str) -> None:
     (read,) = tools().read_calls(f"Let me see.<tool_call>{text}</tool_call>")
     assert read == call if isinstance(call, ToolCall) else read.wrong.startswith(call)
+
+
+def test_a_tool_without_arguments_is_called_with_none() -> None:
+    class Clock(Tools):
+        @property
+        def schemas(self) -> tuple[Mapping[str, Any], ...]:
+            takes = {"type": "object", "properties": {}}
+            return ({"type": "function", "function": {"name": "now", "parameters": takes}},)
+
+    clock = Clock(tools(calls="short").options, 0)
+    assert clock.read_calls("[now:]") == [ToolCall("now", {})]
+    assert [call.wrong for call in clock.read_calls("[now:5]")] == ["error: now takes nothing, not an argument"]
+
+
+@pytest.mark.parametrize(("calls", "opens"), [("tagged", "<tool_call>"), ("short", "[calculator:")])
+def test_calls_that_never_close_are_none_however_many(calls: str, opens: str) -> None:
+    """Searched from each of them to the end, this would take minutes in the actor's event loop."""
+    task, flood = tools(calls=calls), opens * (200_000 // len(opens))
+    assert task.read_calls(flood) == []
+    made = {"tagged": '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'}
+    (call,) = task.read_calls(made.get(calls, "[calculator:1]") + flood)
+    assert call == ToolCall("calculator", {"expression": "1"})
 
 
 def test_of_very_many_calls_in_a_turn_some_are_made() -> None:
