@@ -101,7 +101,9 @@ def _chosen(there: tuple[str, ...], columns: ColumnsConfig, section: str) -> dic
         if named[key] not in there and named[key] != ColumnsConfig.model_fields[key].default:
             mend = nearest(named[key], list(there))
             raise ConfigError(f"{section}.{key}", named[key], "a column of the dataset", mend)
-    if named["messages"] in there:
+    own = {key for key, field in ColumnsConfig.model_fields.items() if named[key] != field.default}
+    asked = bool(own & {"prompt", "completion"}) and "messages" not in own  # a named column wins over one that is there
+    if named["messages"] in there and not (asked and named["prompt"] in there):
         wanted = ["messages", "tools"]
     elif named["prompt"] in there:
         wanted = ["prompt", "completion", "tools"]

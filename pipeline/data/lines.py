@@ -5,15 +5,18 @@ columns, where a text such as "2" beside a list in another row comes back as the
 of all others. Only the place of each line is kept in memory, so a file may be larger than that. A line that is no
 object is named when it is read.
 
-A folder has the files of a split by their names: `train.jsonl`, or `train-00000-of-00002.jsonl`; all files are of
-`train` when none is named so.
+A folder has the files of a split by their names up to the first `-` or `.`: `train.jsonl`,
+`train-00000-of-00002.jsonl`. Where none is named `train`, all files are of it, unless one is named as held-out rows
+are.
 """
 
 import json
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from contextlib import suppress
+from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from typing import Any
 from pipeline.errors import RecordError
 
 SUFFIXES = (".jsonl", ".json")
+HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+"""Names of files, alone or before a `_`, whose rows nobody means to train."""
 PEEK_ROWS = 1000
 """Rows of which the columns are read off; a row may lack some."""
 
@@ -31,8 +36,7 @@ class JsonRows:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts = [_List(path) if _is_list(path) else _Lines(path) for path in paths]
         self._ends = list(accumulate(len(part) for part in self._parts))
-        seen = (self[index] for index in islice(range(len(self)), PEEK_ROWS))
-        self.columns = tuple(dict.fromkeys(name for row in seen for name in row))
+        self.columns = self._columns()
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -44,6 +48,16 @@ class JsonRows:
         place = bisect_right(self._ends, index)
         part = self._parts[place]
         return part.row(index - self._ends[place] + len(part))
+
+    def _columns(self) -> tuple[str, ...]:
+        """Those of the first rows that can be read; the error of the first row when none can be."""
+        seen = list[Mapping[str, Any]]()
+        for index in range(min(len(self), PEEK_ROWS)):
+            with suppress(RecordError):
+                seen.append(self[index])
+        if len(self) and not seen:
+            self[0]
+        return tuple(dict.fromkeys(name for row in seen for name in row))
 
 
 class _Lines:
@@ -84,15 +98,25 @@ class _List:
 
 def files_of(folder: Path, split: str) -> list[Path]:
     """The JSON files of a split, by name; none when there are none."""
-    found = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
-    named = {path: path.stem.partition("-")[0].partition("_")[0].partition(".")[0] for path in found}
-    chosen = [path for path in found if named[path] == split]
-    return chosen if chosen or split != "train" else found
+    return _by_split(folder).get(split, [])
 
 
 def splits_of(folder: Path) -> list[str]:
     """What `files_of` would take for a split."""
-    return sorted({path.stem.partition("-")[0] for path in folder.iterdir() if path.suffix in SUFFIXES})
+    return sorted(_by_split(folder))
+
+
+def _by_split(folder: Path) -> dict[str, list[Path]]:
+    found = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    named: dict[str, list[Path]] = {}
+    for path in found:
+        named.setdefault(_split_of(path), []).append(path)
+    held_out = any(name.partition("_")[0] in HELD_OUT for name in named)
+    return named if "train" in named or held_out else named | {"train": found}
+
+
+def _split_of(path: Path) -> str:
+    return re.split(r"[-.]", path.stem, maxsplit=1)[0]
 
 
 def _is_list(path: Path) -> bool:

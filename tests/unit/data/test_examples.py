@@ -69,6 +69,14 @@ def test_prompts_alone_are_a_dataset_for_rl(tmp_path: Path) -> None:
     assert not found.answered
 
 
+def test_a_named_prompt_is_read_beside_messages(tmp_path: Path) -> None:
+    row = {"messages": [ASKED, SAID, ASKED, SAID], "question": "1+1"}
+    assert examples(tmp_path, row, columns=ColumnsConfig(prompt="question"))[0].prompt == (ASKED,)
+    assert len(examples(tmp_path, row)[0].prompt) == 3
+    both = ColumnsConfig(messages="talk", prompt="question")
+    assert len(examples(tmp_path, {"talk": row["messages"], "question": "1+1"}, columns=both)[0].prompt) == 3
+
+
 def test_sharegpt_and_parts_of_text_are_understood(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]
     rows = [
@@ -169,6 +177,43 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, reason: str) 
         file.write(line + "\n")
     with pytest.raises(RowError, match=f"row 1001: .*rows.jsonl, byte [0-9]+: {reason}"):
         Examples.open(SourceConfig(path=str(path)))[1001]
+
+
+def test_a_broken_line_fails_alone_unless_there_is_no_other(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "rows.jsonl", [{"messages": [ASKED, SAID]}]))
+    path.write_text("{\n" + path.read_text())
+    found = Examples.open(SourceConfig(path=str(path)))
+    assert found[1].prompt == (ASKED,)
+    with pytest.raises(RowError, match=r"row 0: .*rows\.jsonl, byte 0: no JSON: "):
+        found[0]
+    path.write_text("{\n[]\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, byte 0: no JSON: "):
+        Examples.open(SourceConfig(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "rows"),
+    [
+        ("train test", "train", 1),
+        ("train-0-of-2 train-1-of-2 test", "train", 2),
+        ("train.0 train.1 other", "train", 2),
+        ("one two", "train", 2),
+        ("train_sft test_sft", "train_sft", 1),
+        ("training test", "train", "one of test, training"),
+        ("a valid-0", "train", "one of a, valid"),
+        ("train_sft test_sft", "train", "one of test_sft, train_sft"),
+        ("one two", "test", "one of one, train, two"),
+    ],
+)
+def test_files_are_of_the_split_that_they_are_named_by(tmp_path: Path, names: str, split: str, rows: int | str) -> None:
+    for name in names.split():
+        write(tmp_path / "folder" / f"{name}.jsonl", [{"messages": [ASKED, SAID]}])
+    source = SourceConfig(path=str(tmp_path / "folder"), split=split)
+    if isinstance(rows, int):
+        assert len(Examples.open(source)) == rows
+    else:
+        with pytest.raises(ConfigError, match=f"^data\\.split='{split}': expected {rows}, or a slice"):
+            Examples.open(source)
 
 
 def test_files_that_are_no_dataset_are_refused(tmp_path: Path) -> None:
