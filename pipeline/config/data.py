@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pipeline.config.values import NotNegative, Section
+from pipeline.errors import ConfigError
 
 
 class ColumnsConfig(Section):
@@ -56,6 +57,23 @@ class DataConfig(SourceConfig):
     invalid: Literal["refuse", "drop"] = Field(
         "refuse", description="Rows that cannot be trained: an error that names the first, or left out and counted."
     )
+
+
+def base_split(split: str) -> str:
+    """A split without the slice of it."""
+    return split.partition("[")[0]
+
+
+def refuse_overlap(train: SourceConfig, held_out: SourceConfig, section: str) -> None:
+    """`ConfigError` when rows to train are held out too: one split of one path is read twice, once or twice whole.
+
+    Whether two slices of it overlap is not looked at.
+    """
+    same = _whole(train.path) == _whole(held_out.path) and base_split(train.split) == base_split(held_out.split)
+    if same and not ("[" in train.split and "[" in held_out.split):
+        expected = f"other rows than those of split={train.split}"
+        mend = "name another split, or slices of both, as train[:90%] and train[90%:]"
+        raise ConfigError(f"{section}.eval_split", held_out.split, expected, mend)
 
 
 def located_data(data: DataConfig) -> DataConfig:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from pydantic import Field
 
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import SourceConfig, base_split, refuse_overlap
 from pipeline.config.values import NotNegative
 from pipeline.data import Example, Examples
 from pipeline.errors import ConfigError
@@ -24,7 +24,11 @@ class DatasetOptions(SourceConfig, TaskOptions):
     """Which rows, and how they are asked."""
 
     eval_path: str = Field("", description="Where the held-out rows are; empty: in `path`.")
-    eval_split: str = Field("", description="Split of the held-out rows; empty: the last rows of `split` are held out.")
+    eval_split: str = Field(
+        "",
+        description="Split of the held-out rows; empty: that of `split` without its slice in `eval_path`, or, where "
+        "that is empty too, the last rows of `split`.",
+    )
     eval_rows: NotNegative = Field(
         256, description="Rows held out: the last of `split`, or the first of the held-out ones; 0: all of those."
     )
@@ -40,7 +44,7 @@ class DatasetOptions(SourceConfig, TaskOptions):
 
     def held_out(self) -> SourceConfig:
         """Where the held-out rows are read."""
-        where = {"path": self.eval_path or self.path, "split": self.eval_split or self.split}
+        where = {"path": self.eval_path or self.path, "split": self.eval_split or base_split(self.split)}
         return SourceConfig(subset=self.subset, revision=self.revision, columns=self.columns, **where)
 
 
@@ -56,6 +60,8 @@ class Dataset(Task):
         super().__init__(options, seed)
         if not options.path:
             raise ConfigError(f"{SECTION}.path", "", "a file, a folder, or a name on the Hub", "set it")
+        if options.apart:
+            refuse_overlap(options, options.held_out(), SECTION)
         self._examples = Examples.open(options, SECTION)
         self._held_out_rows = 0 if options.apart else options.eval_rows
         if len(self) < 1:

@@ -63,6 +63,11 @@ class Masker:
         marks = self._chat.template.marks_turns
         return "the template's {% generation %} blocks" if marks else "the template with and without each turn"
 
+    @property
+    def template(self) -> str:
+        """The template's source, which the text of every row depends on."""
+        return self._chat.template.source
+
     def rows(self, conversation: Conversation) -> Iterator[Trained]:
         """What is trained of a conversation, one row or with `each` one for each turn; `MaskError` if it is nothing."""
         turns = conversation.turns

@@ -48,7 +48,7 @@ class Template:
     def __init__(self, directory: Path) -> None:
         """`ConfigError` when the directory has no chat template."""
         self._settings = read(directory / "tokenizer_config.json")
-        self._text = self._find(directory)
+        self.source = self._find(directory)
 
     @cached_property
     def marks_turns(self) -> bool:
@@ -109,7 +109,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        compiled = environment.from_string(self._text)
+        compiled = environment.from_string(self.source)
         self._marks = bool(environment.extensions[_Generation.identifier].found)  # type: ignore[attr-defined]
         return compiled
 

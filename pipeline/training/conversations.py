@@ -3,7 +3,8 @@
 Owns which rows a step trains: epoch after epoch, each in an order of its own that the seed and the epoch alone decide,
 so that a resumed job goes on exactly where it stopped, in the middle of an epoch too. Owns which rows are trained at
 all: those that can be masked and are no longer than `model.max_length`; what is left out is counted. Promises that rows
-are those of the first attempt: `digest` depends on their content, is committed, and another one is refused.
+are those of the first attempt: `digest` depends on their content and on the chat template, is committed, and another
+one is refused.
 
 Every attempt reads, renders and tokenises all rows before its first step, and holds them: 5 bytes a token. Must not
 know ranks, models or losses.
@@ -14,13 +15,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from pipeline.config import DataConfig, RunConfig
+from pipeline.config.data import refuse_overlap
 from pipeline.config.models import model_directory
 from pipeline.data import Conversation, Examples
 from pipeline.data.content import Content
@@ -46,13 +48,15 @@ ENDLESS = (
 
 @dataclass
 class Rows:
-    """Rows end to end. `counts` are those of the dataset: `read`, and by reason those that were left out."""
+    """Rows end to end. `counts` are those of the dataset: `read`, and by reason those that were left out, of which
+    `wrong` says what is wrong with the first."""
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     mask: bytearray = field(default_factory=bytearray)
     starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     counts: Counter[str] = field(default_factory=Counter)
     first: Trained | None = None
+    wrong: RowError | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -76,6 +80,7 @@ class Rows:
         """Count what is left out by this policy, or raise the error."""
         if policy == "refuse":
             raise error
+        self.wrong = self.wrong or error
         self.counts[reason] += 1
 
     def __str__(self) -> str:
@@ -99,13 +104,14 @@ class Conversations:
         """What is trained; `ConfigError` or `RowError` for a dataset that cannot be."""
         (train, held_out), masker = parts_of(self._config.data), masker_of(self._config)
         log.info("reading %s; what is trained is told by %s", self._config.data.path, masker.method)
-        rows = self._read(train, masker)
+        self._content.add({"template": masker.template})
+        rows = _read(train, masker, self._config, self._content, self._alive)
         if not len(rows):
             limit = self._config.model.max_length
             raise ConfigError(
                 "data.path", self._config.data.path, f"rows of at most model.max_length={limit} tokens", str(rows)
             )
-        self._held_out = self._read(held_out, masker)
+        self._held_out = _read(held_out, masker, self._config, self._content, self._alive)
         log.info("training: %s", rows)
         log.info("held out: %s", self._held_out)
         assert rows.first, "there are rows"
@@ -121,14 +127,16 @@ class Conversations:
 
     @property
     def digest(self) -> str:
-        """Tells data apart that are not the same, row by row and in this order; empty as long as they are not read."""
+        """Tells data apart that are not the same, row by row and in this order, or written by another chat template;
+        empty as long as they are not read."""
         return self._content.digest if "rows" in self.__dict__ else ""
 
     def check(self, digest: str) -> None:
         """`CheckpointError` unless the data are those of a commit with this digest."""
         if len(self.rows) and digest != self.digest:
             raise CheckpointError(
-                f"data.path={self._config.data.path!r}: its rows are not those that this run has trained so far "
+                f"data.path={self._config.data.path!r}: its rows are not those that this run has trained so far, "
+                f"or its model has another chat template "
                 f"(digest {self.digest}, committed {digest or 'none'}); put them back, or start a new run"
             )
 
@@ -140,26 +148,6 @@ class Conversations:
     def _at(self, position: int) -> int:
         size = len(self.rows)
         return prompt_of(position, size, self._config.seed) if self._config.data.shuffle else position % size
-
-    def _read(self, part: "Part", masker: Masker) -> Rows:
-        data, longest, rows = self._config.data, self._config.model.max_length, Rows()
-        for index in part.indices:
-            if rows.counts["read"] % ALIVE_ROWS == 0:
-                self._alive()
-            rows.counts["read"] += 1
-            try:
-                conversation, made = part.make(index, masker)
-            except RowError as error:
-                rows.leave_out("invalid", data.invalid, error)
-                continue
-            self._content.add({"messages": conversation.messages, "tools": conversation.tools})
-            for row in made:
-                if len(row.tokens) <= longest:
-                    rows.add(row)
-                else:
-                    reason = f"{len(row.tokens)} tokens, more than model.max_length={longest}; set data.overlong=drop"
-                    rows.leave_out("longer than model.max_length", data.overlong, part.examples.wrong(index, reason))
-        return rows
 
 
 @dataclass(frozen=True)
@@ -177,16 +165,59 @@ class Part:
         except MaskError as error:
             raise self.examples.wrong(index, str(error)) from None
 
+    def too_long(self, index: int, row: Trained, config: RunConfig) -> RowError:
+        """The error that says that a row does not fit."""
+        mend = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
+        reason = f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {mend}"
+        return self.examples.wrong(index, reason)
+
+
+def fits(row: Trained, config: RunConfig) -> bool:
+    """Whether a row is short enough to be trained."""
+    return len(row.tokens) <= config.model.max_length
+
+
+def _read(
+    part: Part,
+    masker: Masker,
+    config: RunConfig,
+    content: Content | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> Rows:
+    """The rows of a part that are trained; `RowError` for the first one that is refused."""
+    rows = Rows()
+    for index in part.indices:
+        if rows.counts["read"] % ALIVE_ROWS == 0:
+            alive()
+        rows.counts["read"] += 1
+        try:
+            conversation, made = part.make(index, masker)
+        except RowError as error:
+            rows.leave_out("invalid", config.data.invalid, error)
+            continue
+        if content:
+            content.add({"messages": conversation.messages, "tools": conversation.tools})
+        for row in made:
+            if fits(row, config):
+                rows.add(row)
+            else:
+                error = part.too_long(index, row, config)
+                rows.leave_out("longer than model.max_length", config.data.overlong, error)
+    return rows
+
 
 def parts_of(data: DataConfig) -> tuple[Part, Part]:
     """The rows to train and those that are held out.
 
-    `ConfigError` when a dataset cannot be read, has no answers, or fewer rows than are to be held out.
+    `ConfigError` when a dataset cannot be read, has no answers, or fewer rows than are to be held out, and when those
+    are trained too.
     """
     examples = _answered(data)
     if data.eval_split or data.eval_path:
         moved = {"path": data.eval_path or data.path, "split": data.eval_split or "train"}
-        others = _answered(data.model_copy(update=moved))
+        apart = data.model_copy(update=moved)
+        refuse_overlap(data, apart, "data")
+        others = _answered(apart)
         return Part(examples, range(len(examples))), Part(
             others, range(min(len(others), data.eval_rows or len(others)))
         )
@@ -204,22 +235,18 @@ def check_data(config: RunConfig) -> None:
         return
     masker = masker_of(config)
     for part in parts_of(data):
-        _check_part(part, masker, data)
+        _check_part(part, masker, config)
 
 
-def _check_part(part: Part, masker: Masker, data: DataConfig) -> None:
-    """`ConfigError` for the first row that cannot be trained; where such rows are dropped, if no other is found."""
-    wrong: list[RowError] = []
-    looked = part.indices[:CHECKED_ROWS]
-    for index in looked:
-        try:
-            part.make(index, masker)
-        except RowError as error:
-            wrong.append(error)
-            if data.invalid == "refuse":
-                break
-    if wrong and (data.invalid == "refuse" or len(wrong) == len(looked)):
-        raise ConfigError("data.path", data.path, "rows that can be trained", str(wrong[0]))
+def _check_part(part: Part, masker: Masker, config: RunConfig) -> None:
+    """`ConfigError` for the first row that is refused; where such rows are dropped, if no other is found."""
+    looked = replace(part, indices=part.indices[:CHECKED_ROWS])
+    try:
+        rows = _read(looked, masker, config)
+    except RowError as error:
+        raise ConfigError("data.path", config.data.path, "rows that can be trained", str(error)) from None
+    if not len(rows) and rows.wrong:
+        raise ConfigError("data.path", config.data.path, "rows that can be trained", str(rows.wrong))
 
 
 def first_row(config: RunConfig) -> tuple[Trained, str] | None:
@@ -229,8 +256,9 @@ def first_row(config: RunConfig) -> tuple[Trained, str] | None:
     (part, _), masker = parts_of(config.data), masker_of(config)
     for index in part.indices[:CHECKED_ROWS]:
         with suppress(RowError):
-            row = part.make(index, masker)[1][0]
-            return row, "" if masker.teaches_end(row) else ENDLESS
+            for row in part.make(index, masker)[1]:
+                if fits(row, config):
+                    return row, "" if masker.teaches_end(row) else ENDLESS
     return None
 
 

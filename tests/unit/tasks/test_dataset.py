@@ -48,6 +48,21 @@ def test_held_out_rows_may_lie_in_another_file(file: Path, tmp_path: Path) -> No
     assert len(dataset(file, eval_path=str(other), eval_rows=1).held_out()) == 1
 
 
+def test_the_slice_of_the_training_split_is_not_one_of_another_path(file: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "held_out.jsonl", ROWS[:4])
+    task = dataset(file, split="train[:50%]", eval_path=str(other), eval_rows=0)
+    assert len(task) == 5
+    assert [prompt.columns["answer"] for prompt in task.held_out()] == ["1", "2", "3", "4"]
+
+
+def test_held_out_rows_that_would_be_trained_too_are_refused(file: Path) -> None:
+    for options in ({"eval_split": "train"}, {"split": "train[:5]", "eval_path": str(file)}):
+        with pytest.raises(ConfigError, match=r"^task\.options\.eval_split='train': expected other rows than those of"):
+            dataset(file, **options)
+    task = dataset(file, split="train[:5]", eval_split="train[5:]")
+    assert [prompt.columns["answer"] for prompt in task.held_out()] == ["6", "7", "8"]
+
+
 def test_a_conversation_is_asked_up_to_where_the_policy_speaks_and_a_system_message_comes_first(tmp_path: Path) -> None:
     talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
     own = [{"role": "system", "content": "own"}, *talk]

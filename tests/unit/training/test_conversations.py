@@ -137,6 +137,24 @@ def test_changed_data_are_refused_on_resume(tmp_path: Path, path: str) -> None:
             Conversations(config(path)).check(first.digest)
 
 
+def test_a_changed_chat_template_is_refused_on_resume(tmp_path: Path, path: str) -> None:
+    model = make_chat_model(tmp_path / "model", MARKED)
+    first = Conversations(config(path, model=str(model)))
+    assert len(first.rows) == 10
+    make_chat_model(model, MARKED + "{# another #}")
+    with pytest.raises(CheckpointError, match="or its model has another chat template"):
+        Conversations(config(path, model=str(model))).check(first.digest)
+
+
+def test_what_is_dropped_is_neither_refused_nor_shown_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [talk(1, "2" * 100), talk(1, "word"), talk(2), talk(3)])
+    dropping = config(path, invalid="drop", eval_rows=1)
+    check_data(dropping)
+    found = first_row(dropping)
+    assert found is not None
+    assert "2+2" in found[0].text
+
+
 def test_held_out_rows_belong_to_the_digest(path: str) -> None:
     digests = set()
     for answer in ("18", "19"):
@@ -173,6 +191,15 @@ def test_each_turn_is_a_row_where_reasoning_is_dropped(tmp_path: Path) -> None:
         ([{"prompt": "1+1"}], {}, "data.columns.completion='completion': expected a column of the dataset"),
         ([talk(1)] * 3, {"eval_rows": 3}, "data.eval_rows=3: expected less than the 3 rows of data.path"),
         ([talk(1)], {"eval_split": "test"}, "data.split='test': expected one of train"),
+        ([talk(1)], {"eval_split": "train"}, "data.eval_split='train': expected other rows than those of split=train"),
+        (
+            [talk(1), talk(2, "2" * 100)],
+            {"overlong": "refuse"},
+            "row 1: 106 tokens, more than model.max_length=64; set",
+        ),
+        ([talk(1, "2" * 100)] * 2, {}, "row 0: 106 tokens, more than model.max_length=64; raise it"),
+        ([talk(1), talk(2, "2" * 100)], {"eval_rows": 1}, "row 1: 106 tokens, more than model.max_length=64; raise it"),
+        ([talk(1, "words"), talk(2, "2" * 100)], {"invalid": "drop"}, "row 0: the tokenizer cannot encode it"),
     ],
 )
 def test_bad_data_are_one_line_before_anything_starts(
