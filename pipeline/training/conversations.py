@@ -201,8 +201,8 @@ def _read(
             if fits(row, config):
                 rows.add(row)
             else:
-                error = part.too_long(index, row, config)
-                rows.leave_out("longer than model.max_length", config.data.overlong, error)
+                too_long = part.too_long(index, row, config)
+                rows.leave_out("longer than model.max_length", config.data.overlong, too_long)
     return rows
 
 
