@@ -36,6 +36,8 @@ class Door:
         self._replaced: set[str] = set()
         self._heard = 0.0
         self._busy = False
+        self._epoch = 0
+        """Raised by every attach: what was handed out before counts as lost, so an older turn gets nothing."""
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_post(ATTACH, self._attach)
@@ -56,6 +58,7 @@ class Door:
         if self._latest not in ("", attach.attempt):
             self._replaced.add(self._latest)
         self._latest = attach.attempt
+        self._epoch += 1
         self._attempt, self._heard, self._busy = attach.attempt, time.monotonic(), False
         await self._registry.attach(attach.cursors)
         self._on_change(attach.facts)
@@ -63,10 +66,11 @@ class Door:
 
     async def _turn(self, request: web.Request) -> web.Response:
         self._admit(request)
+        epoch = self._epoch  # before its body is read, which may take until after the next attach
         turn = msgspec.msgpack.decode(await request.read(), type=Turn)
         if turn.attempt in self._replaced:
             return web.Response(status=409, text=_REPLACED)
-        if turn.attempt != self._attempt:
+        if turn.attempt != self._attempt or epoch != self._epoch:
             return web.Response(status=428, text="attach first")
         self._heard, self._busy = time.monotonic(), False
         try:
@@ -76,15 +80,17 @@ class Door:
                 await self._registry.committed(turn.committed)
         except Full as error:
             return web.Response(status=503, text=str(error))
-        work = await self._await_work(min(turn.seconds, _LONGEST_WAIT))
+        work = None if turn.ending else await self._await_work(min(turn.seconds, _LONGEST_WAIT), epoch)
         if turn.attempt in self._replaced:
             return web.Response(status=409, text=_REPLACED)
+        if epoch != self._epoch:
+            return web.Response(status=428, text="attach first")
         self._heard, self._busy = time.monotonic(), work is not None
         return web.Response(body=work) if work is not None else web.Response(status=204)
 
-    async def _await_work(self, seconds: float) -> bytes | None:
+    async def _await_work(self, seconds: float, epoch: int) -> bytes | None:
         end = time.monotonic() + seconds
-        while True:
+        while epoch == self._epoch:
             self._registry.news.clear()
             work = self._registry.next_work()
             left = end - time.monotonic()
@@ -92,6 +98,7 @@ class Door:
                 return work
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._registry.news.wait(), min(left, _LOOK_SECONDS))
+        return None
 
     def _admit(self, request: web.Request) -> None:
         if not hmac.compare_digest(request.headers.get(SECRET, ""), self.secret):

@@ -1,7 +1,8 @@
 """Who may use the server, and how much of it.
 
 Owns the file of API keys, which holds their hashes alone, and the limits of each. Promises that a key is compared in
-constant time, that the file is read again when it changes, and that nobody gets in while it cannot be read. A key
+constant time, that the file is read again when it changes, and that nobody gets in while it cannot be read: clients
+ask again. A key
 begins with `tml-`, as the SDK demands.
 
 One line a key, `#` begins a comment:
@@ -11,6 +12,7 @@ One line a key, `#` begins a comment:
 
 import hashlib
 import hmac
+import logging
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from pipeline.api.errors import ApiError
 from pipeline.errors import ConfigError
 from pipeline.system import files
 
+log = logging.getLogger(__name__)
 PREFIX = "tml-"
 _LIMITS = ("models", "bytes")
 
@@ -72,7 +75,7 @@ class Keys:
     _stamp: tuple[int, int] = (0, 0)
 
     def owner(self, key: str) -> Owner:
-        """Whose key this is; `ApiError` 401 if nobody's."""
+        """Whose key this is; `ApiError` 401 if nobody's, 408 while the file cannot be read."""
         given = digest(key)
         for known, owner in self._current().items():
             if hmac.compare_digest(known, given):
@@ -96,7 +99,8 @@ class Keys:
             if stamp != self._stamp:
                 self._owners, self._stamp = parse_keys(self.path.read_text(), str(self.path)), stamp
         except (OSError, ConfigError) as error:
-            raise ApiError(f"the file of API keys cannot be read: {error}", 401) from None
+            log.error("the file of API keys cannot be read: %s", error)
+            raise ApiError("the file of API keys cannot be read just now; ask again", 408) from None
         return self._owners
 
 

@@ -190,12 +190,13 @@ class Attach(msgspec.Struct, frozen=True):
 
 class Turn(msgspec.Struct, frozen=True):
     """A trainer's turn: what it has done since the last, the cursors of a commit that became durable meanwhile, and how
-    many seconds it would wait for work."""
+    many seconds it would wait for work; one that is `ending` takes none."""
 
     attempt: str
     done: tuple[Done, ...] = ()
     committed: dict[str, int] | None = None
     seconds: float = 0.0
+    ending: bool = False
 
 
 def encode(record: Any) -> bytes:

@@ -3,7 +3,8 @@
 Owns sessions, models, samplers, checkpoints and requests in memory, each change of which is in the store before anybody
 is answered. Promises that a request is accepted once, whatever a client retries; that a result which was given never
 changes; that nobody sees what another owner's key made; and that what a trainer lost with its memory is handed out
-again, in the same order, until a commit covers it. Must not know HTTP, protobuf or how samples are made.
+again, in the same order, until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP,
+protobuf or how samples are made.
 
 A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable.
 """
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipeline.api import names, store
-from pipeline.api.errors import ApiError, Missing
+from pipeline.api.errors import ApiError, Full, Missing
 from pipeline.api.facts import Checkpoint, Model, Sampler, Session
 from pipeline.api.keys import Owner
 from pipeline.api.names import WeightsPath
@@ -52,6 +53,7 @@ SERVED_SECONDS = 3600.0
 PASSING_KEPT = 8
 """Checkpoints without a name that each model keeps."""
 _KINDS: dict[type[Any], str] = {Session: "session", Model: "model", Checkpoint: "checkpoint", Sampler: "sampler"}
+_GONE = Failed("the model was unloaded, or its session has ended", "user")
 _bodies = msgspec.msgpack.Decoder(Body)
 _results = msgspec.msgpack.Decoder(Result)
 
@@ -63,6 +65,7 @@ class Request:
     Attributes:
         stateful: whether doing it changes the model.
         open: its body is in the store.
+        reads: the folder that doing it reads, if any.
         deliveries: how often a trainer got it and gave no answer.
         served: when a client got the result; 0 until then.
     """
@@ -72,6 +75,7 @@ class Request:
     seq: int
     stateful: bool = False
     open: bool = True
+    reads: str = ""
     result: Result | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     kept: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,6 +98,8 @@ class Live:
     """What the last two durable commits have behind them."""
     lost: str = ""
     unloading: bool = False
+    came_back: bool = False
+    """Gone, but in the commit of the trainer that is there."""
 
 
 class Registry:
@@ -111,6 +117,8 @@ class Registry:
         """Set when a trainer may have something to do."""
         self._turn = 0
         self.on_removed: Callable[[str], None] = lambda folder: None
+        self._unnamed: set[str] = set()
+        """Folders of checkpoints that are gone; each stays while an open request reads it."""
         self._restore()
 
     # Facts
@@ -162,9 +170,10 @@ class Registry:
         await self._note(msgspec.structs.replace(checkpoint, expires=expires), checkpoint.path)
 
     async def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
-        await self._store.keep(store.no_fact("checkpoint", checkpoint.path))
+        await self._store.keep(store.no_fact("checkpoint", checkpoint.path), _unnamed(checkpoint.folder))
         self.checkpoints.pop(checkpoint.path, None)
-        self.on_removed(checkpoint.folder)
+        self._unnamed.add(checkpoint.folder)
+        await self._remove_folders()
 
     def stored_bytes(self, owner: str) -> int:
         return sum(each.size for each in self.checkpoints.values() if each.owner == owner)
@@ -188,10 +197,11 @@ class Registry:
         self.session(Owner(live.fact.owner), live.fact.session)
         if live.lost:
             raise ApiError(live.lost, 410)
-        known = live.requests.get(seq)
+        known = await self._known(live, seq)
         if known is not None:
-            await known.kept.wait()
             return known
+        if live.unloading or live.fact.gone:
+            raise ApiError(f"model {live.fact.id} was unloaded; make a new one", 410)
         try:
             body: Body | Failed = make()
         except ApiError as error:
@@ -199,9 +209,8 @@ class Registry:
         return await self._accept(live, seq, body)
 
     async def _accept(self, live: Live, seq: int, body: Body | Failed, *also: Statement) -> Request:
-        known = live.requests.get(seq)
+        known = await self._known(live, seq)
         if known is not None:
-            await known.kept.wait()
             return known
         request = Request(names.request_id(live.fact.id, seq), live.fact.id, seq)
         live.requests[seq] = self.requests[request.id] = request
@@ -209,7 +218,7 @@ class Registry:
             written, failure = encode(Create(Adapter(0))), body
         else:
             written, failure = encode(body), None
-            request.stateful = changes_model(body)
+            request.stateful, request.reads = changes_model(body), _reads(body)
             if not live.queue.takes(seq):
                 failure = Failed(f"request {seq} came after later ones were done; submit it again", "user")
         try:
@@ -229,6 +238,15 @@ class Registry:
         self.news.set()
         return request
 
+    async def _known(self, live: Live, seq: int) -> Request | None:
+        """The request of that number, if it was accepted before; `Full` if the store did not take it just now."""
+        known = live.requests.get(seq)
+        if known is not None:
+            await known.kept.wait()
+            if live.requests.get(seq) is not known:
+                raise Full("the store took nothing just now; ask again")
+        return known
+
     def next_work(self) -> bytes | None:
         """What a trainer is to do next, encoded; None while there is nothing. Models take turns."""
         models = list(self.models.values())
@@ -241,6 +259,9 @@ class Registry:
         return None
 
     def _next_of(self, live: Live) -> Work | None:
+        if live.came_back:
+            live.came_back = False
+            return _unload(live)
         if live.lost or live.fact.gone:
             return None
         while (seq := live.queue.next(time.monotonic())) is not None:
@@ -256,7 +277,7 @@ class Registry:
             request.deliveries += 1
             return Work(request.id, live.fact.id, seq, _bodies.decode(body), request.result is not None)
         if live.unloading and live.queue.idle:
-            return Work(names.request_id(live.fact.id, UNLOAD_SEQ), live.fact.id, UNLOAD_SEQ, Unload())
+            return _unload(live)
         return None
 
     async def finish(self, done: Done) -> None:
@@ -275,10 +296,12 @@ class Registry:
         if changes:
             for old in self._surplus(request.model):
                 await self.remove_checkpoint(old)
+            await self._remove_folders()
 
     async def attach(self, cursors: dict[str, int]) -> None:
         """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
         for live in list(self.models.values()):
+            live.came_back = live.fact.gone and live.fact.id in cursors
             if live.fact.gone:
                 continue
             cursor = cursors.get(live.fact.id, -1)
@@ -331,8 +354,23 @@ class Registry:
         for checkpoint in list(self.checkpoints.values()):
             if checkpoint.expires is not None and checkpoint.expires < now:
                 await self.remove_checkpoint(checkpoint)
+        await self._remove_folders()
 
     # Inside
+
+    def _is_read(self, folder: str) -> bool:
+        """Whether a trainer may yet be asked to read a folder."""
+        return any(
+            each.reads == folder and each.open and not isinstance(each.result, Failed)
+            for each in self.requests.values()
+        )
+
+    async def _remove_folders(self) -> None:
+        for folder in [each for each in self._unnamed if not self._is_read(each)]:
+            self.on_removed(folder)
+            with contextlib.suppress(ApiError):  # then it is removed again
+                await self._store.keep(store.no_fact("unnamed", folder))
+                self._unnamed.discard(folder)
 
     def _outcome(self, request: Request, result: Result) -> tuple[Result, list[Statement], Callable[[], None]]:
         """The result as its client gets it, and what it changes: a checkpoint that was saved, and its sampler."""
@@ -360,12 +398,16 @@ class Registry:
         if sampler:
             changes.append(_fact(sampler, sampler.id))
 
+        dropped = replaced.folder if replaced is not None and replaced.folder != checkpoint.folder else ""
+        if dropped:
+            changes.append(_unnamed(dropped))
+
         def after() -> None:
             self.checkpoints[checkpoint.path] = checkpoint
             if sampler:
                 self.samplers[sampler.id] = sampler
-            if replaced is not None and replaced.folder != checkpoint.folder:
-                self.on_removed(replaced.folder)
+            if dropped:
+                self._unnamed.add(dropped)
 
         return Saved(result.size, order.path, order.sampler), changes, after
 
@@ -386,7 +428,7 @@ class Registry:
         for request in live.requests.values():
             request.open = False
             if request.result is None:
-                request.finish(Failed("the model's session has ended", "user"))
+                request.finish(_GONE)
 
     async def _note(self, fact: Session | Model | Checkpoint | Sampler, key: str) -> None:
         await self._store.keep(_fact(fact, key))
@@ -403,6 +445,7 @@ class Registry:
     def _restore(self) -> None:
         for kind in (Session, Checkpoint, Sampler):
             self._table(kind).update(self._facts(kind))
+        self._unnamed.update(folder for folder, _ in self._store.facts("unnamed"))
         for id, fact in self._facts(Model):
             ended = self.sessions[fact.session].ended if fact.session in self.sessions else "unknown"
             self.models[id] = Live(fact, ModelQueue(), unloading=bool(ended))
@@ -412,10 +455,15 @@ class Registry:
                 continue  # a sample
             request = Request(kept.id, kept.model, kept.seq, open=kept.body is not None, served=kept.served)
             body = self._store.body(kept.id)
-            request.stateful = body is not None and changes_model(_bodies.decode(body))
+            if body is not None:
+                decoded = _bodies.decode(body)
+                request.stateful, request.reads = changes_model(decoded), _reads(decoded)
             request.kept.set()
             if kept.result is not None:
                 request.finish(_results.decode(kept.result))
+            elif live.fact.gone:
+                request.finish(_GONE)
+            request.open = request.open and not live.fact.gone
             live.requests[kept.seq] = self.requests[kept.id] = request
         for live in self.models.values():
             answered = [seq for seq, each in live.requests.items() if each.result is not None]
@@ -442,6 +490,14 @@ def save_body(path: WeightsPath, version: int, note: SaveNote) -> Save:
     return Save(path.folder(version), path.kind == "sampler_weights", msgspec.json.encode(note).decode())
 
 
+def _reads(body: Body) -> str:
+    return body.folder if isinstance(body, Load) else ""
+
+
+def _unload(live: Live) -> Work:
+    return Work(names.request_id(live.fact.id, UNLOAD_SEQ), live.fact.id, UNLOAD_SEQ, Unload())
+
+
 def changes_model(body: Body) -> bool:
     return isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
 
@@ -454,6 +510,10 @@ def new_session_id() -> str:
 
 def _fact(fact: Session | Model | Checkpoint | Sampler, key: str) -> Statement:
     return store.fact(_KINDS[type(fact)], key, encode(fact))
+
+
+def _unnamed(folder: str) -> Statement:
+    return store.fact("unnamed", folder, b"")
 
 
 def _is_over(request: Request) -> bool:

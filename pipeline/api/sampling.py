@@ -114,7 +114,7 @@ class Sampling:
         """The id of the request, which is in the store by now; `ApiError` 429 where too many wait."""
         if id in self._jobs:
             return id
-        if len(self._jobs) >= MOST_WAITING:
+        if sum(1 for job in self._jobs.values() if job.task is None or not job.task.done()) >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)
         given = Sampled(sampler.id, seq, folder, body)
         checked_request(body, self._max_length)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.api.registry import MOST_DELIVERIES
 from pipeline.api.settings import Address, Settings, address_file, settings_of
 from pipeline.api.wire import protocol
 from pipeline.config import RunConfig
@@ -32,8 +33,9 @@ from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.environment import child_environment
 
 FRONT_SECONDS, BASE_SECONDS, STOP_SECONDS = 60.0, 600.0, 10.0
-SHORT_SECONDS, MOST_SHORT = 60.0, 3
-"""The trainer is not started again after so many attempts in a row that were over so soon."""
+SHORT_SECONDS, MOST_SHORT = 60.0, MOST_DELIVERIES + 2
+"""The trainer is not started again after so many attempts in a row that were over so soon; more than a request gets
+that ends each of them, so that it fails alone."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
 """The loop of a trainer that serves.
 
 Owns the order of things: restore, then take a request, do it, bring its result; and when to commit. Promises that a
-client's mistake fails its request alone; that results are told only for what was really done; and that the cursor of a
-commit covers exactly what the commit holds. What fails on a rank ends the trainer: the next one goes on from the
-commit.
+client's mistake fails its request alone; that results are told only for what was really done; that the cursor of a
+commit covers exactly what the commit holds; and that nothing is committed whose result the front lacks. What fails on a
+rank ends the trainer: the next one goes on from the commit.
 
     engine = Engine(dispatch, config, root, attempt, job, facts, pulse)
     engine.run()              # until `pulse` raises `Interrupted`; then a last commit
@@ -48,6 +48,8 @@ class Engine:
         self._cursors: dict[str, int] = {}
         """Of each model, the last request after which it had no gradients: what a commit may say of it."""
         self._done: dict[str, int] = {}
+        self._results: list[Done] = []
+        """What the front has not been told yet."""
         self._steps = 0
         self._dirty_since: float | None = None
         self._durable: dict[str, int] | None = None
@@ -73,15 +75,17 @@ class Engine:
             self._link.close()
 
     def _serve(self) -> None:
-        results: list[Done] = []
         while True:
             self._pulse()
-            wait = 0.0 if self._durable else WAIT_SECONDS
-            work = self._link.turn(lambda: dict(self._done), results, self._durable, wait)
-            results, self._durable = [], None
+            work = self._turn(0.0 if self._durable else WAIT_SECONDS)
+            self._commit_if_due()  # here, where the front has every result
             if work is not None:
-                results = self._do(work)
-            self._commit_if_due()
+                self._results = self._do(work)
+
+    def _turn(self, wait: float, *, ending: bool = False) -> Work | None:
+        work = self._link.turn(lambda: dict(self._done), self._results, self._durable, wait, ending=ending)
+        self._results, self._durable = [], None
+        return work
 
     def _do(self, work: Work) -> list[Done]:
         """Do one request; its result, unless its client has one from an earlier trainer."""
@@ -113,6 +117,7 @@ class Engine:
                 return models.save(id, body.folder, sampler=body.sampler)
             case Load():
                 self._finish_commit()
+                models.look_for(body.folder)
                 if body.fresh:
                     models.create(id, body.adapter)
                 models.load(id, body.folder, optimizer=body.optimizer)
@@ -132,12 +137,13 @@ class Engine:
         if isinstance(work.body, Unload) or id not in self._models:
             self._cursors.pop(id, None)
             self._done.pop(id, None)
+            self._dirty_since = self._dirty_since or time.monotonic()
             return
         self._done[id] = work.seq
         if not self._models.pending(id):
             self._cursors[id] = work.seq
-            if not isinstance(work.body, Pass | Save) and self._dirty_since is None:
-                self._dirty_since = time.monotonic()
+            if not isinstance(work.body, Pass | Save):
+                self._dirty_since = self._dirty_since or time.monotonic()
 
     def _commit_if_due(self) -> None:
         """Note that a commit has become durable; begin another if it is time."""
@@ -170,8 +176,14 @@ class Engine:
         self._steps_told, self._dirty_since = self._steps, None
 
     def _commit_last(self) -> None:
-        """What was done since the last commit would come again; so commit it while there is time."""
+        """What was done since the last commit would come again; so commit it while there is time; but not what the
+        front lacks the result of, and is not there to take: nobody would ever do that again."""
         self._finish_commit()
+        if self._results:
+            try:
+                self._turn(0.0, ending=True)
+            except Interrupted:
+                return
         if self._dirty_since is not None:
             self._start_commit()
             self._finish_commit()

@@ -44,15 +44,18 @@ class FrontLink:
         done: Sequence[Done],
         committed: dict[str, int] | None,
         seconds: float,
+        *,
+        ending: bool = False,
     ) -> Work | None:
-        """Bring results and take work, if there is any within `seconds`. A front that does not know this trainer is
-        told `cursors` first: what each model has behind it. `OvertakenError` when another trainer has come since.
+        """Bring results and take work, if there is any within `seconds` and the trainer is not `ending`. A front that
+        does not know this trainer is told `cursors` first: what each model has behind it. `OvertakenError` when
+        another trainer has come since.
         """
         while True:
             try:
                 if not self._attached:
                     self._attach(cursors())
-                status, body = self._post(TURN, encode(Turn(self._attempt, tuple(done), committed, seconds)))
+                status, body = self._post(TURN, encode(Turn(self._attempt, tuple(done), committed, seconds, ending)))
                 if status == 204:
                     return None
                 if status == 200:

@@ -150,12 +150,18 @@ class ServedModels:
         size = self._dispatch.on_sites(_save, slot.name, str(place), self._attempt, needs=needs)[0]
         return Saved(size)
 
+    def look_for(self, folder: str) -> None:
+        """`CheckpointError` unless there is what `save` wrote; no model is touched."""
+        place = self._weights / folder
+        if not self._dispatch.on_sites(_is_there, str(place))[0]:
+            raise CheckpointError(f"{place} holds no whole checkpoint")
+
     def load(self, id: str, folder: str, *, optimizer: bool) -> None:
-        """Take what `save` wrote; without `optimizer`, with a fresh one. If that fails, the model is gone."""
+        """Take what `save` wrote and `look_for` finds; without `optimizer`, with a fresh one. If it is damaged, the
+        model is gone."""
         slot, place = self._bring_known(id), self._weights / folder
         needs: Any = {slot.name: "load_checkpoint"}
         try:
-            self._dispatch.on_sites(_check_there, str(place))
             self._dispatch.on_sites(_load, slot.name, str(place), optimizer, needs=needs)
         except CheckpointError:
             self.remove(id)
@@ -259,10 +265,9 @@ def _save(site: Site, name: str, place: str, attempt: str) -> int:
     return sum(record.size for record in checkpoint.manifest.files.values())
 
 
-def _check_there(site: Site, place: str) -> None:
+def _is_there(site: Site, place: str) -> bool:
     """On every rank, of which the first looks."""
-    if site.rank == 0 and next(iter(committed(place)), None) is None:
-        raise CheckpointError(f"{place} holds no whole checkpoint")
+    return site.rank > 0 or next(iter(committed(place)), None) is not None
 
 
 def _load(site: Site, name: str, place: str, optimizer: bool) -> None:

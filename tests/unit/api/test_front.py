@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from pipeline.api import wire
+from pipeline.api import store, wire
 from pipeline.api.door import ATTACH, SECRET, TURN, Door
+from pipeline.api.errors import Full
 from pipeline.api.front import Front
 from pipeline.api.keys import Keys, digest
-from pipeline.api.records import Attach, Done, Facts, Plain, Saved, Stepped, Turn, Work, encode
+from pipeline.api.records import Attach, Done, Facts, Failed, Plain, Saved, Stepped, Turn, Unload, Work, encode
 from pipeline.api.registry import Registry
 from pipeline.api.sampling import Sampling
 from pipeline.api.settings import Settings
@@ -30,8 +32,8 @@ _works = msgspec.msgpack.Decoder(Work)
 class Client:
     """A front of its own, as clients and as a trainer see it."""
 
-    def __init__(self, http: TestClient[Any, Any], registry: Registry) -> None:
-        self.http, self.registry = http, registry
+    def __init__(self, http: TestClient[Any, Any], registry: Registry, kept: Store) -> None:
+        self.http, self.registry, self.kept = http, registry, kept
 
     async def post(self, route: str, body: Any, headers: dict[str, str] = ADA) -> tuple[int, Any]:
         async with self.http.post(f"/api/v1/{route}", json=body, headers=headers) as answer:
@@ -81,7 +83,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> Non
         Door(registry, "secret", lambda facts: None).add_routes(app)
         await sampling.start()
         async with TestClient(TestServer(app)) as http:
-            await play(Client(http, registry))
+            await play(Client(http, registry, kept))
         await sampling.close()
         kept.close()
 
@@ -134,6 +136,113 @@ def test_a_trainer_that_was_replaced_is_told_so_and_cannot_come_back(tmp_path: P
         assert (await client.turn("two"))[0] == 204
         async with client.http.post(TURN, data=encode(Turn("two")), headers={SECRET: "guess"}) as answer:
             assert answer.status == 401
+
+    with_front(tmp_path, play)
+
+
+def test_a_turn_from_before_an_attach_takes_no_work_into_its_dead_connection(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        await client.attach("one")
+        body = encode(Turn("one", seconds=5.0))
+        stalled = asyncio.create_task(client.http.post(TURN, data=body, headers=DOOR))
+        await asyncio.sleep(0.3)  # sooner or later, it gets none
+        await client.attach("one")
+        await client.model(session)
+        assert (await stalled).status == 428
+        status, work = await client.turn("one")
+        assert (status, work and work.seq) == (200, 0)
+
+    with_front(tmp_path, play)
+
+
+def test_a_trainer_that_is_ending_brings_results_and_takes_nothing(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        await client.model(await client.session())
+        await client.attach("one")
+        async with client.http.post(TURN, data=encode(Turn("one", ending=True)), headers=DOOR) as answer:
+            assert answer.status == 204
+        assert (await client.turn("one"))[0] == 200
+
+    with_front(tmp_path, play)
+
+
+def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings_it_back(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.attach("one")
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        step = {"model_id": model, "adam_params": {}}
+        kept = await client.post("optim_step", step | {"seq_id": 1})
+        await client.post("unload_model", {"model_id": model})
+        assert await client.post("optim_step", step | {"seq_id": 1}) == kept, "a retry"
+        assert (await client.post("optim_step", step | {"seq_id": 2}))[0] == 410
+        await client.turn("one")
+        _, work = await client.turn("one")
+        assert work is not None
+        assert isinstance(work.body, Unload)
+        assert await client.turn("one", Done(work.request, Plain())) == (204, None)
+        assert (await client.post("optim_step", step | {"seq_id": 2}))[0] == 410
+        await client.attach("two", **{model: 0})
+        _, work = await client.turn("two")
+        assert work is not None
+        assert isinstance(work.body, Unload)
+        assert await client.turn("two", Done(work.request, Plain())) == (204, None)
+
+    with_front(tmp_path, play)
+
+
+def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        removed: list[str] = []
+        client.registry.on_removed = removed.append
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.attach("one")
+        await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        [saved] = client.registry.checkpoints.values()
+        load = {"model_id": model, "seq_id": 2, "path": saved.path, "optimizer": True}
+        assert (await client.post("load_weights", load))[0] == 200
+        await client.registry.remove_checkpoint(saved)
+        await client.turn("one", Done(f"{model}:2", Plain()))
+        assert removed == [], "a trainer that comes now loads it again"
+        await client.registry.committed({model: 2})
+        await client.registry.committed({model: 3})
+        await client.registry.sweep(60.0)
+        assert removed == [saved.folder]
+
+    with_front(tmp_path, play)
+
+
+def test_a_retry_of_what_the_store_did_not_take_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        full = asyncio.Event()
+
+        async def keep(self: Store, *changes: object) -> None:
+            await full.wait()
+            raise Full("full")
+
+        monkeypatch.setattr(Store, "keep", keep)
+        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        both = [asyncio.create_task(client.post("optim_step", step)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        full.set()
+        assert {status for status, _ in await asyncio.gather(*both)} == {402}
+
+    with_front(tmp_path, play)
+
+
+def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        live = client.registry.models[model]
+        gone = msgspec.structs.replace(live.fact, gone=True)
+        await client.kept.keep(store.fact("model", model, encode(gone)))
+        assert isinstance(Registry(client.kept).requests[f"{model}:0"].result, Failed)
 
     with_front(tmp_path, play)
 

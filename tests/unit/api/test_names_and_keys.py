@@ -75,8 +75,9 @@ def test_a_file_that_changes_is_read_again_and_one_that_cannot_be_read_lets_nobo
     with pytest.raises(ApiError, match="no such API key"):
         known.owner("tml-a")
     file.unlink()
-    with pytest.raises(ApiError, match="cannot be read"):
+    with pytest.raises(ApiError, match="cannot be read") as refused:
         known.owner("tml-longer")
+    assert refused.value.status == 408, "of 401 a client gives up"
 
 
 @pytest.mark.parametrize(
