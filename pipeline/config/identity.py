@@ -34,6 +34,7 @@ OPERATIONAL = (
     "rollout.give_up_after",
     "rollout.request_seconds",
     "rollout.request_tokens",
+    "inference.api_processes",
     "inference.extra_args",
     "inference.gpu_memory",
     "inference.kv_cache_bytes",
@@ -47,6 +48,7 @@ OPERATIONAL = (
     "serve.port",
     "serve.request_bytes",
     "serve.restarts",
+    "serve.sampling",
     "serve.session_seconds",
 )
 """Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""

@@ -1,7 +1,7 @@
 """The trainer role: one torchrun over its nodes, rank 0 the controller.
 
-Owns its command line and its processes. What the controller does is `pipeline.roles.session`, and for the jobs of files
-`pipeline.roles.job_session`.
+Owns its command line and its processes. What the controller does is `pipeline.roles.session`, for the jobs of files
+`pipeline.roles.job_session`, and where the API is served `pipeline.roles.service`.
 """
 
 import os

@@ -1,19 +1,21 @@
 """How weights travel on one GPU that trainer and server share: the server copies them out of the trainer's memory.
 
 nccl refuses two members on one GPU. CUDA lets another process map a piece of memory; what it needs for that is said in
-the store, which is signed. The trainer's buffer is held until the server said that it has everything.
+the store, which is signed. The trainer's buffer is held until the server said that it has everything, or why it has
+not.
 
 Must not know vLLM's engine, HTTP, or what the tensors mean.
 """
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from pipeline.errors import WeightSyncError
+from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
 from pipeline.weights.meeting import GpuGroup
 
@@ -57,13 +59,22 @@ class IpcGroup(GpuGroup):
                 "PYTORCH_CUDA_ALLOC_CONF must not ask for expandable_segments"
             ) from error
         self._tell(key, msgspec.json.encode(mapping).decode())
-        self._told(f"{key}/taken", bytes, deadline)
+        refusal = self._told(f"{key}/taken", bytes.decode, deadline)
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        if refusal:
+            self.leave()
+            raise WeightSyncError(f"the other process could not take them: {refusal}")
 
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
         key = self._next()
-        mapping = self._told(key, lambda data: msgspec.json.decode(data, type=Mapping), deadline)
-        self._copy(buffer, mapping, deadline, after)
+        try:
+            mapping = self._told(key, lambda data: msgspec.json.decode(data, type=Mapping), deadline)
+            self._copy(buffer, mapping, deadline, after)
+        except Exception as error:
+            self.leave()
+            with suppress(WeightSyncError):  # of two reasons the first is told
+                self._tell(f"{key}/taken", one_line(error))
+            raise
         self._tell(f"{key}/taken", "")
         return mapping.version
 
@@ -87,11 +98,9 @@ class IpcGroup(GpuGroup):
                 buffer.copy_(theirs, non_blocking=True)
                 done.record(self._stream)
         except RuntimeError as error:
-            self.leave()
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
         while not done.query():  # type: ignore[no-untyped-call]
             if deadline.passed:
-                self.leave()
                 raise WeightSyncError(str(deadline.error()))
             time.sleep(_POLL_SECONDS)
 

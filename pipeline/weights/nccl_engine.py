@@ -144,6 +144,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             arriving.set_result(group.receive(self._staging, Deadline("weights", self._seconds), self._taken))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: who waits for the bytes is told
             told = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
+            log.warning("the weights did not arrive: %s", told)
             arriving.set_exception(told)
 
     def _take(self) -> None:

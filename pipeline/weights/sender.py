@@ -135,7 +135,8 @@ class WeightSender:
                 any more; called from the servers' threads. A server of which it cannot tell (a `RollcallError`, as of
                 streams that are lost) counts as failed, and is brought again; anything else ends the wait of `settle`.
             lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
-            device: where weights are packed: a GPU sends them over nccl, a CPU over gloo.
+            device: where weights are packed: a GPU sends them over nccl, or out of its memory to a server on the same
+                GPU; a CPU over gloo.
         """
         self._device = device
         self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())

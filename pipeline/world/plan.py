@@ -6,6 +6,7 @@ no I/O, no clock, no randomness.
 """
 
 import hmac
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -168,7 +169,7 @@ def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
     _check_gpus(config.resources)
     seats = _seats(config)
-    return Plan(ranks=_ranks(config, len(seats)), seats=tuple(seats))
+    return Plan(ranks=_ranks(config.resources, seats), seats=tuple(seats))
 
 
 def _seats(config: RunConfig) -> list[Seat]:
@@ -244,6 +245,10 @@ def _shared(trainer: Sequence[Seat], inference: Sequence[Seat], wanted: Resource
         expected = f"{len(trainer)} with resources.share_gpus, as resources.trainer.nodes"
         raise PlanError("resources.inference.nodes", len(inference), expected, "set it")
     held, needed = trainer[0].gpus, inference[0].gpus
+    if 0 < wanted.gpus_per_node < held:
+        expected = f"at least {held}, the GPUs of a node's trainer with resources.share_gpus, or 0"
+        mend = "raise it, or lower resources.trainer.processes"
+        raise PlanError("resources.gpus_per_node", wanted.gpus_per_node, expected, mend)
     if needed > held:
         expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
         raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
@@ -257,22 +262,26 @@ def _upon(serving: Seat, held: int) -> Iterator[Slot]:
         yield msgspec.structs.replace(slot, back=held - places.start)
 
 
-def _ranks(config: RunConfig, seats: int) -> int:
+def _ranks(wanted: ResourcesConfig, seats: Sequence[Seat]) -> int:
     """Size of the allocation."""
-    wanted = config.resources
-    least = seats + wanted.spares
+    least = len(seats) + wanted.spares
     if wanted.nodes and wanted.nodes < least:
-        counts = {"services": wanted.services.nodes, "spares": wanted.spares}
-        if not config.has_rollouts:
-            counts = {"trainer": wanted.trainer.nodes, "spares": wanted.spares}
-        elif wanted.gpus_per_node:
-            counts = {f"nodes of {wanted.gpus_per_node} GPUs": seats - wanted.services.nodes} | counts
-        else:
-            counts = {"trainer": wanted.trainer.nodes, "inference": wanted.inference.nodes} | counts
-        parts = " + ".join(f"{name} {count}" for name, count in counts.items())
+        found = Counter(_kind(seat, wanted) for seat in seats)
+        services = found.pop("services", 0)
+        counts = dict(sorted(found.items(), reverse=True)) | {"services": services, "spares": wanted.spares}
+        parts = " + ".join(f"{name} {count}" for name, count in counts.items() if count)
         expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
         raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
     return wanted.nodes or least
+
+
+def _kind(seat: Seat, wanted: ResourcesConfig) -> str:
+    """What a node with this seat is called where nodes are counted."""
+    roles = {slot.role for slot in seat.slots}
+    parts = [role for role in ("trainer", "inference") if role in roles]
+    if parts and wanted.gpus_per_node:
+        return f"nodes of {wanted.gpus_per_node} GPUs"
+    return " with ".join(parts) or "services"
 
 
 def _services(*, redis: bool) -> tuple[Slot, ...]:

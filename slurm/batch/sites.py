@@ -232,6 +232,9 @@ def _greediest(component: Component) -> Seat:
 def _what_asks(component: Component, config: RunConfig) -> tuple[str, int, str]:
     """The key that asks for most GPUs of a node, its value, and what else to change."""
     roles = {slot.role for slot in _greediest(component).slots}
+    if config.resources.share_gpus and "inference" in roles:
+        mend = "lower it and raise resources.trainer.nodes and resources.inference.nodes"
+        return "resources.trainer.processes", config.resources.trainer.processes, mend
     if config.resources.gpus_per_node and config.has_rollouts:
         return "resources.gpus_per_node", config.resources.gpus_per_node, "set it to what the nodes have"
     if "inference" in roles:

@@ -27,7 +27,6 @@ from rich.progress import track
 from pipeline.config import RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
-from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RunStateError, SweepError, one_line
 from pipeline.report.words import count
 from pipeline.rundir.paths import SweepPaths
@@ -42,7 +41,7 @@ from slurm.launch.sweepers import launcher, optuna_studies
 from slurm.launch.sweepers.objective import Objective
 from slurm.launch.sweepers.settings import Settings, read_objective, read_settings, refuse_missing
 from slurm.launch.sweepers.study import Interrupted, Study
-from slurm.registry import manifest
+from slurm.registry import manifest, runs
 
 _MOST_TRIED = 50
 """Values of one axis that are tried before the sweeper chooses any."""
@@ -124,6 +123,7 @@ def _prepare(hydra: Hydra, settings: Settings, launch: PointLauncher) -> Search:
             expected = f"{count(len(objective.names), 'direction')}, one for each of {objective}"
             raise ConfigError("hydra.sweeper.direction", ", ".join(directions), expected)
     configs = _tried(settings, sweeper)
+    _refuse_absent_job(objective, configs)
     paths = SweepPaths(directory_of(configs))
     refuse_run(paths)
     _refuse_changed(paths, settings)
@@ -165,6 +165,15 @@ def _tried(settings: Settings, sweeper: Mapping[str, Any]) -> list[RunConfig]:
     return configs
 
 
+def _refuse_absent_job(objective: Objective, configs: Sequence[RunConfig]) -> None:
+    """Raise `ConfigError` when a run does not do the training job whose rows the objective is read from."""
+    for config in configs:
+        done = [job for job, does in (("sft", config.has_sft), ("rl", config.has_rollouts)) if does]
+        if done and objective.job not in done:  # jobs of files say themselves what they are
+            expected = f"{done[0]}, the only job that the run does (training.steps={config.training.steps})"
+            raise ConfigError("hydra.launcher.job", objective.job, expected, f"set it to {done[0]}")
+
+
 def _refuse_changed(paths: SweepPaths, settings: Settings) -> None:
     """Raise `RunStateError` when points that are there were made with other fixed values: they would not compare."""
     kept = manifest.load_manifest(paths)
@@ -173,8 +182,8 @@ def _refuse_changed(paths: SweepPaths, settings: Settings) -> None:
         if old is None:
             continue
         new = compose_config([*settings.fixed, *point.overrides])
-        new = new.model_copy(update={"name": point.name, "output": paths.root, "model": located_model(new.model)})
-        if changes := differences(old, new):
+        new = new.model_copy(update={"name": point.name, "output": paths.root})
+        if changes := differences(old, runs.settled(new)):
             mend = f"go on with it as it was, or give the new one another name (name={paths.root.name}-2)"
             expected = f"the values its points were made with, but {'; '.join(changes)}"
             raise RunStateError("name", paths.root.name, expected, mend)

@@ -158,6 +158,11 @@ def test_what_the_site_does_not_have_is_refused_with_what_it_has(
             r"trainer.processes=4: .*at most 2 GPUs .*raise resources.trainer.nodes",
         ),
         (
+            {"partition": "plain"},
+            with_gpus(1, device="cuda", share_gpus=True, gpus_per_node=4, trainer={"gpus": 1, "processes": 4}),
+            r"trainer.processes=4: .*at most 2 GPUs .*raise resources.trainer.nodes and resources.inference.nodes",
+        ),
+        (
             {"partition": "gpu"},
             with_gpus(8),
             r"resources='3 nodes': .*at most 1, the nodes with 8 GPUs of partition gpu",

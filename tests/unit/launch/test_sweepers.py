@@ -262,6 +262,16 @@ def test_a_study_keeps_the_values_that_all_its_points_share(cluster: Cluster) ->
         drive(cluster, *OPTUNA, AXIS, "seed=7")
 
 
+def test_a_study_on_a_dataset_beside_the_command_goes_on(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cluster.output)
+    (cluster.output / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    task = ("task=dataset", "task.options.path=rows.jsonl")
+    drive(cluster, *OPTUNA, AXIS, *task)
+    first = list(cluster.launch.submitted)
+    assert drive(cluster, *OPTUNA, AXIS, *task) == 0
+    assert cluster.launch.submitted == first
+
+
 def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
     drive(cluster)
     with pytest.raises(ConfigError, match=r"direction='minimize': expected maximize"):
@@ -286,6 +296,14 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA, "optim.lrr=interval(1,2)"), "expected a known key; did you mean optim.lr?"),
         ((*OPTUNA, "name=a,b"), "each point of a sweep gets a directory of its own by itself"),
         ((*OPTUNA, AXIS, "loss=grpo,gpo"), "point optim.lr=1e-05 loss=gpo: loss='gpo': expected one of"),
+        (
+            (*OPTUNA, AXIS, "training.steps=0", "training.warm_start.steps=2"),
+            "hydra.launcher.job='rl': expected sft, the only job that the run does (training.steps=0); set it to sft",
+        ),
+        (
+            (*OPTUNA, "hydra.launcher.job=sft", "training.warm_start.steps=0", AXIS),
+            "hydra.launcher.job='sft': expected rl",
+        ),
         (("hydra.sweeper.n_trials=3", AXIS), "add hydra/sweeper=optuna, or leave them out"),
     ],
 )

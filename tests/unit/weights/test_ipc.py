@@ -106,17 +106,38 @@ def test_a_buffer_that_nobody_takes_is_given_up_at_the_deadline(members: tuple[I
         members[0].send(7, buffer(), soon(0.05))
 
 
-def test_a_copy_that_does_not_end_is_given_up_and_not_told_as_taken(
+def test_a_copy_that_does_not_end_is_given_up_and_the_sender_told_why(
     members: tuple[IpcGroup, IpcGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, server = members
     monkeypatch.setattr(Event, "passed", False)
-    trainer._tell("g/0", msgspec.json.encode(MAPPING).decode())
-    with pytest.raises(WeightSyncError, match="weights"):
-        server.receive(buffer(), soon(0.1))
-    assert not trainer._store.check(["g/0/taken"])
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(trainer.send, 7, buffer(), Deadline("the server's word", WAIT_SECONDS))
+        trainer._store.wait(["g/0"], timedelta(seconds=WAIT_SECONDS))
+        with pytest.raises(WeightSyncError, match="weights"):
+            server.receive(buffer(), soon(0.1))
+        with pytest.raises(WeightSyncError, match=r"could not take them: .*weights"):
+            sending.result(WAIT_SECONDS)
     with pytest.raises(WeightSyncError, match="was left"):
         server.receive(buffer(), soon())
+
+
+def test_memory_that_cannot_be_mapped_is_told_to_the_sender_at_once(
+    members: tuple[IpcGroup, IpcGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mapping: Mapping, device: torch.device) -> Tensor:
+        raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(ipc, "_map", refuse)
+    trainer, server = members
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(trainer.send, 7, buffer(), Deadline("the server's word", WAIT_SECONDS))
+        with pytest.raises(WeightSyncError, match="invalid resource handle"):
+            server.receive(buffer(), soon())
+        with pytest.raises(WeightSyncError, match=r"could not take them: .*invalid resource handle"):
+            sending.result(WAIT_SECONDS)
+    with pytest.raises(WeightSyncError, match="was left"):
+        trainer.send(8, buffer(), soon())
 
 
 def test_a_mapping_that_a_stranger_wrote_is_not_followed(members: tuple[IpcGroup, IpcGroup]) -> None:

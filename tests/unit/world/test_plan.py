@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,24 @@ def test_too_few_nodes_are_refused_with_what_is_missing():
         "set resources.nodes=4, or 0 for a fit"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"serve": {"enabled": True, "sampling": True}}, r"3 \(trainer 1 \+ inference 2\)"),
+        ({"serve": {"enabled": True}}, r"2 \(trainer 1 \+ spares 1\)"),
+        ({}, r"3 \(trainer with inference 2 \+ services 1\)"),
+    ],
+    ids=["a service with servers", "a service without", "servers on the trainer's GPUs"],
+)
+def test_too_few_nodes_are_counted_as_the_plan_has_them(sections: dict[str, Any], parts: str) -> None:
+    resources: dict[str, Any] = {"nodes": 1, "inference": {"nodes": 2}, "spares": int("spares" in parts)}
+    if not sections:
+        gpu = {"gpus": 1, "nodes": 2}
+        resources |= {"share_gpus": True, "device": "cuda", "trainer": gpu, "inference": gpu}
+    with pytest.raises(PlanError, match=f"at least {parts}"):
+        make_plan(make_config(resources=resources, **sections))
 
 
 def test_more_than_one_gpu_for_a_trainer_process_is_refused_by_key():

@@ -94,8 +94,9 @@ def test_a_rank_refuses_a_world_whose_roles_share_more_than_planned() -> None:
     [
         ({"inference": {"gpus": 1, "servers": 2}}, "resources.inference.servers"),
         ({"trainer": {"gpus": 1, "nodes": 2}}, "resources.inference.nodes"),
+        ({"trainer": {"gpus": 1, "processes": 2}, "gpus_per_node": 1}, "resources.gpus_per_node"),
     ],
-    ids=["more servers than GPUs", "servers on fewer nodes"],
+    ids=["more servers than GPUs", "servers on fewer nodes", "more processes than a node has GPUs"],
 )
 def test_a_plan_that_cannot_share_names_the_key(resources: dict[str, Any], key: str) -> None:
     with pytest.raises(PlanError) as told:
