@@ -37,7 +37,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.training.jobs.check_alone`
     looks at each."""
     _something_is_trained(config)
-    if config.has_rollouts or (config.serve.enabled and config.serve.sampling):
+    if config.has_servers:
         _servers_have_gpus(config)
     if config.has_rollouts:
         check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
@@ -86,6 +86,9 @@ def check_address(key: str, url: str, mend: str) -> None:
 
 def _something_is_trained(config: RunConfig) -> None:
     training = config.training
+    if config.serve.enabled and (training.jobs or config.has_sft):
+        key, value = ("training.jobs", training.jobs) if training.jobs else ("training.warm_start", "set")
+        raise ConfigError(key, value, "nothing where clients say what is trained (serve.enabled)", "leave it out")
     if training.jobs:
         start = training.warm_start
         asked = {"steps": training.steps, "warm_start.steps": start.steps, "warm_start.epochs": start.epochs}

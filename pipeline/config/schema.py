@@ -355,6 +355,11 @@ class RunConfig(Section):
         return self.training.steps > 0 and not self.serve.enabled
 
     @property
+    def has_servers(self) -> bool:
+        """Whether there are servers: for rollouts, or for what clients sample."""
+        return self.has_rollouts or (self.serve.enabled and self.serve.sampling)
+
+    @property
     def has_sft(self) -> bool:
         """Whether the run begins with supervised fine-tuning."""
         return self.training.warm_start.steps > 0 or self.training.warm_start.epochs > 0

@@ -19,7 +19,6 @@ from pipeline.api.wire import protocol
 from pipeline.config import RunConfig
 from pipeline.config.models import model_directory
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.roles.inference import find_vllm
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import files, process
 from pipeline.system.waiting import wait_for
@@ -56,8 +55,6 @@ def main(argv: Sequence[str]) -> int:
 def serve(config: RunConfig) -> int:
     """Check everything, start the front and the job, and follow it until it ended; the exit code of its last end."""
     protocol()
-    if config.serve.sampling:
-        find_vllm()
     config = with_base(config)
     paths = RunPaths(config.directory.resolve())
     live = _live_job(config, paths)
@@ -125,9 +122,16 @@ def _listens(child: process.Child, settings: Settings) -> Address | None:
 def _serve_here(config: RunConfig) -> int:
     """The job on this machine, again and again as long as it fails after a while."""
     short = 0
-    for _ in range(config.serve.restarts + 1):
+    for restart in range(config.serve.restarts + 1):
         started = time.monotonic()
-        code = run_here(config, check(config))
+        try:
+            code = run_here(config, check(config))
+        except RollcallError as error:  # what was free at the start may be taken now: clients wait
+            if not restart:
+                raise
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            time.sleep(SHORT_SECONDS)
+            code = 1
         if code != 1:
             return code
         short = short + 1 if time.monotonic() - started < SHORT_SECONDS else 0

@@ -60,8 +60,8 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = (compose or compose_config)(overrides)
-        if config.serve.enabled and not options.cfg:
-            raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
+        if not options.cfg:
+            _refuse_serving(config)
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
@@ -118,13 +118,14 @@ def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
     check_inputs(config)
-    if config.has_rollouts:
+    if config.has_servers:
         check_parallel(config, attention_heads(config.model))
         find_vllm()
-        if config.streams.backend == "redis":
-            find_server()
+    if config.has_rollouts and config.streams.backend == "redis":
+        find_server()
     runs.examine(config)
-    if config.resources.device == "cuda" and config.resources.gpu_memory:
+    # The arithmetic does not know the adapters that clients of a serving run ask for.
+    if config.resources.device == "cuda" and config.resources.gpu_memory and not config.serve.enabled:
         check_memory(config, _sizes(config.model))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
@@ -142,6 +143,17 @@ def _sizes(model: ModelConfig) -> Sizes:
     from pipeline.training.workers.sizes import sizes_of  # torch and transformers take seconds
 
     return sizes_of(model)
+
+
+def _refuse_serving(config: RunConfig) -> None:
+    if config.serve.enabled:
+        raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
+
+
+def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
+    """`check` for a point of a sweep."""
+    _refuse_serving(config)
+    return check(config, accepted)
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -264,7 +276,7 @@ def run_here(config: RunConfig, plan: Plan) -> int:
 def one_run() -> PointLauncher:
     """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
     return PointLauncher(
-        check=partial(check, accepted=[]),
+        check=partial(_check_point, accepted=[]),
         show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), whole=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
