@@ -47,7 +47,12 @@ async def groups_of(count: int, notes: Path, seconds: float) -> list[Group]:
         return list(await asyncio.gather(*map(one, range(count))))
 
 
-def all_are_counted_and_nothing_is_left(groups: list[Group], notes: Path, seconds: float) -> None:
+def children() -> set[psutil.Process]:
+    """Of this process, which other tests may have left some, such as a tracker of multiprocessing."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def all_are_counted(groups: list[Group], seconds: float) -> None:
     hundreds = len(groups) * SAMPLES // 100
     rewards = Counter(sample.reward for group in groups for sample in group.samples)
     assert rewards == Counter({reward: HUNDRED[text] * hundreds for text, reward in FINE.items()})
@@ -58,7 +63,10 @@ def all_are_counted_and_nothing_is_left(groups: list[Group], notes: Path, second
         if text not in FINE:
             expected[kind_of(reason_of(text, seconds))] += count * hundreds
     assert reasons == expected
-    wait_for("no process to be left", lambda: not psutil.Process().children(recursive=True), WAIT_SECONDS)
+
+
+def nothing_is_left(before: set[psutil.Process], notes: Path) -> None:
+    wait_for("no new process to be left", lambda: children() <= before, WAIT_SECONDS)
     left = [note.name for note in notes.iterdir() if psutil.pid_exists(int(note.name))]
     assert left == [], "who hung is gone, daemons too"
 
@@ -70,9 +78,10 @@ def open_files() -> int:
 def test_a_hundred_hostile_functions_cost_their_samples_and_no_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = open_files()
+    before, there = open_files(), children()
     groups = asyncio.run(groups_of(100 // SAMPLES, tmp_path, 10))
-    all_are_counted_and_nothing_is_left(groups, tmp_path, 10)
+    all_are_counted(groups, 10)
+    nothing_is_left(there, tmp_path)
     assert open_files() == before
     assert len(capfd.readouterr().err) < 1 << 20, "what is printed is held back"
 
@@ -81,8 +90,9 @@ def test_a_hundred_hostile_functions_cost_their_samples_and_no_other(
 @pytest.mark.timeout(3600)
 def test_ten_thousand_hostile_functions_leave_an_actor_as_it_was(tmp_path: Path) -> None:
     asyncio.run(groups_of(100 // SAMPLES, tmp_path, 2))
-    files, memory = open_files(), psutil.Process().memory_info().rss
+    files, there, memory = open_files(), children(), psutil.Process().memory_info().rss
     groups = asyncio.run(groups_of(10_000 // SAMPLES, tmp_path, 2))
-    all_are_counted_and_nothing_is_left(groups, tmp_path, 2)
+    all_are_counted(groups, 2)
+    nothing_is_left(there, tmp_path)
     assert open_files() == files
     assert psutil.Process().memory_info().rss < memory + (1 << 27)
