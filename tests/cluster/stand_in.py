@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def word_of(run: RunPaths, restart: int) -> str:
     return script[min(restart, len(script) - 1)]
 
 
-def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
+def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice, _held: ExitStack) -> End:
     word = word_of(run, environment.restart)
     paths.timeline.mkdir(parents=True, exist_ok=True)
     (paths.timeline / f"{environment.rank}.{word}").touch()
