@@ -22,7 +22,7 @@ from pipeline.checkpoints import TrainerState, committed
 from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from pipeline.config.sums import TokenSum
-from pipeline.errors import CheckpointError, RollcallError
+from pipeline.errors import CheckpointError, DamagedError, RollcallError
 from pipeline.system import folders
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
@@ -161,11 +161,10 @@ class ServedModels:
         model is gone."""
         slot, place = self._bring_known(id), self._weights / folder
         needs: Any = {slot.name: "load_checkpoint"}
-        try:
-            self._dispatch.on_sites(_load, slot.name, str(place), optimizer, needs=needs)
-        except CheckpointError:
+        damage = self._dispatch.on_sites(_load, slot.name, str(place), optimizer, needs=needs)[0]
+        if damage is not None:
             self.remove(id)
-            raise
+            raise damage
         self._clients[id].pending = False
 
     def on_model(self, id: str, function: Any, *args: Any, needs: Any) -> list[Any]:
@@ -270,11 +269,15 @@ def _is_there(site: Site, place: str) -> bool:
     return site.rank > 0 or next(iter(committed(place)), None) is not None
 
 
-def _load(site: Site, name: str, place: str, optimizer: bool) -> None:
-    """On every rank."""
+def _load(site: Site, name: str, place: str, optimizer: bool) -> DamagedError | None:
+    """On every rank, which all find the same. Damage is returned: an error raised on a rank ends the trainer."""
     worker = site.worker(name)
     checkpoint = next(iter(committed(place)))
     worker.restart_optimizer()
     state = worker.state()
-    load_shards(checkpoint, state if optimizer else {"model": state["model"]}, group=site.background)
+    try:
+        load_shards(checkpoint, state if optimizer else {"model": state["model"]}, group=site.background)
+    except DamagedError as damage:
+        return damage
     worker.load_state(state)
+    return None
