@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 BUILT_IN = {
+    "agent": "pipeline.tasks.agent:Agent",
     "arithmetic": "pipeline.tasks.arithmetic:Arithmetic",
     "countdown": "pipeline.tasks.countdown:Countdown",
     "dataset": "pipeline.tasks.dataset:Dataset",

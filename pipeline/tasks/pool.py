@@ -15,15 +15,16 @@ rewards that take no time need no more.
 
 import asyncio
 import logging
+import math
 import os
 import pickle
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import psutil
 
@@ -99,10 +100,11 @@ class Worker:
         self.broken = True  # until all is read: a call that is cancelled leaves replies behind
         try:
             self._writer.write(call)
-            async with asyncio.timeout(seconds) as limit:
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
                 for _ in range(items):
                     replies.append(await self._reply())
-                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                    if limit.when() is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + seconds)
         except TimeoutError:
             return [*replies, f"{what} took too long: more than task.seconds={seconds:g}"]
         except (EOFError, OSError):
@@ -194,6 +196,16 @@ class TaskPool:
         """What a tool of the task answers, or why it does not."""
         used: list[Used | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
         return used[0]
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+        """The same without a deadline: who gives up cancels this, which ends the worker with all that it started."""
+        call = guarded("prompt cannot be pickled", lambda: frame(Call("use", (prompt, name), (arguments,))))
+        if isinstance(call, str):
+            return call
+        async with self._borrowed() as worker:
+            with working:
+                (used,) = await worker.answer(f"tool {name}", call, 1, math.inf)
+        return cast(Used | str, used)
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[Part | str]:
         """What function number `which` says of each answer."""
