@@ -167,19 +167,17 @@ class Dialogue:
         parents = {id(node.place.parent) for node in self._nodes}
         paths = [node.path for node in self._nodes if id(node) not in parents]
         paths.sort(key=lambda path: [node.order for node in path])
-        counted: set[int] = set()
         for number, path in enumerate(paths):
             of, shared = self._shared(path, paths[:number])
             tokens, sampled, logprobs = path[-1].tokens, [0] * len(path[-1].tokens), [0.0] * len(path[-1].tokens)
             for node in path:
-                if id(node) not in counted:
-                    begin, end = len(node.place.tokens), len(node.tokens)
-                    sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
-            counted |= {id(node) for node in path}
+                begin, end = len(node.place.tokens), len(node.tokens)
+                sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
             yield Branch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:
-        """The earlier row that shares most tokens with this one, and how many: none that is sampled in this one."""
+        """The earlier row that shares most tokens with this one, and how many: whatever of them was sampled is of a
+        call that both have, and no call that an earlier row has is left out of them."""
         best = (0, 0)
         for number, other in enumerate(earlier):
             own = next(node for node in path if node not in other)
