@@ -123,6 +123,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
         for left in running:
             left.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await task.close()
         for ended in done:
             ended.result()
 

@@ -38,6 +38,7 @@ BUILT_IN = {
     "dataset": "pipeline.tasks.dataset:Dataset",
     "reasoning_gym": "pipeline.tasks.reasoning:ReasoningGym",
     "tools": "pipeline.tasks.tools:Tools",
+    "verifiers": "pipeline.tasks.environments.task:Verifiers",
 }
 
 

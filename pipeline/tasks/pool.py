@@ -26,8 +26,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-import psutil
-
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.system.process import Leader, describe_exit
 from pipeline.system.waiting import wait_for, within
@@ -121,13 +119,7 @@ class Worker:
 
     def end(self) -> None:
         """End it and all that it started, in sessions of their own too: whatever it left is still below it."""
-        below: list[psutil.Process] = []
-        with suppress(psutil.Error):
-            below = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.kill()
-        for process in below:
-            with suppress(psutil.Error):
-                process.kill()
+        self._process.kill_all()
 
     def close(self) -> None:
         """Give back what it used, once it has ended."""

@@ -189,6 +189,9 @@ class Task(ABC):
         turn = await policy.sample(policy.prompt)
         return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))
 
+    async def close(self) -> None:  # noqa: B027 most have nothing to give back
+        """Give back what `rollout` keeps between episodes, such as processes. The actor calls it when it ends."""
+
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration `index` = 0, 1, 2, … without end, none of them held out. Needed by a warm start only."""
         raise NotImplementedError(f"task {self.name} has no demonstrations; set training.warm_start.steps=0")
