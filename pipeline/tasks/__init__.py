@@ -34,6 +34,7 @@ __all__ = [
 BUILT_IN = {
     "agent": "pipeline.tasks.agent:Agent",
     "arithmetic": "pipeline.tasks.arithmetic:Arithmetic",
+    "code": "pipeline.tasks.code:Code",
     "countdown": "pipeline.tasks.countdown:Countdown",
     "dataset": "pipeline.tasks.dataset:Dataset",
     "reasoning_gym": "pipeline.tasks.reasoning:ReasoningGym",

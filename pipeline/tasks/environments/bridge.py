@@ -73,7 +73,8 @@ class Relay:
 
         session = request.headers.get("X-Session-ID", "")
         if session not in self._targets:
-            return web.json_response({"error": {"message": f"no episode has the session {session!r}"}}, status=404)
+            why = "this seat is not trained, so it needs a client of its own"
+            return web.json_response({"error": {"message": why}}, status=400)
         url, key = self._targets[session]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         target, body = f"{url}/{request.match_info['route']}", await request.read()
@@ -113,8 +114,9 @@ class Environment:
         sessions: list[str] = []
 
         def minted(trace: Any) -> None:
-            sessions.append(trace.id)
-            self._relay.add(trace.id, url, key)
+            if trace.agent.trainable:  # another seat has a client of its own, and its turns are not the policy's
+                sessions.append(trace.id)
+                self._relay.add(trace.id, url, key)
 
         try:
             slot = self._env.slots(self._tasks[index])[0]
@@ -134,9 +136,10 @@ def told_of(episode: Any) -> dict[str, Any]:
     late = next((part for part in (*traces, episode) if part.is_timeout), None)
     if late is not None:
         return {"failed": f"it ran out of time: {getattr(late, 'stop_condition', None) or 'episode_timeout'}"}
-    if len(traces) != 1:
-        return {"failed": f"it has {len(traces)} traces of agents; one can be trained"}
-    (trace,) = traces
+    trained = [trace for trace in traces if trace.agent.trainable]
+    if len(trained) != 1:
+        return {"failed": f"it has {len(trained)} traces of agents that learn; one can be trained"}
+    (trace,) = trained
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored or not trace.ok:
         return {"failed": f"not scored: {', '.join(unscored) or trace.stop_condition}"}

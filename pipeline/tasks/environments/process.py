@@ -80,9 +80,8 @@ class EnvironmentProcess:
             await self.end("it was not loaded in time")
             raise
         if not line:
-            code = await asyncio.to_thread(self._process.kill)
-            await self.end(describe_exit(code))
-            raise Refused(f"the process of the environment {self._ended} while it was loaded", "python")
+            await self.end()
+            raise Refused(f"{self._ended} while the environment was loaded", "python")
         told = json.loads(line)
         if "wrong" in told:
             await self.end("refused")
@@ -107,25 +106,26 @@ class EnvironmentProcess:
         finally:
             self._open.pop(number, None)
 
-    async def end(self, why: str = "ended") -> None:
-        """End it with all that it started; whoever waits for an episode is told `why`."""
+    async def end(self, why: str = "") -> None:
+        """End it with all that it started; whoever waits for an episode is told `why`, or how it ended by itself."""
         if self._ended:
             return
-        self._ended = why
+        self._ended = why or "its process ended"
         if self._reading is not None and self._reading is not asyncio.current_task():
             self._reading.cancel()
-        await asyncio.to_thread(self._process.kill_all)
+        code = await asyncio.to_thread(self._process.kill_all)
+        self._ended = why or f"its process {describe_exit(code)}"
         self._writer.close()
         for answer in self._open.values():
             if not answer.done():
-                answer.set_exception(Lost(why))
+                answer.set_exception(Lost(self._ended))
 
     def _send(self, value: Mapping[str, Any]) -> None:
         self._writer.write(json.dumps(value).encode() + b"\n")
 
     async def _read(self) -> None:
         """Pass answers on until the process ends, or shows no life."""
-        why = "its process ended"
+        why = ""
         try:
             while True:
                 async with asyncio.timeout(STALL_SECONDS):

@@ -1,4 +1,4 @@
-"""Environments of verifiers for tests: sums in one turn, with a tool, with a user who asks back; and ones that do wrong."""
+"""Sums in one turn, with a rubric of two parts; and ones whose rubric does wrong, as `how` says."""
 
 import asyncio
 import os
