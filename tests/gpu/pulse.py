@@ -56,7 +56,7 @@ def _look(pid: int, taken: Pulse, over: threading.Event) -> None:
 
 def endpoints_below(pid: int) -> set[str]:
     """`host:port` of each vLLM server among the descendants of a process."""
-    found = set()
+    found = set[str]()
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
