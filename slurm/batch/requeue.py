@@ -141,7 +141,9 @@ def conclude_attempt(
     return outcome
 
 
-def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptFacts]], late: float, clock: Clock) -> AttemptFacts:
+def _clear_up(
+    look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptFacts]], late: float, clock: Clock
+) -> AttemptFacts:
     """The facts once they leave no doubt, or are as late as they can be."""
     facts: AttemptFacts | None = None
 
@@ -155,7 +157,9 @@ def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptFacts
     return facts or look()[2]
 
 
-def _look(run: RunPaths, job: str, restart: int, code: int, clock: Clock) -> tuple[ClusterConfig, AttemptPaths, AttemptFacts]:
+def _look(
+    run: RunPaths, job: str, restart: int, code: int, clock: Clock
+) -> tuple[ClusterConfig, AttemptPaths, AttemptFacts]:
     """By which limits the attempt is judged, its files, and what they say of it."""
     config = kept_config(run)
     if config is None:
