@@ -24,7 +24,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
 from pipeline.training.conversations import check_data, coloured, first_row
-from pipeline.training.jobs import Demonstrations, check_alone, read_job
+from pipeline.training.jobs import DemonstrationsInput, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
 from pipeline.world.memory import Sizes, check_memory, describe_memory
@@ -175,7 +175,7 @@ def check_inputs(config: RunConfig) -> None:
         raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
     for file in files:
         check_alone(file, job := read_job(file), config)
-        if isinstance(job.inputs, Demonstrations):
+        if isinstance(job.inputs, DemonstrationsInput):
             check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
 
 

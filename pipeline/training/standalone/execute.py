@@ -30,7 +30,7 @@ from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.release import release
 from pipeline.training.dispatch.saving import forget_models
-from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
+from pipeline.training.jobs import Job, PackedInput, RlJob, check_alone, read_job
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
@@ -181,7 +181,7 @@ class Execution:
             raise TrainingError(f"no optimizer step was taken, so there is no new model; {mend}")
         self._export()
         release(self._dispatch)
-        if isinstance(job.inputs, Packed):
+        if isinstance(job.inputs, PackedInput):
             self._state.check()
             remove_packed(Path(job.inputs.folder))
 
@@ -205,7 +205,7 @@ class Execution:
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = Runner(self, training.checkpoint_every, machine)
         patience = self._dispatch.patience.commit
-        if not isinstance(job.inputs, Packed):
+        if not isinstance(job.inputs, PackedInput):
             with heartbeat.during("making the task", patience):
                 algorithm = algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse)
             runner.run(algorithm, done)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError, WeightSyncError
 from pipeline.training.batches import Interrupted
-from pipeline.training.jobs import Job, RlJob, RlSchedule, Stream
+from pipeline.training.jobs import Job, RlJob, RlSchedule, StreamInput
 from pipeline.training.runner import Runner
 from pipeline.training.speed import Machine, peak_flops, rates
 
@@ -43,7 +43,7 @@ class Counting:
     """An algorithm that counts, and is interrupted where it is told to be."""
 
     def __init__(self, diary: Diary, steps: int, interrupt: str = "", error: type[RollcallError] = Interrupted) -> None:
-        self._job = RlJob(inputs=Stream(), schedule=RlSchedule(steps=steps, prompts=1))
+        self._job = RlJob(inputs=StreamInput(), schedule=RlSchedule(steps=steps, prompts=1))
         self.whole = True
         self._diary, self._interrupt, self._error = diary, interrupt, error
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.jobs import Demonstrations, SftJob, SftSchedule
+from pipeline.training.jobs import DemonstrationsInput, SftJob, SftSchedule
 from pipeline.training.rows import Row
 from pipeline.training.sft import SupervisedFineTuning
 
@@ -35,7 +35,7 @@ def rows(step: int, count: int) -> Sequence[Row]:
 
 
 def fine_tuning(ranks: Ranks) -> SupervisedFineTuning:
-    job = SftJob(inputs=Demonstrations(), schedule=SftSchedule(steps=3, batch=2))
+    job = SftJob(inputs=DemonstrationsInput(), schedule=SftSchedule(steps=3, batch=2))
     return SupervisedFineTuning(job, cast(Dispatch, ranks), rows, lambda: None)
 
 
