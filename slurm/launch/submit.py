@@ -23,7 +23,7 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
-from pipeline.training.conversations import check_data, coloured, first_row
+from pipeline.training.conversations import check_data, coloured, first_trainable_row
 from pipeline.training.jobs import DemonstrationsInput, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
@@ -204,7 +204,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         console.print(f"  {line}")
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
-    if (shown := first_row(config)) is not None:
+    if (shown := first_trainable_row(config)) is not None:
         first, endless = shown
         console.print("\nThe first row; what is trained is green:")
         console.print(Text.from_ansi(coloured(first)), end="\n\n")
