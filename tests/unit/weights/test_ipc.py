@@ -167,7 +167,7 @@ def test_members_on_one_gpu_share_its_memory_and_others_use_nccl(
     store = HashStore()
     announce(store, "g", gpus[1])
     monkeypatch.setattr(meeting, "gpu_of", lambda device: gpus[0])
-    trainer = meeting.meet(store, "g", TRAINER, CPU, announced_gpu(store, "g"), soon())
+    trainer = meeting.join_gpu_group(store, "g", TRAINER, CPU, announced_gpu(store, "g"), soon())
     monkeypatch.setattr(meeting, "gpu_of", lambda device: gpus[1])
-    server = meeting.meet(store, "g", SERVER, CPU, gpus[0], soon())
+    server = meeting.join_gpu_group(store, "g", SERVER, CPU, gpus[0], soon())
     assert type(trainer) is type(server) is kind

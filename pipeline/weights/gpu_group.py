@@ -67,7 +67,7 @@ def gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def meet(store: Store, name: str, rank: int, device: torch.device, peer: str, deadline: Deadline) -> GpuGroup:
+def join_gpu_group(store: Store, name: str, rank: int, device: torch.device, peer: str, deadline: Deadline) -> GpuGroup:
     """The group `name` of this member, on `device`, with the other one, on the GPU `peer` (as `gpu_of` says it)."""
     from pipeline.weights.ipc import IpcGroup
     from pipeline.weights.nccl import NcclGroup
