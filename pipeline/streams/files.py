@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
 
 from pipeline.errors import DeadlineError, RecordError, StreamError
-from pipeline.groups.records import R, decode
+from pipeline.groups.records import R, decode_record
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.streams import cursors, segments
 from pipeline.streams.cursors import Cursor, CursorFile
@@ -268,4 +268,4 @@ def _position(id: str) -> SegmentPosition:
 
 
 def _entry(frame: Frame, kind: type[R]) -> Entry[R]:
-    return Entry(_id(frame), decode(frame.data, kind), len(frame.data))
+    return Entry(_id(frame), decode_record(frame.data, kind), len(frame.data))

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import pipeline
 from pipeline.config import RunConfig, load_config
 from pipeline.config.data import located_data, located_options
-from pipeline.config.identity import differences, digest
+from pipeline.config.identity import differences, identity_digest
 from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.rundir.documents import RunIdentity, SubmittedJob
@@ -257,7 +257,7 @@ def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
     if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
         raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
     old, new = _kept_config(run), settled(config)
-    if digest(old) != digest(new):
+    if identity_digest(old) != identity_digest(new):
         changes = "; ".join(differences(old, new))
         mend = f"submit it as it was, or give the new one another name (name={config.name}-2)"
         raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", mend)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StreamError
-from pipeline.groups.records import Reissue, encode
+from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Depth, Entry, Streams, connect, cursors, segments
 from pipeline.streams.cursors import newest_cursor
@@ -79,7 +79,7 @@ def test_a_step_whose_answer_is_lost_is_done_once(tmp_path: Path) -> None:
         reader.acknowledge([entries[1].id])
         assert proxy.lost == 3
         assert held(streams) == [2]
-        size = len(encode(records(2)[0]))
+        size = len(encode_record(records(2)[0]))
         assert streams.depth("reissue") == Depth(entries=1, bytes=size, unread_bytes=0, rejected=0)
         assert streams.depth("copies").entries == 1
 

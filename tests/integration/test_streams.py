@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.errors import DeadlineError, StreamError
-from pipeline.groups.records import EvalRequest, Reissue, encode
+from pipeline.groups.records import EvalRequest, Reissue, encode_record
 from pipeline.roles.context import RoleContext
 from pipeline.streams import AsyncStreams, Depth, Entry, Reader, Streams, connect, open_streams
 from pipeline.streams.interface import PIECE_BYTES, REJECTED_BYTES
@@ -90,7 +90,7 @@ def collect(reader: Reader[Reissue], count: int) -> list[Entry[Reissue]]:
 
 
 def size(records: list[Reissue]) -> int:
-    return sum(len(encode(record)) for record in records)
+    return sum(len(encode_record(record)) for record in records)
 
 
 def test_entries_come_in_the_order_in_which_they_were_published(streams: Streams) -> None:
@@ -258,8 +258,8 @@ def test_an_entry_above_the_budget_is_an_error_and_not_a_wait(streams: Streams) 
 
 def test_an_entry_as_large_as_the_budget_passes(streams: Streams) -> None:
     (empty,) = (Reissue(position=1, reason="x" * 1000),)
-    filled = Reissue(position=1, reason="x" * (1000 + BUDGET - len(encode(empty))))
-    assert len(encode(filled)) == BUDGET
+    filled = Reissue(position=1, reason="x" * (1000 + BUDGET - len(encode_record(empty))))
+    assert len(encode_record(filled)) == BUDGET
     reader = reader_of(streams)
     for _ in range(2):
         assert streams.publish("reissue", filled, seconds=5)
@@ -313,7 +313,7 @@ def test_an_entry_of_another_kind_is_set_aside_with_its_reason_and_the_rest_goes
     assert positions(reader.read(9, 5)) == [0, 1]
     (rejected,) = streams.rejected("reissue")
     assert rejected.reason == "expected a Reissue record, found EvalRequest"
-    assert rejected.data == encode(poison)
+    assert rejected.data == encode_record(poison)
     depth = streams.depth("reissue")
     assert (depth.entries, depth.unread_bytes, depth.rejected) == (2, 0, 1)
     again = reader_of(another())
@@ -326,9 +326,9 @@ def test_of_a_large_entry_that_is_set_aside_the_beginning_is_kept(streams: Strea
     streams.publish_many("reissue", [poison, *small(0)])
     assert positions(reader_of(streams).read(9, 5)) == [0]
     (rejected,) = streams.rejected("reissue")
-    assert rejected.data == encode(poison)[:REJECTED_BYTES]
+    assert rejected.data == encode_record(poison)[:REJECTED_BYTES]
     depth = streams.depth("reissue")
-    assert (depth.entries, depth.bytes) == (1, len(encode(*small(0))))
+    assert (depth.entries, depth.bytes) == (1, len(encode_record(*small(0))))
 
 
 def test_poison_alone_does_not_end_a_wait_for_a_good_entry(streams: Streams, another: Open) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.groups.records import Reissue, encode
+from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Depth, connect
 from tests.integration.redis_attempts import an_attempt
@@ -88,7 +88,7 @@ class Topic:
     def check(self) -> None:
         held = [entry.record.position for entry in self._other.scan(self._name, Reissue)]
         assert held == self._held
-        sizes = {position: len(encode(_record(position))) for position in held}
+        sizes = {position: len(encode_record(_record(position))) for position in held}
         unread = sum(size for position, size in sizes.items() if position > self._newest_read)
         assert self._other.depth(self._name) == Depth(len(held), sum(sizes.values()), unread, 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig, known_keys
-from pipeline.config.identity import OPERATIONAL, differences, digest, is_operational
+from pipeline.config.identity import OPERATIONAL, differences, identity_digest, is_operational
 from pipeline.errors import ConfigError
 from pipeline.streams.redis import MORE_MEMORY
 from slurm.launch import compose
@@ -81,7 +81,7 @@ def test_configs_differ_by_named_keys() -> None:
     one = compose.compose_config(["experiment=demo"])
     other = compose.compose_config(["experiment=demo", "seed=3", "optim.lr=1e-3"])
     assert differences(one, other) == ["optim.lr: 0.0001 → 0.001", "seed: 0 → 3"]
-    assert digest(one) != digest(other)
+    assert identity_digest(one) != identity_digest(other)
 
 
 @pytest.mark.parametrize("name", OPERATIONAL)
@@ -111,7 +111,7 @@ def test_deadlines_and_sizes_do_not_make_another_run() -> None:
     changed = ["cluster.startup_seconds=900", "training.micro_batch_tokens=999", "resources.spares=1", "output=x"]
     other = compose.compose_config(["experiment=demo", *changed])
     assert differences(one, other) == []
-    assert digest(one) == digest(other)
+    assert identity_digest(one) == identity_digest(other)
 
 
 @pytest.mark.parametrize(
