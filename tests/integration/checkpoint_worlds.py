@@ -34,7 +34,7 @@ from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.fakes.configs import make_config
 from tests.integration.checkpoint_processes import Stop, Unsaveable
 from tests.patience import WAIT_SECONDS
@@ -251,7 +251,7 @@ def one_step(dispatch: Dispatch, step: int) -> dict[str, float]:
     return metrics | {"reference": float(sum(float(row.sum()) for row in reference))}
 
 
-def follow(worker: Worker) -> None:
+def follow(worker: ModelWorker) -> None:
     """Change the reference model, so that it, too, has something to lose."""
     with torch.no_grad():
         for parameter in worker.model.parameters():
@@ -299,7 +299,7 @@ def leave(dispatch: Dispatch, steps: list[dict[str, float]], out: Path) -> None:
     (out / "steps.json").write_text(json.dumps(steps))
 
 
-def whole_state(worker: Worker) -> dict[str, Any]:
+def whole_state(worker: ModelWorker) -> dict[str, Any]:
     """Every tensor and value of a model and its optimizer by its place, unsharded."""
     return dict(_flat("", worker.state()))
 
@@ -330,17 +330,17 @@ def stop_in_the_next_save(mark: Path) -> None:
     _replace_staging(lambda: {"stop": Stop(mark)})
 
 
-def stop_on_rank_1(worker: Worker, out: Path) -> None:
+def stop_on_rank_1(worker: ModelWorker, out: Path) -> None:
     if torch.distributed.get_rank() == 1:
         stop_in_the_next_save(out.with_name("reached"))
 
 
-def leave_on_rank_1(worker: Worker) -> None:
+def leave_on_rank_1(worker: ModelWorker) -> None:
     if torch.distributed.get_rank() == 1:
         os._exit(9)
 
 
-def unsaveable_on_rank_1(worker: Worker) -> None:
+def unsaveable_on_rank_1(worker: ModelWorker) -> None:
     if torch.distributed.get_rank() == 1:
         _replace_staging(lambda: {"own": Unsaveable()})
 

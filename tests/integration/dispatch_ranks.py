@@ -29,8 +29,8 @@ from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.model import build
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.model import build_model
+from pipeline.training.workers.worker import ModelWorker
 from tests.integration.dispatch_cases import BUDGET, GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.integration.dispatch_residency import RESIDENCY
 from tests.integration.dispatch_staging import STAGING
@@ -77,7 +77,7 @@ def a_gradient_that_is_not_finite_skips_the_step(dispatch: Dispatch, path: Path)
     assert dispatch.pass_through("policy", progress) == [{"taken": 1, "skipped": 1}] * 2
 
 
-def progress(worker: Worker) -> dict[str, int]:
+def progress(worker: ModelWorker) -> dict[str, int]:
     return worker.optimizer.progress()
 
 
@@ -90,10 +90,10 @@ def random_weights_depend_on_the_seed_alone(dispatch: Dispatch, path: Path) -> N
     random = model_config(path).model_copy(update={"init": "random"})
     dispatch.init_model("policy", ModelSpec("policy", random, OPTIM, steps=10, seed=7))
     found = parameters(dispatch)
-    alone = dict(build(random, seed=7).network.named_parameters())
+    alone = dict(build_model(random, seed=7).network.named_parameters())
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[name], alone[name]) for name in found)
-    other = dict(build(random, seed=8).network.named_parameters())
+    other = dict(build_model(random, seed=8).network.named_parameters())
     assert not torch.equal(
         found["model.norm.weight"] + other["model.embed_tokens.weight"][0], alone["model.norm.weight"]
     )
@@ -150,11 +150,11 @@ def a_loaded_state_continues_bit_by_bit(dispatch: Dispatch, path: Path) -> None:
     assert all(torch.equal(again[name], ended[name]) for name in ended)
 
 
-def remember(worker: Worker) -> None:
+def remember(worker: ModelWorker) -> None:
     _saved.update(copy.deepcopy(worker.state()))
 
 
-def recall(worker: Worker) -> None:
+def recall(worker: ModelWorker) -> None:
     worker.load_state(_saved)
 
 
@@ -186,7 +186,7 @@ def a_failure_on_one_rank_that_hinders_nobody_spares_the_world(dispatch: Dispatc
     dispatch.forward("policy", batch)
 
 
-def fail_on(worker: Worker, ranks: tuple[int, ...]) -> None:
+def fail_on(worker: ModelWorker, ranks: tuple[int, ...]) -> None:
     if dist.get_rank() in ranks:
         raise OSError("disk full")
 
@@ -255,7 +255,7 @@ def the_controller_fails_while_the_other_waits_for_it(dispatch: Dispatch, path: 
     assert dispatch.broken
 
 
-def fail_before_barrier(worker: Worker, rank: int) -> None:
+def fail_before_barrier(worker: ModelWorker, rank: int) -> None:
     if dist.get_rank() == rank:
         raise OSError("disk full")
     dist.barrier()
@@ -266,7 +266,7 @@ def a_rank_dies_in_an_operation(dispatch: Dispatch, path: Path) -> None:
     assert dispatch.broken
 
 
-def die(worker: Worker, rank: int) -> None:
+def die(worker: ModelWorker, rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(9)
     dist.barrier()

@@ -20,7 +20,7 @@ from pipeline.training.dispatch.ranks import Site
 from pipeline.training.dispatch.residency import NEEDED, Needs, Purpose
 from pipeline.training.dispatch.staging import Staged
 from pipeline.training.workers.offload import Part, local
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.integration.dispatch_cases import BUDGET, GRPO, OPTIM, Scenario, fresh, refusal, step
 from tests.integration.training_cases import RECIPES, make_batch, policy_spec
 
@@ -144,13 +144,13 @@ def copy_step(target: str) -> Step:
     return Step("copy_parameters", needs, lambda d: d.copy_parameters("policy", target))
 
 
-def numbers(worker: Worker) -> dict[str, Any]:
+def numbers(worker: ModelWorker) -> dict[str, Any]:
     """Everything that this rank holds of a model."""
     moments = worker.optimizer.moments() if worker.optimizer else []
     return {**parameters(worker), **{str(i): local(tensor).clone().numpy() for i, tensor in enumerate(moments)}}
 
 
-def parameters(worker: Worker) -> dict[str, Any]:
+def parameters(worker: ModelWorker) -> dict[str, Any]:
     return {name: local(p.detach()).clone().numpy() for name, p in worker.model.named_parameters()}
 
 
@@ -255,21 +255,21 @@ _seen: Counter[str] = Counter()
 
 
 def forget_offload(site: Site, forgotten: Part) -> None:
-    offload = Worker.offload
+    offload = ModelWorker.offload
 
-    def forget(worker: Worker, part: Part) -> None:
+    def forget(worker: ModelWorker, part: Part) -> None:
         if part == forgotten:
             _seen["forgotten"] += 1
         else:
             offload(worker, part)
 
     if site.rank == 1:
-        _patches.enter_context(mock.patch.object(Worker, "offload", forget))
+        _patches.enter_context(mock.patch.object(ModelWorker, "offload", forget))
 
 
 def fail_load(site: Site) -> None:
     if site.rank == 1:
-        _patches.enter_context(mock.patch.object(Worker, "load", side_effect=OSError("disk full")))
+        _patches.enter_context(mock.patch.object(ModelWorker, "load", side_effect=OSError("disk full")))
 
 
 def restore(site: Site) -> int:

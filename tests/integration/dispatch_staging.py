@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.rows import Batch, Row
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.integration.dispatch_cases import GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.integration.training_cases import VOCABULARY, make_rows, policy_spec
 from tests.integration.training_ranks import gradients
@@ -139,7 +139,7 @@ def own_parameters(site: Site) -> dict[str, NDArray[np.float32]]:
     return {name: tensor.numpy() for name, tensor in site.worker("policy").full_parameters()}
 
 
-def shards(worker: Worker) -> int:
+def shards(worker: ModelWorker) -> int:
     """Over how many ranks the model is sharded."""
     return next(p.device_mesh.size() for p in worker.model.parameters() if isinstance(p, DTensor))
 
@@ -216,7 +216,7 @@ def three_models(dispatch: Dispatch, path: Path) -> Batch:
     return batch
 
 
-def give_values(critic: Worker) -> None:
+def give_values(critic: ModelWorker) -> None:
     """A head that is not zero."""
     with torch.no_grad():
         for name, parameter in critic.model.named_parameters():
@@ -234,7 +234,7 @@ _patches = ExitStack()
 
 
 def patch_forward(substitute: Callable[..., object]) -> None:
-    _patches.enter_context(mock.patch.object(Worker, "forward", substitute))
+    _patches.enter_context(mock.patch.object(ModelWorker, "forward", substitute))
 
 
 def restore(site: Site) -> None:
@@ -242,9 +242,9 @@ def restore(site: Site) -> None:
 
 
 def meet_in_forward(site: Site) -> None:
-    together, forward = threading.Barrier(len(THREE)), Worker.forward
+    together, forward = threading.Barrier(len(THREE)), ModelWorker.forward
 
-    def meeting(worker: Worker, *args: Any) -> object:
+    def meeting(worker: ModelWorker, *args: Any) -> object:
         together.wait(timeout=PATIENCE.operation / 2)
         return forward(worker, *args)
 
@@ -252,9 +252,9 @@ def meet_in_forward(site: Site) -> None:
 
 
 def fail_in_forward(site: Site) -> None:
-    forward = Worker.forward
+    forward = ModelWorker.forward
 
-    def failing(worker: Worker, *args: Any) -> object:
+    def failing(worker: ModelWorker, *args: Any) -> object:
         if worker is site.worker("critic"):
             raise RuntimeError("the critic is out of sorts")
         return forward(worker, *args)

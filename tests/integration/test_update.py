@@ -20,7 +20,7 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import models_of
 from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.fakes.configs import make_config
 from tests.integration.job_cases import world_of_one
 
@@ -102,7 +102,7 @@ def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def taken(worker: Worker) -> int:
+def taken(worker: ModelWorker) -> int:
     return int(worker.state()["progress"]["taken"])
 
 
@@ -265,14 +265,14 @@ def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: 
     ended = {name: parameters(dispatch, name) for name in ("policy", "critic")}
     update = begun(dispatch, config)
     for name in names:
-        dispatch.pass_through(name, Worker.load_state, kept[name])
+        dispatch.pass_through(name, ModelWorker.load_state, kept[name])
     update = PolicyUpdate(dispatch, config)
     update.begin(config.optim, config.training.steps, 1)
     assert [update.run(some_rows(step), step) for step in (1, 2)] == uninterrupted
     assert all(alike(parameters(dispatch, name), ended[name]) for name in ended)
 
 
-def snapshot(worker: Worker) -> dict[str, Any]:
+def snapshot(worker: ModelWorker) -> dict[str, Any]:
     return copy.deepcopy(worker.state())
 
 

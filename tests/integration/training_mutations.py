@@ -22,7 +22,7 @@ from pipeline.training.rows import Batch
 from pipeline.training.workers import collate, model, worker
 from pipeline.training.workers.attention import Segments
 from pipeline.training.workers.offload import Part, local
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.integration.training_ways import Mutation
 
 seen: Counter[str] = Counter()
@@ -34,16 +34,16 @@ def patch(target: object, name: str, substitute: object) -> None:
     _patches.enter_context(mock.patch.object(target, name, substitute))
 
 
-def mutate(rank: Worker, mutation: Mutation) -> None:
+def mutate(rank: ModelWorker, mutation: Mutation) -> None:
     MUTATE[mutation](rank)
 
 
-def restore(rank: Worker) -> None:
+def restore(rank: ModelWorker) -> None:
     """Undo every mutation."""
     _patches.close()
 
 
-def local_normalisation(rank: Worker) -> None:
+def local_normalisation(rank: ModelWorker) -> None:
     """Each micro-batch takes the mean over its own tokens, and the means are averaged."""
     whole = worker.collate
 
@@ -54,7 +54,7 @@ def local_normalisation(rank: Worker) -> None:
     patch(worker, "collate", locally)
 
 
-def dropped_micro_batch(rank: Worker) -> None:
+def dropped_micro_batch(rank: ModelWorker) -> None:
     split = packing.split_rows
 
     def dropping(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
@@ -65,7 +65,7 @@ def dropped_micro_batch(rank: Worker) -> None:
     patch(packing, "split_rows", dropping)
 
 
-def duplicated_shard(rank: Worker) -> None:
+def duplicated_shard(rank: ModelWorker) -> None:
     split = packing.split_rows
 
     def twice(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
@@ -75,14 +75,14 @@ def duplicated_shard(rank: Worker) -> None:
     patch(packing, "split_rows", twice)
 
 
-def averaged_gradients(rank: Worker) -> None:
+def averaged_gradients(rank: ModelWorker) -> None:
     for module in rank.model.modules():
         if isinstance(module, worker.FSDPModule):
             seen["mutated"] += 1
             module.set_gradient_divide_factor(2.0)
 
 
-def leaking_attention(rank: Worker) -> None:
+def leaking_attention(rank: ModelWorker) -> None:
     """The rows of a packed line count as one."""
 
     class OneSegment(Segments):
@@ -94,7 +94,7 @@ def leaking_attention(rank: Worker) -> None:
     patch(collate, "Segments", OneSegment)
 
 
-def wrong_positions(rank: Worker) -> None:
+def wrong_positions(rank: ModelWorker) -> None:
     """Positions restart one token late. (Never restarting is invisible: rotary embeddings see differences only.)"""
     pack = packing.pack
 
@@ -107,7 +107,7 @@ def wrong_positions(rank: Worker) -> None:
     patch(packing, "pack", late)
 
 
-def shifted_targets(rank: Worker) -> None:
+def shifted_targets(rank: ModelWorker) -> None:
     logprobs = model.head_logprobs
 
     def shifted(hidden: Tensor, weight: Tensor, targets: Tensor, *others: Any) -> object:
@@ -118,20 +118,20 @@ def shifted_targets(rank: Worker) -> None:
     patch(model, "head_logprobs", shifted)
 
 
-def stale_parameters(rank: Worker) -> None:
+def stale_parameters(rank: ModelWorker) -> None:
     """What comes back from outside the device is what left it first."""
     _stale("model", lambda rank: [p.detach() for p in rank.model.parameters()])
 
 
-def stale_moments(rank: Worker) -> None:
+def stale_moments(rank: ModelWorker) -> None:
     _stale("optimizer", lambda rank: rank.optimizer.moments() if rank.optimizer else [])
 
 
-def _stale(part: Part, tensors_of: Callable[[Worker], list[Tensor]]) -> None:
-    load = Worker.load
+def _stale(part: Part, tensors_of: Callable[[ModelWorker], list[Tensor]]) -> None:
+    load = ModelWorker.load
     first: dict[int, list[Tensor]] = {}
 
-    def stale(rank: Worker, loaded: Part) -> None:
+    def stale(rank: ModelWorker, loaded: Part) -> None:
         load(rank, loaded)
         if loaded == part:
             tensors = [local(tensor) for tensor in tensors_of(rank)]
@@ -139,10 +139,10 @@ def _stale(part: Part, tensors_of: Callable[[Worker], list[Tensor]]) -> None:
                 seen["mutated"] += not torch.equal(tensor, old)
                 tensor.copy_(old)
 
-    patch(Worker, "load", stale)
+    patch(ModelWorker, "load", stale)
 
 
-def forgotten_correction(rank: Worker) -> None:
+def forgotten_correction(rank: ModelWorker) -> None:
     def uncorrected(loss_N: Tensor, *others: Any) -> tuple[Tensor, dict[str, Tensor]]:
         seen["mutated"] += 1
         return loss_N, {}
@@ -150,7 +150,7 @@ def forgotten_correction(rank: Worker) -> None:
     patch(pipeline.losses, "corrected", uncorrected)
 
 
-MUTATE: dict[Mutation, Callable[[Worker], None]] = {
+MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "local_normalisation": local_normalisation,
     "dropped_micro_batch": dropped_micro_batch,
     "duplicated_shard": duplicated_shard,

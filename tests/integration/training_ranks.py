@@ -22,7 +22,7 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Deadlines, Site, joined
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import attention, worker
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.integration import training_mutations
 from tests.integration.training_cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
 from tests.integration.training_ways import (
@@ -43,7 +43,7 @@ def plain_name(name: str) -> str:
     return name if name.startswith(("model.", "head.", "lm_head.")) else f"model.{name}"
 
 
-def gradients(rank: Worker) -> Arrays:
+def gradients(rank: ModelWorker) -> Arrays:
     """The accumulated gradients, whole."""
     whole = {name: p.grad.full_tensor() for name, p in rank.model.named_parameters() if isinstance(p.grad, DTensor)}
     return {plain_name(name): tensor.float().cpu().numpy() for name, tensor in whole.items()}
@@ -57,11 +57,11 @@ def parameters(dispatch: Dispatch, name: str) -> Arrays:
     return whole
 
 
-def set_layer_unit(rank: Worker, parameters: int) -> None:
+def set_layer_unit(rank: ModelWorker, parameters: int) -> None:
     worker.LAYER_UNIT = parameters
 
 
-def begin(rank: Worker) -> None:
+def begin(rank: ModelWorker) -> None:
     """Give value heads and adapters the numbers of the oracle, and watch what the switches do."""
     for name, parameter in rank.model.named_parameters():
         plain = plain_name(name)
@@ -77,7 +77,7 @@ def begin(rank: Worker) -> None:
     torch._dynamo.utils.counters.clear()
 
 
-def watch(rank: Worker) -> None:
+def watch(rank: ModelWorker) -> None:
     """Count attention that is computed inside of a backward pass, and by the kernel for packed rows."""
     seen, kernel = training_mutations.seen, attention.varlen_attn
 
@@ -94,7 +94,7 @@ def watch(rank: Worker) -> None:
             module.register_forward_pre_hook(before)
 
 
-def end(rank: Worker) -> Counter[str]:
+def end(rank: ModelWorker) -> Counter[str]:
     """What was seen in this process."""
     training_mutations.restore(rank)
     training_mutations.seen["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]

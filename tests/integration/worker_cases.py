@@ -16,7 +16,7 @@ from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import SFT, Objective
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import Kind, ModelSpec
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
 WORDS = 23
@@ -77,7 +77,7 @@ class Counted:
         return self._function(*args, **kwargs)
 
 
-def train(rank: Worker, steps: int = 2, objective: Objective = SFT) -> list[float]:
+def train(rank: ModelWorker, steps: int = 2, objective: Objective = SFT) -> list[float]:
     """The losses and gradient norms of some steps."""
     seen = []
     for _ in range(steps):
@@ -86,7 +86,7 @@ def train(rank: Worker, steps: int = 2, objective: Objective = SFT) -> list[floa
     return seen
 
 
-def parameters(rank: Worker) -> dict[str, torch.Tensor]:
+def parameters(rank: ModelWorker) -> dict[str, torch.Tensor]:
     return dict(rank.full_parameters())
 
 

@@ -18,7 +18,7 @@ from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.losses import SFT, ValueObjective
 from pipeline.training.workers import attention, model, worker
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.integration.worker_cases import (
     ENTROPY,
     MICRO_BATCHES,
@@ -38,7 +38,7 @@ from tests.integration.worker_cases import (
 
 def offloaded_in_the_middle_it_trains_to_the_same_bits(rank: int, path: Path) -> None:
     with world() as mesh:
-        stayed, moved = Worker(spec_of(path), mesh), Worker(spec_of(path), mesh)
+        stayed, moved = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path), mesh)
         for step in range(3):
             for each in (stayed, moved):
                 each.forward_backward(MICRO_BATCHES, True, SFT)
@@ -62,7 +62,7 @@ def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> 
             worker.LAYER_UNIT = unit
             seen = []
             for again in (False, True):
-                one = Worker(spec_of(path, activation_checkpointing=again), mesh)
+                one = ModelWorker(spec_of(path, activation_checkpointing=again), mesh)
                 attend.calls = 0
                 seen.append((train(one, steps=1), attend.calls, parameters(one)))
             (plain, once, trained), (repeated, twice, retrained) = seen
@@ -77,7 +77,7 @@ def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, p
     with world() as mesh:
         seen, units = [], 3
         for reshard in (False, True):
-            one = Worker(spec_of(path, reshard=reshard), mesh)
+            one = ModelWorker(spec_of(path, reshard=reshard), mesh)
             gather.calls = 0
             numbers, trained = train(one, steps=1), gather.calls
             answers, answered = one.forward(MICRO_BATCHES, True), gather.calls - trained
@@ -99,7 +99,7 @@ def a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more(rank: int, pa
 
     attend = Counted(attention.attend)
     with world() as mesh:
-        one = Worker(spec_of(path), mesh)
+        one = ModelWorker(spec_of(path), mesh)
         attention.AttentionInterface.register(attention.ATTENTION, failing)
         with pytest.raises(ValueError, match="an error"):
             one.forward_backward(MICRO_BATCHES, True, SFT)
@@ -113,7 +113,7 @@ def compiled_layers_are_whole_graphs_and_agree(rank: int, path: Path) -> None:
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: compile_(self, backend="eager", fullgraph=True)  # type: ignore[method-assign]
     with world() as mesh:
-        plain, compiled = Worker(spec_of(path), mesh), Worker(spec_of(path, compile=True), mesh)
+        plain, compiled = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path, compile=True), mesh)
         np.testing.assert_allclose(train(compiled), train(plain), rtol=1e-6)
         answers = [np.concatenate(each.forward(MICRO_BATCHES, True)) for each in (plain, compiled)]
         np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5)
@@ -126,7 +126,7 @@ def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
 
     model.head_logprobs = no_vocabulary  # type: ignore[assignment]
     with world() as mesh:
-        critic = Worker(spec_of(path, "critic"), mesh)
+        critic = ModelWorker(spec_of(path, "critic"), mesh)
         assert all((values == 0).all() for values in critic.forward(MICRO_BATCHES, True))
         train(critic, objective=ValueObjective(clip=10.0))
         packed, padded = (critic.forward(MICRO_BATCHES[:1], each) for each in (True, False))
@@ -144,14 +144,14 @@ def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
 
 def a_critic_learns_the_returns(rank: int, path: Path) -> None:
     with world() as mesh:
-        critic = Worker(spec_of(path, "critic", optim=OptimConfig(lr=2e-2)), mesh)
+        critic = ModelWorker(spec_of(path, "critic", optim=OptimConfig(lr=2e-2)), mesh)
         seen = train(critic, 20, ValueObjective(clip=0.0))
         assert seen[-2] < 0.3 * seen[0]
 
 
 def a_model_without_an_optimizer_only_answers(rank: int, path: Path) -> None:
     with world() as mesh:
-        reference = Worker(spec_of(path, optim=None), mesh)
+        reference = ModelWorker(spec_of(path, optim=None), mesh)
         for refused in (
             lambda: reference.forward_backward(MICRO_BATCHES, True, SFT),
             reference.optim_step,
@@ -162,13 +162,13 @@ def a_model_without_an_optimizer_only_answers(rank: int, path: Path) -> None:
                 refused()
         assert reference.memory().optimizer == 0
         assert reference.state().keys() == {"model"}
-        policy = Worker(spec_of(path), mesh)
+        policy = ModelWorker(spec_of(path), mesh)
         assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
 
 
 def a_copy_answers_as_its_source(rank: int, path: Path) -> None:
     with world() as mesh:
-        policy, reference = Worker(spec_of(path), mesh), Worker(spec_of(path, optim=None), mesh)
+        policy, reference = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path, optim=None), mesh)
         train(policy)
         reference.copy_from(policy)
         assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
@@ -181,24 +181,27 @@ def a_copy_answers_as_its_source(rank: int, path: Path) -> None:
 def a_critic_copies_the_decoder(rank: int, path: Path) -> None:
     with world() as mesh:
         for lora in (0, 2):
-            policy, critic = Worker(spec_of(path, lora=lora), mesh), Worker(spec_of(path, "critic", seed=7), mesh)
+            policy, critic = (
+                ModelWorker(spec_of(path, lora=lora), mesh),
+                ModelWorker(spec_of(path, "critic", seed=7), mesh),
+            )
             critic.copy_from(policy)
             decoder = {name.replace(".base_layer.", "."): p for name, p in policy.model.decoder.named_parameters()}
             for name, p in critic.model.decoder.named_parameters():
                 assert torch.equal(p.full_tensor(), decoder[name].full_tensor()), name
         other = write_config(path.parent / f"other{rank}", num_hidden_layers=3)
         with pytest.raises(TrainingError, match=r"no layers\.2\..* of the same shape"):
-            Worker(spec_of(other, "critic"), mesh).copy_from(policy)
+            ModelWorker(spec_of(other, "critic"), mesh).copy_from(policy)
 
 
 def a_loss_of_another_kind_of_model_is_refused(rank: int, path: Path) -> None:
     with world() as mesh:
         with pytest.raises(TrainingError, match="'sft' is not one of a critic"):
-            Worker(spec_of(path, "critic"), mesh).forward_backward(MICRO_BATCHES, True, SFT)
+            ModelWorker(spec_of(path, "critic"), mesh).forward_backward(MICRO_BATCHES, True, SFT)
         with pytest.raises(TrainingError, match="'value' is not one of a policy"):
-            Worker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueObjective(0.2))
+            ModelWorker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueObjective(0.2))
         with pytest.raises(TrainingError, match="no Hugging Face form"):
-            Worker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
+            ModelWorker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
 
 
 def a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_trained(rank: int, path: Path) -> None:
@@ -208,14 +211,14 @@ def a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_traine
     with world() as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "copy2", deny)
         with pytest.raises(ConfigError, match="belongs to another"):
-            Worker(spec_of(path), mesh)
-        Worker(spec_of(path, optim=None), mesh)
-        Worker(spec_of(path, "critic"), mesh)
+            ModelWorker(spec_of(path), mesh)
+        ModelWorker(spec_of(path, optim=None), mesh)
+        ModelWorker(spec_of(path, "critic"), mesh)
 
 
 def to_look_at_the_state_before_the_first_step_changes_nothing(rank: int, path: Path) -> None:
     with world() as mesh:
-        one, other = Worker(spec_of(path), mesh), Worker(spec_of(path), mesh)
+        one, other = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path), mesh)
         other.state()
         assert train(one) == train(other)
         assert_equal(parameters(one), parameters(other))
@@ -223,7 +226,7 @@ def to_look_at_the_state_before_the_first_step_changes_nothing(rank: int, path: 
 
 def a_rate_that_is_set_takes_the_place_of_the_schedule(rank: int, path: Path) -> None:
     with world() as mesh:
-        one = Worker(spec_of(path, optim=OptimConfig(lr=1.0, warmup_steps=9)), mesh)
+        one = ModelWorker(spec_of(path, optim=OptimConfig(lr=1.0, warmup_steps=9)), mesh)
         one.set_lr(0.25)
         one.forward_backward(MICRO_BATCHES, True, SFT)
         assert one.optim_step().lr == 0.25
@@ -237,7 +240,7 @@ def a_rate_that_is_set_takes_the_place_of_the_schedule(rank: int, path: Path) ->
 
 def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
     with world() as mesh:
-        one, base = Worker(spec_of(path, lora=2), mesh), Worker(spec_of(path), mesh)
+        one, base = ModelWorker(spec_of(path, lora=2), mesh), ModelWorker(spec_of(path), mesh)
         assert_rows(one.forward(MICRO_BATCHES, True), base.forward(MICRO_BATCHES, True))
         frozen = {name: p.full_tensor() for name, p in one.model.named_parameters() if not p.requires_grad}
         train(one)
@@ -248,7 +251,7 @@ def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
         assert any(tensor.abs().max() > 0 for name, tensor in sent.items() if ".lora_B." in name)
         for name, p in one.model.named_parameters():
             assert p.requires_grad or torch.equal(p.full_tensor(), frozen[name])
-        other = Worker(spec_of(path, lora=2), mesh)
+        other = ModelWorker(spec_of(path, lora=2), mesh)
         train(other, steps=1)
         other.load_state(deepcopy(one.state()))
         assert train(other) == train(one)
@@ -259,14 +262,14 @@ def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
 def copies_of_a_shard_count_once(rank: int, path: Path) -> None:
     """Two ranks that hold the same model and get the same rows compute what one rank does."""
     with world(shards=1) as mesh:
-        seen = train(Worker(spec_of(path), mesh))
+        seen = train(ModelWorker(spec_of(path), mesh))
         name = f"seen{rank}of{dist.get_world_size()}.json"
     (path.parent / name).write_text(json.dumps(seen))
 
 
 def sixteen_bits_compute_near_thirty_two(rank: int, path: Path) -> None:
     with world() as mesh:
-        half, whole = Worker(spec_of(path, dtype="bfloat16"), mesh), Worker(spec_of(path), mesh)
+        half, whole = ModelWorker(spec_of(path, dtype="bfloat16"), mesh), ModelWorker(spec_of(path), mesh)
         for one, other in zip(*(each.forward(MICRO_BATCHES, True) for each in (half, whole)), strict=True):
             np.testing.assert_allclose(one, other, atol=0.15)
             assert (one[1:] != other[1:]).any()
@@ -277,7 +280,7 @@ def sixteen_bits_compute_near_thirty_two(rank: int, path: Path) -> None:
 
 def entropy_is_measured_when_it_is_asked_for(rank: int, path: Path) -> None:
     with world() as mesh:
-        one = Worker(spec_of(path), mesh)
+        one = ModelWorker(spec_of(path), mesh)
         sums = {
             level: one.forward_backward(MICRO_BATCHES, True, ENTROPY, level=level)
             for level in ("none", "basic", "with_entropy")
@@ -294,7 +297,7 @@ def offloaded_bytes_return_to_the_system(rank: int, path: Path) -> None:
     large = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 4000, "head_dim": 64}
     big = write_config(path.parent / "big", **large, tie_word_embeddings=True, num_attention_heads=8)
     with world() as mesh:
-        one = Worker(spec_of(big), mesh)
+        one = ModelWorker(spec_of(big), mesh)
         train(one, steps=1)
         before, answers = one.memory(), one.forward(MICRO_BATCHES, True)
         assert before.model > 40 << 20

@@ -51,7 +51,7 @@ from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
-from pipeline.training.workers.worker import ModelInfo, Worker
+from pipeline.training.workers.worker import ModelInfo, ModelWorker
 from pipeline.weights.wire import WeightLayout
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Dispatch:
 
     def reset_optimizer(self, name: str, optim: OptimConfig, *, steps: int) -> None:
         """Start the next job on the same parameters with a fresh optimizer: no moments, no gradients, step 0."""
-        self._on_model("reset_optimizer", name, Worker.reset_optimizer, optim, steps, needs="reset_optimizer")
+        self._on_model("reset_optimizer", name, ModelWorker.reset_optimizer, optim, steps, needs="reset_optimizer")
 
     def copy_parameters(self, source: str, target: str) -> None:
         """Give `target` the parameters of `source`, a model of the same architecture; a critic takes the decoder."""
@@ -221,12 +221,12 @@ class Dispatch:
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
-        step = self._on_model("optim_step", name, Worker.optim_step, needs="optim_step")[0]
+        step = self._on_model("optim_step", name, ModelWorker.optim_step, needs="optim_step")[0]
         return {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
 
     def set_lr(self, name: str, lr: float) -> None:
         """Step at this rate from now on, whatever the schedule says."""
-        self._on_model("set_lr", name, Worker.set_lr, lr, needs="set_lr")
+        self._on_model("set_lr", name, ModelWorker.set_lr, lr, needs="set_lr")
 
     def prepare_weight_sync(self, name: str) -> None:
         """Bring what `full_parameters` gathers to the device."""
@@ -264,7 +264,11 @@ class Dispatch:
         self._control.everywhere("save_hf_model", operations.save_hf_model, name, path, needs=needs)
 
     def pass_through(
-        self, name: str, function: Callable[[Worker, *Ts], T], *args: *Ts, needs: residency.Purpose = "pass_through"
+        self,
+        name: str,
+        function: Callable[[ModelWorker, *Ts], T],
+        *args: *Ts,
+        needs: residency.Purpose = "pass_through",
     ) -> list[T]:
         """Run `function(worker, *args)` on every rank; its results in rank order.
 
@@ -384,5 +388,5 @@ def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispat
     lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload, secret=secret)
 
 
-def _nothing(worker: Worker) -> None:
+def _nothing(worker: ModelWorker) -> None:
     pass

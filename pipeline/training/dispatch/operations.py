@@ -24,7 +24,7 @@ from pipeline.training.dispatch.residency import Move
 from pipeline.training.dispatch.staging import Data, micro_batches
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.offload import Memory, empty_cache
-from pipeline.training.workers.worker import ModelInfo, Worker
+from pipeline.training.workers.worker import ModelInfo, ModelWorker
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def moved(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -
 def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
     with heartbeat.during(f"making {name}", site.patience.commit):
-        site.workers[name] = Worker(spec, site.mesh_of(name, spec.replicas))
+        site.workers[name] = ModelWorker(spec, site.mesh_of(name, spec.replicas))
     return site.workers[name].info
 
 

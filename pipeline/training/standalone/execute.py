@@ -41,7 +41,7 @@ from pipeline.training.standalone.packed import PackedRows, remove_packed
 from pipeline.training.standalone.queue import JobQueue
 from pipeline.training.standalone.state import JobState
 from pipeline.training.standalone.visible import await_everywhere
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 
 log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -281,6 +281,6 @@ def _insist(job: Job, patterns: tuple[str, ...], what: str) -> None:
         raise CheckpointError(f"checkpoint {folder} has no {', '.join(missing)}: expected {what}")
 
 
-def steps_taken(worker: Worker) -> int:
+def steps_taken(worker: ModelWorker) -> int:
     """Optimizer steps of this job that changed the model."""
     return worker.optimizer.taken if worker.optimizer else 0

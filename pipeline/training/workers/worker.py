@@ -28,19 +28,19 @@ from pipeline.system import heartbeat
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate
-from pipeline.training.workers.export import adapter_name, refuse_unwritable, write_model
+from pipeline.training.workers.export import adapter_parameter_name, refuse_unwritable, write_model
 from pipeline.training.workers.loading import Weights
 from pipeline.training.workers.model import (
-    Model,
+    DecoderModel,
     PolicyModel,
     compile_layers,
-    fill,
+    fill_model,
     outline,
     recompute_activations,
     stored,
 )
 from pipeline.training.workers.offload import Memory, Movable, Part, allocated, empty_cache, local
-from pipeline.training.workers.optimizer import AdamSettings, Optimizer, Step
+from pipeline.training.workers.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.training.workers.shards import gathered
 from pipeline.weights.wire import WeightLayout
 
@@ -64,7 +64,7 @@ class ModelInfo:
     flops_per_token: int
 
 
-class Worker:
+class ModelWorker:
     """A sharded model and, if it is trained, its AdamW.
 
     Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
@@ -76,7 +76,7 @@ class Worker:
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
         """Make the model's shapes, shard them over the one dimension of `mesh`, and fill the shards on the device.
 
-        Raises what `outline`, `Weights` and `fill` raise.
+        Raises what `outline`, `Weights` and `fill_model` raise.
         """
         self.device = torch.device(mesh.device_type)
         self._config = spec.model
@@ -91,7 +91,7 @@ class Worker:
         self._reshard, self._broken = spec.reshard, False
         _shard(self.model, mesh, self.compute, spec.reshard)
         weights = Weights(spec.model)
-        fill(self.model, weights, spec.model, spec.seed, self.device)
+        fill_model(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
         self.group, self.ranks = mesh.get_group(), mesh.size()
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
@@ -140,7 +140,7 @@ class Worker:
                 parts.append(sums)
         return measures.combine(_numbers(sums) for sums in parts)
 
-    def optim_step(self, settings: AdamSettings | None = None) -> Step:
+    def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """One step of AdamW with clipping; see `Optimizer.step`."""
         self._refuse_if_broken()
         return self._trainer().step(settings)
@@ -161,7 +161,7 @@ class Worker:
         own = self._trainer()
         self.reset_optimizer(own.config, own.steps)
 
-    def copy_from(self, other: "Worker") -> None:
+    def copy_from(self, other: "ModelWorker") -> None:
         """Take the parameters of another model of the same architecture, sharded alike.
 
         A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
@@ -275,7 +275,7 @@ class Worker:
             for name, parameter in self.model.named_parameters():
                 own_name = name.removeprefix("network.")
                 if parameter.requires_grad:
-                    yield adapter_name(own_name) if adapted else own_name, whole(parameter, dtype)
+                    yield adapter_parameter_name(own_name) if adapted else own_name, whole(parameter, dtype)
             return
         own = stored(self.model, self._form)
         for names in self._form.groups:
@@ -361,7 +361,7 @@ class Worker:
                 module.reshard()
 
 
-def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
+def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
     """What `copy_from` copies: all, or the decoder without adapters, under names that are alike in both models."""
     if whole:
         yield from model.named_parameters()
@@ -375,7 +375,7 @@ def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
     return parameter.shape, local(parameter).shape
 
 
-def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
+def _shard(model: DecoderModel, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
     """FSDP2 over each large layer and the root, with gradients summed, not averaged, over the ranks.
 
     Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: gathering them one by one would save no memory
