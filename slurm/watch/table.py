@@ -297,6 +297,6 @@ def _read(arguments: Sequence[str]) -> tuple[Path, str, bool]:
     if not output.is_dir() and (given["output"] or not sweep):
         raise ConfigError("output", str(output), "a directory with runs", "submit one first, or name its output=…")
     if sweep:
-        root = manifest.find(sweep, output if given["output"] else None).root
+        root = manifest.find_sweep(sweep, output if given["output"] else None).root
         output, sweep = root.parent, root.name
     return output, sweep, "--json" in arguments

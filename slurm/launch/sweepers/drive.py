@@ -183,7 +183,7 @@ def _refuse_changed(paths: SweepPaths, settings: SweeperCommand) -> None:
             continue
         new = compose_config([*settings.fixed, *point.overrides])
         new = new.model_copy(update={"name": point.name, "output": paths.root})
-        if changes := differences(old, runs.settled(new)):
+        if changes := differences(old, runs.located_config(new)):
             mend = f"go on with it as it was, or give the new one another name (name={paths.root.name}-2)"
             expected = f"the values its points were made with, but {'; '.join(changes)}"
             raise RunStateError("name", paths.root.name, expected, mend)
