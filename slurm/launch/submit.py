@@ -68,9 +68,9 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.detach and config.cluster.kind == "local":
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
-        plan = check(config)
+        plan = check_submission(config)
         print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
-        return 0 if options.dry_run else run(config, plan, detach=options.detach)
+        return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
+def check_submission(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way.
 
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
@@ -153,7 +153,7 @@ def _refuse_serving(config: RunConfig) -> None:
 def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
     """`check` for a point of a sweep."""
     _refuse_serving(config)
-    return check(config, accepted)
+    return check_submission(config, accepted)
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -227,7 +227,7 @@ def _what_it_trains(config: RunConfig) -> str:
     return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
 
 
-def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
+def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
     if config.cluster.kind == "local":
         return run_here(config, plan)
