@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pipeline.roles.context import RoleContext
 from pipeline.rundir.events import Listener
 from pipeline.rundir.metrics import Console, MetricSinks
-from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.tracking.sinks import tracking_sinks
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -56,4 +56,6 @@ class Controller:
         """Give the devices back, then tell that the training is finished."""
         release(self._dispatch)
         by = self._context.placement.name
-        insist("the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS)
+        retry_transient(
+            "the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS
+        )

@@ -151,7 +151,7 @@ def _refuse_serving(config: RunConfig) -> None:
 
 
 def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
-    """`check` for a point of a sweep."""
+    """`check_submission` for a point of a sweep."""
     _refuse_serving(config)
     return check_submission(config, accepted)
 

@@ -264,17 +264,17 @@ def starting_from(job: Job, config: RunConfig) -> RunConfig:
 
 
 def _from_adapter(job: Job, model: ModelConfig) -> ModelConfig:
-    _insist(job, ADAPTER_FILES, "an adapter, which model.lora.rank asks for")
+    _require_files(job, ADAPTER_FILES, "an adapter, which model.lora.rank asks for")
     lora: LoraConfig = model.lora.model_copy(update={"adapter": job.checkpoint})
     return model.model_copy(update={"lora": lora})
 
 
 def _from_model(job: Job, model: ModelConfig) -> ModelConfig:
-    _insist(job, ("config.json", "*.safetensors"), "a model; for an adapter set model.lora.rank")
+    _require_files(job, ("config.json", "*.safetensors"), "a model; for an adapter set model.lora.rank")
     return model.model_copy(update={"path": job.checkpoint, "init": "pretrained"})
 
 
-def _insist(job: Job, patterns: tuple[str, ...], what: str) -> None:
+def _require_files(job: Job, patterns: tuple[str, ...], what: str) -> None:
     folder = Path(job.checkpoint)
     missing = [pattern for pattern in patterns if not list(folder.glob(pattern))]
     if missing:

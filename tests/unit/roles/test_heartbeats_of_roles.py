@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeline.roles.context import RoleContext
 from pipeline.system import heartbeat
-from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import STOP, Deadlines, Site
 from pipeline.training.workers.worker import ModelWorker
@@ -82,7 +82,7 @@ def test_a_controller_that_waits_tells_that_it_does(heart: Heart, site: Site) ->
     assert heart.beats == 1
 
 
-def test_who_insists_on_a_disk_that_fails_is_never_silent_for_long(
+def test_who_retries_on_a_disk_that_fails_is_never_silent_for_long(
     heart: Heart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, beats = FakeClock(), [0.0]
@@ -92,7 +92,7 @@ def test_who_insists_on_a_disk_that_fails_is_never_silent_for_long(
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        insist("it", fail, OUTAGE_SECONDS, clock)
+        retry_transient("it", fail, OUTAGE_SECONDS, clock)
     assert clock.time == pytest.approx(OUTAGE_SECONDS)
     assert max(after - before for before, after in pairwise([*beats, clock.time])) < 3.0
 
