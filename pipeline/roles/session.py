@@ -106,7 +106,7 @@ class Session(Controller):
         self._dispatch.idle()
 
     @property
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """See `runner.Book`."""
         return not self._dispatch.broken
 

@@ -98,7 +98,7 @@ class InferenceClient:
         self.requests += 1
         request = Request(list(token_ids), n, temperature, max_tokens, list(stop_token_ids))
         completions = await self._somewhere(request)
-        if not all(completion.whole for completion in completions):
+        if not all(completion.complete for completion in completions):
             completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))
         self.tokens += sum(len(completion.tokens) for completion in completions)
         return completions
@@ -123,12 +123,12 @@ class InferenceClient:
                 await asyncio.sleep(next(pauses))
             else:
                 server.worked()
-                self.retries.update("aborted" for completion in completions if not completion.whole)
+                self.retries.update("aborted" for completion in completions if not completion.complete)
                 return [_marked(completion, piece, request.max_tokens) for completion in completions]
 
     async def _finished(self, part: Completion, request: Request) -> Completion:
         """`part`, continued until it ends by itself."""
-        while not part.whole:
+        while not part.complete:
             left = request.max_tokens - len(part.tokens)
             if left < 1:
                 return replace(part, finish="length")

@@ -65,7 +65,7 @@ class Completion:
     seconds: float
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """False when the policy had not finished."""
         return self.finish != "abort"
 

@@ -216,7 +216,7 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: D
     rows[3] = a_row([1, 2, 3], 1, float("nan"), 0)
     with pytest.raises(TrainingError, match="row 3: advantages holds a value that is not finite"):
         update.run(rows, 0)
-    assert update.whole
+    assert update.intact
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
 
@@ -230,13 +230,13 @@ def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_t
         update.run(unsampled, 0)
     with pytest.raises(TrainingError, match="row 0 has no behaviour, which a policy loss needs"):
         dispatch.forward_backward("policy", Batch.of(unsampled), LossConfig(name="grpo"))
-    assert update.whole
+    assert update.intact
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
     assert dispatch.forward_backward("policy", Batch.of(unsampled), SFT)["loss"] > 0
 
 
-def test_models_are_not_whole_when_a_step_ends_in_between(
+def test_models_are_not_intact_when_a_step_ends_in_between(
     dispatch: Dispatch, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo"}, mini_batches=2))
@@ -249,10 +249,10 @@ def test_models_are_not_whole_when_a_step_ends_in_between(
         return Dispatch.optim_step(dispatch, name)
 
     monkeypatch.setattr(dispatch, "optim_step", fail_second)
-    assert update.whole
+    assert update.intact
     with pytest.raises(TrainingError, match="the disk is full"):
         update.run(some_rows(), 0)
-    assert not update.whole
+    assert not update.intact
 
 
 def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: Dispatch, model: Path) -> None:

@@ -231,7 +231,7 @@ class Execution:
         self._told.write(event, **details)
 
     @property
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """See `runner.Book`."""
         return not self._dispatch.broken
 
