@@ -16,7 +16,17 @@ from slurm.registry.manifest import SweepManifest
 from slurm.scheduler.protocol import QueuedJob, Scheduler
 from slurm.watch import table, view
 from slurm.watch.overview import Line, Overview
-from slurm.watch.table import COLUMNS, age, cells, columns, fitting, follow_table, main, render_table, show
+from slurm.watch.table import (
+    COLUMNS,
+    age,
+    aligned_lines,
+    cells_of,
+    fitting_lines,
+    follow_table,
+    main,
+    print_table,
+    render_table,
+)
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -74,8 +84,8 @@ def test_a_line_says_how_far_the_run_is(tmp_path: Path, scheduler: FakeScheduler
     assert (line.stage, line.step, line.steps, line.attempts) == ("rl", 30, 60, 1)
     assert line.reward is not None
     assert line.accuracy is not None
-    assert cells(line)[:2] == ("demo", job)
-    assert cells(line)[4:8] == ("30/60", f"{line.reward:.3f}", f"{line.accuracy:.3f}", "1")
+    assert cells_of(line)[:2] == ("demo", job)
+    assert cells_of(line)[4:8] == ("30/60", f"{line.reward:.3f}", f"{line.accuracy:.3f}", "1")
 
 
 def test_a_waiting_job_says_why_it_waits(tmp_path: Path, scheduler: FakeScheduler) -> None:
@@ -235,13 +245,13 @@ def test_a_finished_run_is_over_whether_the_scheduler_answers_or_not(tmp_path: P
 
 def shown(lines: list[Line], width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(lines, "files", console)
+    print_table(lines, "files", console)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_plain_columns_are_aligned_and_carry_no_control_codes() -> None:
     lines = [Line("", "demo", "12", "RUNNING", "training", True, "rl", 3, 60, 0.5), Line("seeds", "0-seed_1")]
-    header, one, other = columns(lines)
+    header, one, other = aligned_lines(lines)
     assert header.split() == list(COLUMNS)
     assert [text.index(word) for text, word in ((header, "state"), (one, "training"), (other, "not"))] == [
         header.index("state")
@@ -266,8 +276,8 @@ def test_a_low_terminal_shows_first_what_is_not_over_and_then_what_failed() -> N
         Line("seeds", f"{number}-seed", state=states.get(number, "finished"), live=number in (3, 8))
         for number in range(10)
     ]
-    assert [line.name for line in fitting(lines, 5)] == ["3-seed", "8-seed", "5-seed", "0-seed"]
-    assert fitting(lines, 11) == lines
+    assert [line.name for line in fitting_lines(lines, 5)] == ["3-seed", "8-seed", "5-seed", "0-seed"]
+    assert fitting_lines(lines, 11) == lines
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 12)])
