@@ -15,7 +15,7 @@ from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.tracking.sinks import tracking_sinks
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.release import release
+from pipeline.training.dispatch.release import release_device
 
 
 class Controller:
@@ -54,7 +54,7 @@ class Controller:
 
     def _finish(self) -> None:
         """Give the devices back, then tell that the training is finished."""
-        release(self._dispatch)
+        release_device(self._dispatch)
         by = self._context.placement.name
         retry_transient(
             "the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS

@@ -28,7 +28,7 @@ from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import total
 from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
 from pipeline.training.dispatch.staging import CutBatch
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
@@ -138,7 +138,7 @@ def inside(given: argparse.Namespace) -> None:
     """In each process of a world."""
     torch.set_num_threads(1)
     model = ModelConfig(path=given.model, init="random")
-    with joined("cpu", Deadlines()) as site:
+    with joined_world("cpu", Deadlines()) as site:
         if site.rank:
             site.serve()
             return

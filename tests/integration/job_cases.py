@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, joined
+from pipeline.training.dispatch.ranks import Deadlines, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Row
 from pipeline.training.standalone.packed import write_packed
@@ -32,7 +32,7 @@ def world_of_one(tokens: int = 64) -> Iterator[Dispatch]:
             patch.setenv(name, str(value))
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        with joined("cpu", Deadlines(operation=60, control=60, grace=1)) as site:
+        with joined_world("cpu", Deadlines(operation=60, control=60, grace=1)) as site:
             yield Dispatch(site, Budget(tokens))
         torch.set_num_threads(threads)
 

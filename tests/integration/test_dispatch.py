@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import ModelConfig, OptimConfig
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines, joined
+from pipeline.training.dispatch.ranks import Deadlines, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
@@ -110,7 +110,7 @@ def test_rows_that_would_see_each_other_packed_are_answered_as_alone(tmp_path: P
 def abort_in_the_world(rank: int, errors: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
-    with joined("cpu", Deadlines()):
+    with joined_world("cpu", Deadlines()):
         os.abort()
 
 

@@ -31,7 +31,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         (JobState, "commit", False),
         (Dispatch, "save_hf_model", True),
-        (execution, "release", True),
+        (execution, "release_device", True),
         (execution, "remove_packed", True),
     ],
 )

@@ -104,7 +104,7 @@ class Trace:
         self.seen: list[tuple[str, dict[str, bool]]] = []
         self._dispatch, self._data, self._output = dispatch, data, output
         self._watch(monkeypatch, Dispatch, "save_hf_model", "export")
-        self._watch(monkeypatch, execution, "release", "release")
+        self._watch(monkeypatch, execution, "release_device", "release")
         self._watch(monkeypatch, execution, "remove_packed", "remove data")
         self._watch(monkeypatch, JobLog, "write", "announce", only=lambda *args: args[1] == "finished")
 

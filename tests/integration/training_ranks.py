@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import attention, worker
 from pipeline.training.workers.worker import ModelWorker
@@ -214,7 +214,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # removing a model collects garbage, which need not look at all of torch each time
-    with joined(given.device, Deadlines(operation=60, control=120, grace=2)) as site:
+    with joined_world(given.device, Deadlines(operation=60, control=120, grace=2)) as site:
         if site.rank:
             site.serve()
             return

@@ -43,7 +43,7 @@ from pipeline.losses import Level, Objective, measures
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.packing import Budget
@@ -120,7 +120,7 @@ class Dispatch:
         needs: Needs = {name: "init_model"}
         info: ModelInfo = self._control.everywhere("init_model", operations.init_model, name, spec, needs=needs)[0]
         self._models[name], self._sizes[name] = info, self._site.ranks // spec.replicas
-        self._control.states |= residency.made(name, spec.optim is not None)
+        self._control.states |= residency.states_of_new(name, spec.optim is not None)
         return info
 
     def remove_model(self, name: str) -> None:
@@ -178,7 +178,7 @@ class Dispatch:
         """Forget staged rows."""
         self._check_staged(staged.number)
         del self._staged[staged.number]
-        self._control.everywhere("unstage", staging.drop, staged.number)
+        self._control.everywhere("unstage", staging.drop_rows, staged.number)
 
     def forward(self, name: str, data: Batch | CutBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
@@ -287,7 +287,7 @@ class Dispatch:
 
     def memory(self) -> list[dict[str, Memory]]:
         """Bytes of every model, on each rank."""
-        return self._control.everywhere("memory", operations.memory)
+        return self._control.everywhere("memory", operations.device_memory)
 
     def offload_all(self) -> None:
         """Give the device memory of all models back; each comes back when it is needed."""
@@ -368,9 +368,9 @@ def lead_or_serve(
 ) -> None:
     """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
 
-    `secret` is what strangers do not know; see `joined`.
+    `secret` is what strangers do not know; see `joined_world`.
     """
-    with joined(device, patience or Deadlines(), secret) as site:
+    with joined_world(device, patience or Deadlines(), secret) as site:
         if site.rank != 0:
             site.serve()
             return

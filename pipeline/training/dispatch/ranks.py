@@ -238,7 +238,7 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 @contextmanager
-def joined(device: Device, patience: Deadlines, secret: str = "") -> Iterator[Site]:
+def joined_world(device: Device, patience: Deadlines, secret: str = "") -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;

@@ -28,7 +28,7 @@ from pipeline.errors import CheckpointError, DamagedError, OvertakenError, Rollc
 from pipeline.system import folders, heartbeat
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.release import release
+from pipeline.training.dispatch.release import release_device
 from pipeline.training.dispatch.saving import forget_models
 from pipeline.training.jobs import Job, PackedInput, RlJob, check_alone, read_job
 from pipeline.training.runner import Runner
@@ -180,7 +180,7 @@ class Execution:
             mend = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
             raise TrainingError(f"no optimizer step was taken, so there is no new model; {mend}")
         self._export()
-        release(self._dispatch)
+        release_device(self._dispatch)
         if isinstance(job.inputs, PackedInput):
             self._state.check()
             remove_packed(Path(job.inputs.folder))
