@@ -29,7 +29,7 @@ from pipeline.training.speed import machine_of
 log = logging.getLogger(__name__)
 
 
-class Session(Controller):
+class RunSession(Controller):
     """The controller's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
