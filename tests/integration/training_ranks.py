@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers import attention, worker
+from pipeline.training.workers import attention, fsdp
 from pipeline.training.workers.worker import ModelWorker
 from tests.integration import training_mutations
 from tests.integration.training_cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
@@ -58,7 +58,7 @@ def parameters(dispatch: Dispatch, name: str) -> Arrays:
 
 
 def set_layer_unit(rank: ModelWorker, parameters: int) -> None:
-    worker.LAYER_UNIT = parameters
+    fsdp.LAYER_UNIT = parameters
 
 
 def begin(rank: ModelWorker) -> None:

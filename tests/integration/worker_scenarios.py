@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.losses import SFT, ValueObjective
-from pipeline.training.workers import attention, model, worker
+from pipeline.training.workers import attention, fsdp, model
 from pipeline.training.workers.worker import ModelWorker
 from tests.integration.worker_cases import (
     ENTROPY,
@@ -59,7 +59,7 @@ def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> 
     attention.AttentionInterface.register(attention.ATTENTION, attend)
     with world() as mesh:
         for unit in (1, 1 << 20):
-            worker.LAYER_UNIT = unit
+            fsdp.LAYER_UNIT = unit
             seen = []
             for again in (False, True):
                 one = ModelWorker(spec_of(path, activation_checkpointing=again), mesh)
@@ -73,7 +73,7 @@ def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> 
 
 def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, path: Path) -> None:
     gather = param_group.foreach_all_gather = Counted(param_group.foreach_all_gather)
-    worker.LAYER_UNIT = 1
+    fsdp.LAYER_UNIT = 1
     with world() as mesh:
         seen, units = [], 3
         for reshard in (False, True):

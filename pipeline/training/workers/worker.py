@@ -1,9 +1,9 @@
 """One model with its optimizer, on one rank.
 
-Owns sharding (FSDP2), mixed precision, the loop over micro-batches, and the state that checkpoints and servers need.
-Promises sum semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the
-weights that the controller put into the batch are the only normalisation. Every method is a collective operation: all
-ranks call it with the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
+Owns the loop over micro-batches, the optimizer step, and the state that checkpoints and servers need. Promises sum
+semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the weights that the
+controller put into the batch are the only normalisation. Every method is a collective operation: all ranks call it with
+the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from pipeline.config import LoraConfig, OptimConfig
 from pipeline.errors import TrainingError
@@ -29,6 +29,7 @@ from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate
 from pipeline.training.workers.export import adapter_parameter_name, refuse_unwritable, write_model
+from pipeline.training.workers.fsdp import shard_model
 from pipeline.training.workers.loading import Weights
 from pipeline.training.workers.model import (
     DecoderModel,
@@ -43,8 +44,6 @@ from pipeline.training.workers.offload import Memory, Movable, Part, allocated, 
 from pipeline.training.workers.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.training.workers.shards import gathered
 from pipeline.weights.wire import WeightLayout
-
-LAYER_UNIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class ModelWorker:
         if spec.compile:
             compile_layers(self.model)
         self._reshard, self._broken = spec.reshard, False
-        _shard(self.model, mesh, self.compute, spec.reshard)
+        shard_model(self.model, mesh, self.compute, spec.reshard)
         weights = Weights(spec.model)
         fill_model(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
@@ -373,23 +372,6 @@ def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Paramete
 
 def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
     return parameter.shape, local(parameter).shape
-
-
-def _shard(model: DecoderModel, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
-    """FSDP2 over each large layer and the root, with gradients summed, not averaged, over the ranks.
-
-    Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: gathering them one by one would save no memory
-    worth having, and every collective operation waits for the slowest rank. Without `reshard`, what was gathered stays
-    whole until the worker's method ends.
-    """
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    large = [layer for layer in model.layers if sum(p.numel() for p in layer.parameters()) >= LAYER_UNIT]
-    for module in (*large, model):
-        kept = None if module is model else reshard
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=kept)
-        sharded.set_reshard_after_backward(reshard)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.training.spec import Kind, ModelSpec
-from pipeline.training.workers import tensor_files, worker
+from pipeline.training.workers import fsdp, tensor_files, worker
 from pipeline.training.workers.model import build_model
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import ModelWorker
@@ -201,7 +201,7 @@ def any_model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def shards(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Iterator[ModelWorker]:
     """The policy as each rank of a world has it."""
-    monkeypatch.setattr(worker, "LAYER_UNIT", 1)
+    monkeypatch.setattr(fsdp, "LAYER_UNIT", 1)
     for rank in range(ranks):
         with rank_of(ranks, rank) as mesh:
             yield ModelWorker(ModelSpec("policy", ModelConfig(path=str(folder), **keys), seed=7), mesh)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import InferenceConfig, ModelConfig
 from pipeline.system.process import hold_port
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers import loading, shards, worker
+from pipeline.training.workers import fsdp, loading, shards
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import ModelWorker
 from pipeline.weights.link import MeetingPoint
@@ -63,7 +63,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    monkeypatch.setattr(worker, "LAYER_UNIT", 1)
+    monkeypatch.setattr(fsdp, "LAYER_UNIT", 1)
     with rank_of(RANKS) as mesh:
         yield mesh
 
