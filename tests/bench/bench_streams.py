@@ -23,7 +23,7 @@ import redis
 from pipeline.groups.records import Group, Sample, encode_record
 from pipeline.streams import Streams, connect
 from tests.bench.tables import judge, markdown
-from tests.integration.redis_attempts import a_config, a_redis, raw_client, redis_context
+from tests.support.servers.redis_attempts import a_config, a_redis, raw_client, redis_context
 
 SAMPLES, TOKENS, BULK = 8, 600, 16
 BUDGET = 1 << 29

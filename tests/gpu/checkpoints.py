@@ -28,8 +28,8 @@ from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from tests.fakes.configs import make_config
-from tests.integration import checkpoint_worlds as worlds
-from tests.integration.forked_ranks import end_ranks, start_in
+from tests.support.ranks import checkpoint_worlds as worlds
+from tests.support.ranks.forked_ranks import end_ranks, start_in
 
 CLOSE = 1e-5
 SHAPES: dict[str, dict[str, int]] = {

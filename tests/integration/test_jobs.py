@@ -27,8 +27,8 @@ from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.state import JobState
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import ModelWorker
-from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
-from tests.integration.job_cases import (
+from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import (
     STEPS,
     assert_same,
     config_of,
@@ -36,8 +36,8 @@ from tests.integration.job_cases import (
     weights,
     write_job,
 )
-from tests.integration.job_ranks import KILLED_AT, execute_on_rank
-from tests.patience import WAIT_SECONDS
+from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.support.ranks.job_ranks import KILLED_AT, execute_on_rank
 
 pytestmark = pytest.mark.integration
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.worker import ModelWorker
-from tests.integration.forked_ranks import run_ranks
-from tests.integration.worker_cases import (
+from tests.support.ranks.forked_ranks import run_ranks
+from tests.support.ranks.worker_cases import (
     MICRO_BATCHES,
     OPTIM,
     assert_equal,

@@ -15,7 +15,8 @@ from pipeline.rollouts.server import ROUTE, Completion, GenerationRequest
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.training.workers.lora import add_adapters, is_trained, save_adapter
 from pipeline.weights.control import ServerControl
-from tests.integration.servers import (
+from tests.support.servers.traffic import APART, CLOSE, PROBE, check_purity, probe, run_traffic, straddling
+from tests.support.servers.vllm import (
     SECRET,
     Model,
     Served,
@@ -27,7 +28,6 @@ from tests.integration.servers import (
     parameters,
     publish_to_all,
 )
-from tests.integration.traffic import APART, CLOSE, PROBE, check_purity, probe, run_traffic, straddling
 
 pytestmark = pytest.mark.integration
 

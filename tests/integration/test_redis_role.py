@@ -17,7 +17,8 @@ from pipeline.streams import Streams, connect
 from pipeline.streams.redis_data import ONE_FILE, inherit
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import wait_for
-from tests.integration.redis_attempts import (
+from tests.patience import WAIT_SECONDS
+from tests.support.servers.redis_attempts import (
     ADDRESS,
     a_config,
     a_redis,
@@ -28,7 +29,6 @@ from tests.integration.redis_attempts import (
     running_redis,
     wait_until_written,
 )
-from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 with_each_redis = pytest.mark.usefixtures("each_redis")

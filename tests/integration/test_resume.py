@@ -18,8 +18,8 @@ import torch
 
 from pipeline.checkpoints import newest_committed
 from pipeline.system.waiting import wait_for
-from tests.integration import checkpoint_worlds as worlds
-from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.support.ranks import checkpoint_worlds as worlds
+from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks
 
 pytestmark = pytest.mark.integration
 CLOSE, MOMENTS_CLOSE = 1e-6, 1e-5

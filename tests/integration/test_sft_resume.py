@@ -22,7 +22,7 @@ from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
 from pipeline.training.jobs import Job
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
-from tests.integration.forked_ranks import run_ranks
+from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 ROWS, BATCH, EPOCHS, HELD_OUT, EVERY = 26, 4, 3, 4, 5

@@ -22,7 +22,7 @@ from pipeline.training.spec import models_of
 from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
 from pipeline.training.workers.worker import ModelWorker
 from tests.fakes.configs import make_config
-from tests.integration.job_cases import world_of_one
+from tests.support.models.jobs import world_of_one
 
 pytestmark = pytest.mark.integration
 VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
