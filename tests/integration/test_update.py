@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import LossConfig, RunConfig
 from pipeline.errors import TrainingError
@@ -23,6 +22,7 @@ from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
 from pipeline.training.workers.worker import ModelWorker
 from tests.fakes.configs import make_config
 from tests.support.models.jobs import world_of_one
+from tests.support.models.tiny import write_tiny
 
 pytestmark = pytest.mark.integration
 VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
@@ -36,21 +36,8 @@ def dispatch() -> Iterator[Dispatch]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    return write_tiny(tmp_path_factory.mktemp("model"), 0, vocab_size=VOCABULARY, **size)
 
 
 def a_config(path: Path, loss: dict[str, Any], rank: int = 0, **training: Any) -> RunConfig:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import RunConfig
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -19,8 +18,9 @@ from pipeline.training.packing import Budget
 from pipeline.training.rows import Row
 from pipeline.training.standalone.packed import write_packed
 from tests.fakes.configs import make_config
+from tests.support.models.tiny import VOCABULARY, write_tiny
 
-VOCABULARY, ROWS, PROMPTS, STEPS = 17, 12, 4, 4
+ROWS, PROMPTS, STEPS = 12, 4, 4
 
 
 @contextmanager
@@ -38,21 +38,8 @@ def world_of_one(tokens: int = 64) -> Iterator[Dispatch]:
 
 
 def write_model(path: Path) -> None:
-    """A tiny Qwen3 with weights, and something in place of a tokenizer."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
+    """The model from which jobs start, with weights."""
+    write_tiny(path, seed=5)
 
 
 def config_of(model: Path, lora: int = 0, **training: Any) -> RunConfig:

@@ -7,18 +7,17 @@ from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import SFT, Objective, ValueObjective
 from pipeline.training.rows import Batch, Normalise, Row
 from pipeline.training.spec import ModelSpec
+from tests.support.models.tiny import VOCABULARY, write_tiny
 
 STEPS = 3
-VOCABULARY, LAYERS, HEADS, GROUPS, SIZE = 17, 2, 2, 1, 32
+LAYERS, HEADS, GROUPS, SIZE = 2, 2, 1, 32
 ALPHA, MAX_LENGTH = 6.0, 12
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
 Arrays = dict[str, NDArray[np.float32]]
@@ -68,29 +67,16 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def write_model(path: Path, tied: bool) -> None:
-    """A tiny Qwen3 whose weights are large enough that attention and positions matter."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=SIZE,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(path)
-
-
 def write_models(folder: Path) -> None:
     """The model whose head is its embedding, and one with a head of its own."""
     write_model(folder / "tied", tied=True)
     write_model(folder / "untied", tied=False)
+
+
+def write_model(path: Path, tied: bool) -> None:
+    """A tiny Qwen3 whose weights are large enough that attention and positions matter."""
+    size = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE}
+    write_tiny(path, 5, **size, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2)
 
 
 def model_config(path: Path, lora: int = 0) -> ModelConfig:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config
 
 from pipeline.checkpoints import TrainerState, newest_committed
 from pipeline.checkpoints.background import Saver
@@ -37,30 +36,16 @@ from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.worker import ModelWorker
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
+from tests.support.models.tiny import VOCABULARY
 from tests.support.ranks.checkpoint_processes import Stop, Unsaveable
 
-SAVED, STEPS, VOCABULARY = 3, 6, 17
+SAVED, STEPS = 3, 6
 TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 NAMES = ("policy", "reference", "critic")
 PATIENCE = Deadlines(operation=30, control=30, grace=2)
 SLOW = Deadlines(operation=6, control=30, grace=2)
 """A collective of training has less time than the commit of `commit_slowly` takes."""
 Algorithm = Callable[[Dispatch, Commits, Path], None]
-
-
-def write_model(path: Path) -> None:
-    """A tiny Qwen3 without weights."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    config.save_pretrained(path)
 
 
 def config_of(model: Path) -> RunConfig:

@@ -1,6 +1,5 @@
 """Workers of a tiny model on real ranks, for tests: their world, what they train on, and how they are compared."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.losses import SFT, Objective
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import Kind, ModelSpec
 from pipeline.training.workers.worker import ModelWorker
+from tests.support.models.tiny import write_tiny
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
 WORDS = 23
@@ -25,13 +25,8 @@ ENTROPY = LossConfig(name="grpo")
 
 def write_config(path: Path, **changed: Any) -> Path:
     """A model directory without weights."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": WORDS}
-    tree = {"model_type": "qwen3", "initializer_range": 0.2, "tie_word_embeddings": False, **heads, **size, **changed}
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(tree))
-    (path / "tokenizer.json").write_text("{}")
-    return path
+    own = {"vocab_size": WORDS, "head_dim": 32, "initializer_range": 0.2, "tie_word_embeddings": False}
+    return write_tiny(path, **{**own, **changed})
 
 
 @contextmanager
