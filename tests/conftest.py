@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 
-from tests.integration.redis_servers import redis_servers
+from tests.support.servers.redis_binaries import redis_servers
 
 settings.register_profile("rollcall", deadline=None)
 settings.load_profile("rollcall")

@@ -29,7 +29,7 @@ from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.system import process
 from pipeline.system.directory import Directory, FileDirectory
-from pipeline.system.outages import LAST_SECONDS, Outbox, insist
+from pipeline.system.outages import LAST_SECONDS, Outbox, retry_transient
 from pipeline.system.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.node import lifecycle
 from slurm.node.alive import Marks
@@ -187,7 +187,7 @@ class Supervisor:
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
         variables = child_environment({**role.launch.env, **role.vitals.board.environment, **hidden})
-        role.child = insist("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
+        role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, happening, detail)
         role.vitals.probe.start()

@@ -11,8 +11,8 @@ import pytest
 from pipeline.rundir.events import Events
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import RoleName
-from tests.integration.launched import PROMPTS, STEPS, Launched
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import PROMPTS, STEPS, Launched
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
