@@ -26,8 +26,8 @@ from pipeline.tasks.pool import TaskPool
 from pipeline.tasks.worker import Setup
 from tests.fakes.configs import make_config
 from tests.fakes.jumping_loop import pass_time, run_jumping
-from tests.integration.launched import ROOT
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import ROOT
 from tests.unit.tasks.test_tasks import Said
 
 pytestmark = pytest.mark.integration
@@ -69,7 +69,7 @@ def group_of(options: dict[str, Any], servers: Answering | None = None, **rollou
 
 
 def command(how: str, notes: Path) -> dict[str, Any]:
-    return {"command": [sys.executable, "-m", "tests.integration.agents_at_work", how, str(notes)]}
+    return {"command": [sys.executable, "-m", "tests.support.tasks.agents_at_work", how, str(notes)]}
 
 
 def gone(pid: int) -> bool:

@@ -22,13 +22,14 @@ from pipeline.rollouts.groups import GroupBuilder
 from pipeline.tasks import load_task
 from pipeline.tasks.chat import Chat
 from pipeline.tasks.environments import process as environment_process
+from pipeline.tasks.environments import task as environment_task
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
 from tests.unit.tasks.test_tasks import Said
 from tests.unit.tasks.test_tools import bytes_model
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)
-ENVIRONMENTS = Path(__file__).parent / "vf_environments"
+ENVIRONMENTS = Path(__file__).parents[1] / "support" / "tasks" / "vf_environments"
 
 
 def _installed() -> bool:
@@ -141,14 +142,15 @@ def test_tools_of_an_environment_are_called_and_read(tmp_path: Path) -> None:
     [
         ("raises", "environment failed: TaskError: task Sum scoring: ValueError: the judge has left"),
         ("waits", "environment failed: it ran out of time: scoring_timeout"),
-        ("exits", "environment lost: its process exited with code 3, 3 times"),
-        ("blocks", "environment lost: its process stood still for more than 5 s, in a call that blocks it, 3 times"),
+        ("exits", "environment lost: its process exited with code 3, 2 times"),
+        ("blocks", "environment lost: its process stood still for more than 5 s, in a call that blocks it, 2 times"),
     ],
 )
 def test_what_an_environment_does_wrong_is_the_reason_and_never_a_zero(
     how: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_process, "STALL_SECONDS", 5.0)
+    monkeypatch.setattr(environment_task, "MOST_RUNS", 2)
     group, _ = group_of(tmp_path, "vf-sums", the_sum, taskset={"how": how})
     assert group.samples == ()
     assert set(group.failures) == {reason}

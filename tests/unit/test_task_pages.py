@@ -15,7 +15,7 @@ from pipeline.config.models import model_directory
 from pipeline.errors import ConfigError
 from pipeline.tasks import ask, load_task
 from slurm.launch.compose import CONF, compose_config
-from slurm.launch.submit import check
+from slurm.launch.submit import check_submission
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,10 +53,10 @@ def test_the_options_of_the_page_reach_their_functions(tmp_path: Path, monkeypat
     (judge,) = (shlex.split(line) for line in (DOCS / "rewards.md").read_text().splitlines() if "judge={" in line)
     place = ["experiment=demo", f"output={tmp_path}"]
     mine = compose_config([*place, "reward.functions=[my_rewards:short]", option])
-    check(mine)
+    check_submission(mine)
     assert mine.reward.options == {"short": {"limit": 200}}
     judged = compose_config([*place, *judge[judge.index("…") + 1 :]])
-    check(judged)
+    check_submission(judged)
     assert judged.reward.options == {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "qwen"}}
 
 
@@ -78,7 +78,7 @@ def test_every_experiment_of_the_tiny_model_would_start(name: str, tmp_path: Pat
     if name == "reasoning_gym":
         pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
     config = compose_config([f"experiment={name}", "cluster=local", f"output={tmp_path}"])
-    check(config)
+    check_submission(config)
     task = load_task(config.task, config.seed)
     shown = [task.demonstration(index) for index in range(200)]
     right = sum(task.reward(each.prompt, each.answer) for each in shown)
@@ -95,7 +95,7 @@ def test_math_would_start_on_a_file_of_gsm8ks_form(tmp_path: Path) -> None:
         "model.max_length=512",
     ]
     config = compose_config(["experiment=math", *words, "model.init=random", f"output={tmp_path}"])
-    check(config)
+    check_submission(config)
     assert load_task(config.task, config.seed).prompt(0).columns == {"answer": "2 + 2 = 4\n#### 4"}
 
 
@@ -132,11 +132,11 @@ def test_every_experiment_of_a_users_own_would_start(
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(300)))
     given = [word.format(file=file) for word in words]
     config = compose_config([f"experiment={name}", *SMALL, *given, f"output={tmp_path}"])
-    check(config)
+    check_submission(config)
     assert len(load_task(config.task, config.seed)) > 0
 
 
 def test_the_experiment_of_verifiers_composes_and_asks_for_its_environment(tmp_path: Path) -> None:
     config = compose_config(["experiment=verifiers", *SMALL, f"output={tmp_path}"])
     with pytest.raises(ConfigError, match=r"task\.options\.id=''"):
-        check(config)
+        check_submission(config)
