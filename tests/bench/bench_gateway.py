@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     ways += [(name, way, turns) for turns in TURNS for name, way in (("HTTP", over_http), ("alone", bookkeeping))]
     rounds = [[cost(way, turns, given.episodes) for _, way, turns in ways] for _ in range(given.rounds)]
     middle = [statistics.median(costs) for costs in zip(*rounds, strict=True)]
-    rows = [(name, turns, f"{each:.2f}") for (name, _, turns), each in zip(ways, middle, strict=True)]
+    rows = [(name, turns, each) for (name, _, turns), each in zip(ways, middle, strict=True)]
     print(markdown(("what", "turns", "ms of CPU a call"), rows))
     return 0
 
