@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import RecordError
-from pipeline.groups.records import Branch, Group, PreparedGroup, Sample, decode, encode
+from pipeline.groups.records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
 from pipeline.losses import POLICY_LOSSES
 from pipeline.roles.preprocessor import prepare_group
 from pipeline.training.credit import assign_advantages
@@ -44,7 +44,7 @@ ALONE = a_sample(0.0, branches=())
 
 
 def test_each_row_is_whole_and_each_sampled_token_is_marked_in_one_of_them() -> None:
-    sample = decode(encode(a_sample()), Sample)
+    sample = decode_record(encode_record(a_sample()), Sample)
     sample.check()
     rows = sample.rows()
     assert [row.tokens.tolist() for row in rows] == [[1, 2, 3, 4], [1, 2, 7], [1, 2, 7, 9, 8]]
@@ -53,9 +53,9 @@ def test_each_row_is_whole_and_each_sampled_token_is_marked_in_one_of_them() -> 
 
 
 def test_a_record_of_before_branches_is_read() -> None:
-    fields = msgspec.msgpack.decode(encode(ALONE))
+    fields = msgspec.msgpack.decode(encode_record(ALONE))
     del fields["branches"]
-    assert decode(msgspec.msgpack.encode(fields), Sample) == ALONE
+    assert decode_record(msgspec.msgpack.encode(fields), Sample) == ALONE
 
 
 @pytest.mark.parametrize(

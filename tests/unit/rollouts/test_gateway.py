@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from pipeline.errors import RolloutError
-from pipeline.groups.records import Sample, TokenRow, decode, encode
+from pipeline.groups.records import Sample, TokenRow, decode_record, encode_record
 from pipeline.rollouts.gateway.dialogue import Dialogue
 from pipeline.rollouts.gateway.endpoint import Endpoint
 from pipeline.rollouts.rollout import sample_of
@@ -68,7 +68,7 @@ def rows_of(episode: Episode) -> list[TokenRow]:
     """The rows as the trainer has them."""
     sample = sample_of(episode, Score(1.0), 0.0)
     sample.check()
-    return decode(encode(sample), Sample).rows()
+    return decode_record(encode_record(sample), Sample).rows()
 
 
 def is_what_the_policy_saw_and_said(episode: Episode, policy: Policy) -> None:
