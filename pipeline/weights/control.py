@@ -20,6 +20,10 @@ class RefusedByServer(WeightSyncError):
     """The server answered that it did not do it."""
 
 
+class Gone(WeightSyncError):
+    """Nobody listens there: the server's process has ended, or is not there yet."""
+
+
 class ServerControl:
     """One connection to a server (`host:port`), opened at the first call."""
 
@@ -89,7 +93,8 @@ class ServerControl:
     def _lost(self, error: Exception) -> WeightSyncError:
         self._http.close()
         what = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
-        return WeightSyncError(f"{self.server}{self._route}: {what}")
+        kind = Gone if isinstance(error, ConnectionRefusedError) else WeightSyncError
+        return kind(f"{self.server}{self._route}: {what}")
 
 
 def _message(response: HTTPResponse, text: bytes) -> str:

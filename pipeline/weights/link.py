@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import Store
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.system.waiting import Deadline, wait_for
-from pipeline.weights.control import RefusedByServer, ServerControl
+from pipeline.weights.control import Gone, RefusedByServer, ServerControl
 from pipeline.weights.gpu_group import GpuGroup, gpu_of, join_gpu_group
 from pipeline.weights.wire import TRAINER, TransferGroup, WeightLayout, announced_gpu, is_announced, visit_store
 
@@ -145,15 +145,19 @@ class Link:
             raise WeightSyncError(f"weights {payload.version}: {error}") from error
 
     def verify(self) -> None:
-        """Notice a current server that lost its weights, since it was restarted; it is absent then.
+        """Notice a current server that is gone, or lost its weights since it was restarted; it is absent then.
 
-        One that does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
+        One that is there and does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
         """
         if self.state != "current":
             return
         try:
             with ServerControl(self.server, self._meeting.password) as control:
                 told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
+        except Gone as error:
+            log.warning("%s: it has to join again", error)
+            self._fail()
+            return
         except WeightSyncError:
             return
         if any(version != self.version for version in told):
