@@ -5,7 +5,7 @@ never taken for the holder by its number alone, and that a filesystem without fl
 what is locked.
 
     with path.open("a+") as lock:
-        if take(lock.fileno(), path):       # from here on `holder(path)` is this process, until the file is closed
+        if take_lock(lock.fileno(), path):       # from here on `holder(path)` is this process, until the file is closed
 """
 
 import errno
