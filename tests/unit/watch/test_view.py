@@ -19,7 +19,6 @@ from slurm.watch.display import (
     job_text,
     most_telling,
     nothing_runs,
-    render_run,
     sparkline,
     step_text,
 )
@@ -31,6 +30,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeAttempt, FakeRun
 from tests.fakes.scheduler import FakeScheduler
+from tests.fakes.terminal import shown
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
 
@@ -51,12 +51,6 @@ def left(tmp_path: Path) -> FakeRun:
 @pytest.fixture
 def attempt(run: FakeRun) -> FakeAttempt:
     return run.attempt("local1-0")
-
-
-def shown(what: Snapshot, width: int = 110) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(render_run(what))
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def role(number: int, state: str = "ready") -> RoleLine:

@@ -20,6 +20,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeAttempt, FakeRun
 from tests.fakes.scheduler import FakeScheduler
+from tests.fakes.terminal import shown
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2}
 PREEMPTED = "told to end (SIGTERM, agent.0): it goes on from its newest commit"
@@ -53,12 +54,6 @@ def preempted(run: FakeRun, name: str, steps: range, decision: Decision = "reque
     attempt.all_roles("stopping", "stopped")
     attempt.conclude(decision, PREEMPTED)
     return attempt
-
-
-def shown(what: Snapshot, width: int = 110) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(render_run(what))
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_job_is_queued_until_its_first_attempt_exists(run: FakeRun) -> None:
