@@ -20,6 +20,8 @@ BEGIN, END = "<!-- made by python -m docs.performance: {} -->\n", "<!-- end -->\
 SHOWN_SECONDS = 40.0
 """Of a run, in its pictures."""
 STEPS_SHOWN = 4
+DRAWN = "loop-4b-4xh200"
+"""The run in the pictures."""
 Result = dict[str, Any]
 Row = dict[str, str]
 """A row of a table, by the titles of its columns."""
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{PAGE.name} is not what docs/performance/ gives: python -m docs.performance writes it")
         return int(made != page)
     PAGE.write_text(made)
-    _draw(_results("loop")["loop-0.6b-2xh200"])
+    _draw(_results("loop")[DRAWN])
     return 0
 
 
@@ -138,10 +140,10 @@ def _draw(result: Result) -> None:
     from matplotlib import pyplot
 
     steps = [row for row in result["rows"] if row["kind"] == "train" and row["job"] == "rl"]
-    first = steps[len(steps) // 2]["time"]
-    shown = [row for row in steps if first <= row["time"] <= first + SHOWN_SECONDS]
-
-    beats = [beat for beat in result["pulse"] if first <= beat["time"] <= first + SHOWN_SECONDS]
+    first = steps[len(steps) // 3]["time"]
+    last = min(first + SHOWN_SECONDS, steps[-1]["time"])
+    shown = [row for row in steps if first <= row["time"] <= last]
+    beats = [beat for beat in result["pulse"] if first <= beat["time"] <= last]
     pairs = list(pairwise(beats))
     rates = [(then["tokens"] - now["tokens"]) / (then["time"] - now["time"]) / 1e3 for now, then in pairs]
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 4.5), sharex=True, layout="constrained")
@@ -166,9 +168,10 @@ def _draw(result: Result) -> None:
     end = few[-1]["time"] - begin
     axes.broken_barh([(0, end)], (0, 8), color="tab:green", alpha=0.6)
     axes.set(xlim=(0, end), xlabel="seconds", yticks=(4, 14), yticklabels=("serves", "trains"))
-    names = {"waits for rows": "lightgray", "trains": "tab:blue", "hands weights over": "tab:orange"}
-    names["generates, without a pause"] = "tab:green"
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in names.values()]
+    colors = {"waits for rows": "lightgray", "trains": "tab:blue", "hands weights over": "tab:orange"}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    handles.append(pyplot.Rectangle((0, 0), 1, 1, color="tab:green", alpha=0.6))
+    names = [*colors, "generates, without a pause"]
     axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=4, frameon=False)
     figure.savefig(RAW / "steps.svg", metadata={"Date": None})
 
