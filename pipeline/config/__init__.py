@@ -2,7 +2,8 @@
 
 `schema` has the keys, `places` those of cluster and resources, `data` those of datasets, `values` the forms of values,
 `rules` what must hold between keys, `relevance` who reads which key, `identity` which of them make a run the same,
-`kept` the copy in the run directory, `models` the built-in models.
+`kept` the copy in the run directory, `models` the model directories, `serving` the keys of a run that serves, `sums`
+the losses that its clients name.
 """
 
 from pipeline.config.data import ColumnsConfig, DataConfig, SourceConfig

@@ -2,6 +2,7 @@
 
     python -m pipeline.report RUN_DIR            writes RUN_DIR/report.html
 
-`history` reads what a run left on disk, `charts` and `timeline` draw it, `page` lays it out. Promises that whatever is
-missing or torn is said in the report and never stops it. Nothing else of the project may need this package to train.
+`history` reads what a run left on disk, `state` tells where the run is, `charts`, `timeline` and `attempts` draw it
+with `drawing`, `words` and `style`, `page` lays it out, and `command` writes it. Promises that whatever is missing or
+torn is said in the report and never stops it. Nothing else of the project may need this package to train.
 """

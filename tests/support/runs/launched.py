@@ -44,29 +44,6 @@ class Launched:
     run: RunPaths
     _family: set[psutil.Process] = field(default_factory=set)
 
-    @classmethod
-    def start(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
-        arguments = ("submit.py", *SMALL, f"output={output}", f"name={name}", *overrides)
-        return cls._launch(RunPaths(output / name), *arguments, env=env)
-
-    @classmethod
-    def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
-        """Do the jobs of a file or a folder; `run` is the directory that their run has."""
-        return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
-
-    @classmethod
-    def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":
-        process = subprocess.Popen(
-            [sys.executable, f"launchers/{launcher}", *arguments],
-            cwd=ROOT,
-            env=os.environ | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        return cls(process, run)
-
     @property
     def attempts(self) -> list[AttemptPaths]:
         """All attempts of the run so far, the oldest first."""
@@ -133,8 +110,12 @@ class Launched:
         self._output = self.process.communicate(timeout=seconds)[0]
         return self.process.returncode
 
-    def close(self) -> None:
-        """Reap the launcher and let go of its output, whatever became of the test."""
+    def kill(self) -> None:
+        """End the launcher and all below it at once, reap it and let go of its output."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for process in self.processes():
+            process.kill()
         self.process.wait(30)
         if self.process.stdout is not None:
             self.process.stdout.close()
@@ -177,6 +158,47 @@ class Launched:
         assert body is not None
         world: dict[str, Any] = json.loads(body)
         return world
+
+
+class Launches:
+    """Launchers that one test starts; whatever is left of them ends with it.
+
+    with Launches(tmp_path / "runs") as launches:
+        run = launches.submit("r", "training.steps=3")
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._started: list[Launched] = []
+
+    def __enter__(self) -> "Launches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launched in self._started:
+            launched.kill()
+
+    def submit(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
+        """`launchers/submit.py` with a small run of this name; the same call resumes it."""
+        arguments = ("submit.py", *SMALL, f"output={self._output}", f"name={name}", *overrides)
+        return self._start(name, *arguments, env=env)
+
+    def train(self, jobs: Path, *overrides: str, run: str = "") -> Launched:
+        """`launchers/train.py` on the jobs of a file or a folder, as the run of their name or of another one."""
+        return self._start(run or jobs.stem, "train.py", str(jobs), f"output={self._output}", *overrides)
+
+    def _start(self, name: str, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> Launched:
+        process = subprocess.Popen(
+            [sys.executable, f"launchers/{launcher}", *arguments],
+            cwd=ROOT,
+            env=os.environ | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(Launched(process, RunPaths(self._output / name)))
+        return self._started[-1]
 
 
 def _cmdline(process: psutil.Process) -> list[str]:
