@@ -77,7 +77,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> Non
         )
         kept = Store(settings.store)
         registry, sampling = Registry(kept), Sampling(kept, settings.weights, 16, 2)
-        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"))
+        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
         app = web.Application(client_max_size=0)
         front.add_routes(app)
         Door(registry, "secret", lambda facts: None).add_routes(app)
@@ -196,17 +196,17 @@ def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings
 def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         removed: list[str] = []
-        client.registry.on_removed = removed.append
+        client.registry.shelf.on_removed = removed.append
         model = (await client.model(await client.session()))[1]["model_id"]
         await client.attach("one")
         await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
         await client.turn("one")
         await client.turn("one", Done(f"{model}:0", Plain()))
         await client.turn("one", Done(f"{model}:1", Saved(10)))
-        [saved] = client.registry.checkpoints.values()
+        [saved] = client.registry.shelf.checkpoints.values()
         load = {"model_id": model, "seq_id": 2, "path": saved.path, "optimizer": True}
         assert (await client.post("load_weights", load))[0] == 200
-        await client.registry.remove_checkpoint(saved)
+        await client.registry.shelf.remove(saved)
         await client.turn("one", Done(f"{model}:2", Plain()))
         assert removed == [], "a trainer that comes now loads it again"
         await client.registry.committed({model: 2})
@@ -242,7 +242,8 @@ def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tm
         live = client.registry.models[model]
         gone = msgspec.structs.replace(live.fact, gone=True)
         await client.kept.keep(store.fact("model", model, encode(gone)))
-        assert isinstance(Registry(client.kept).requests[f"{model}:0"].result, Failed)
+        again = Registry(client.kept)
+        assert isinstance(again.result(again.requests[f"{model}:0"]), Failed)
 
     with_front(tmp_path, play)
 
@@ -326,7 +327,7 @@ def test_random_requests_leave_the_front_up_and_its_state_as_it_was(tmp_path: Pa
         fields += ["num_samples", "sampling_params", "request_id", "tinker_path", "ttl_seconds", "optimizer_config"]
         routes = ["create_model", "load_weights", "get_info", "optim_step", "save_weights", "weights_info", "asample"]
         routes += ["save_weights_for_sampler", "create_sampling_session", "forward_backward", "retrieve_future"]
-        before = (set(client.registry.models), set(client.registry.checkpoints), set(client.registry.sessions))
+        before = (set(client.registry.models), set(client.registry.shelf.checkpoints), set(client.registry.sessions))
         for _ in range(1500):
             body = {name: value() for name in draw.sample(fields, draw.randint(0, 6))}
             body |= {name: id for name, id in known.items() if draw.random() < 0.5}
@@ -334,7 +335,7 @@ def test_random_requests_leave_the_front_up_and_its_state_as_it_was(tmp_path: Pa
             url = f"/api/v1/{draw.choice(routes)}"
             async with client.http.post(url, data=data, headers=ADA) as answer:
                 assert answer.status in (200, 400, 403, 404), (url, data, await answer.text())
-        found = (set(client.registry.models), set(client.registry.checkpoints), set(client.registry.sessions))
+        found = (set(client.registry.models), set(client.registry.shelf.checkpoints), set(client.registry.sessions))
         assert found == before
         message = wire.protocol().ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="ppo")
         body = message.SerializeToString()

@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestServer
 from pipeline.api import wire
 from pipeline.api.errors import ApiError
 from pipeline.api.facts import Sampler
+from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
-from pipeline.api.sampling import Sampling, request_body
+from pipeline.api.sampling import Sampling
 from pipeline.api.store import Store
 
 LONGEST, MOST_ADAPTERS = 16, 2
