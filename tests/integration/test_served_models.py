@@ -62,7 +62,13 @@ def damage(folder: Path) -> None:
 
 def test_layers_that_the_base_has_not_are_refused_and_the_others_go_on(dispatch: Dispatch, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    shape |= {"hidden_size": 16, "intermediate_size": 24, "vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 0}
+    shape |= {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+        "eos_token_id": 0,
+    }
     Phi3ForCausalLM(Phi3Config(**shape)).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     models = ServedModels(dispatch, config_of(tmp_path / "base"), tmp_path / "weights", "one")
