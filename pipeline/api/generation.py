@@ -15,6 +15,8 @@ from pipeline.api.settings import BASE
 
 MOST_SAMPLES = 1024
 _NO_TOKEN = -99999.0
+_GREEDY = 1e-5
+"""Below this temperature vLLM takes the likeliest token, and refuses to do so more than once for a prompt."""
 
 
 def adapter_name(folder: str) -> str:
@@ -36,7 +38,7 @@ def checked_request(body: Mapping[str, Any], max_length: int) -> list[int]:
     count = body.get("num_samples", 1)
     if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
         raise ApiError(f"num_samples={count!r}; expected 1 to {MOST_SAMPLES}")
-    for field_name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
+    for field_name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
         if body.get(field_name):
             raise ApiError(f"{field_name} is not served")
     return tokens
@@ -48,9 +50,10 @@ def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[s
     given = body.get("sampling_params") or {}
     stop = given.get("stop")
     top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
+    temperature = given.get("temperature", 1.0)
     sampling: dict[str, Any] = {
-        "n": body.get("num_samples", 1),
-        "temperature": given.get("temperature", 1.0),
+        "n": 1 if temperature < _GREEDY else body.get("num_samples", 1),
+        "temperature": temperature,
         "top_p": given.get("top_p", 1.0),
         "top_k": max(0, given.get("top_k", -1)),
         "max_tokens": min(given.get("max_tokens") or max_length, max_length - len(tokens)),
@@ -64,6 +67,7 @@ def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[s
     stops = [stop] if isinstance(stop, str) else list(stop or [])
     if stops and isinstance(stops[0], str):
         sampling |= {"stop": stops, "detokenize": True, "include_stop_str_in_output": True}
+        sampling |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # they may be what stops
     else:
         sampling |= {"stop_token_ids": stops, "detokenize": False}
     return {"model": model, "token_ids": tokens, "sampling_params": sampling}
@@ -74,7 +78,8 @@ def written_sample(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
     proto = wire.protocol()
     message = proto.SampleResponse()
     top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
-    for choice in sorted(answer["choices"], key=lambda each: each["index"]):
+    choices = sorted(answer["choices"], key=lambda each: each["index"])
+    for choice in choices if len(choices) > 1 else choices * int(body.get("num_samples", 1)):
         content = (choice.get("logprobs") or {}).get("content") or []
         sequence = message.sequences.add(
             stop_reason=proto.STOP_REASON_LENGTH if choice["finish_reason"] == "length" else proto.STOP_REASON_STOP,
@@ -90,6 +95,8 @@ def written_sample(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
         rows = [{int(id): one["logprob"] for id, one in (each or {}).items()} for each in prompt]
         own = [float("nan"), *(row[token] for row, token in zip(rows[1:], tokens[1:], strict=True))]
         if body.get("prompt_logprobs"):
+            last = int(body.get("prompt_logprobs_last_n") or len(own))
+            own[:-last] = [float("nan")] * max(0, len(own) - last)
             message.prompt_logprobs = np.array(own, "<f4").tobytes()
         if top_prompt:
             message.topk_prompt_logprobs.CopyFrom(_top(rows, top_prompt))

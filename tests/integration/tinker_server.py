@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from pipeline.api.settings import Address, settings_of
 from pipeline.config import RunConfig
 from pipeline.system import files
 from pipeline.system.waiting import wait_for
+from pipeline.training.service.base import write_base
 from tests.integration.job_cases import config_of
+from tests.integration.servers import SECRET, TINY, Served, starting_of
 from tests.patience import WAIT_SECONDS
 
 
@@ -114,3 +116,23 @@ def serving(root: Path, model: Path, ranks: int = 1, **serve: Any) -> Iterator[T
         yield server.start()
     finally:
         server.stop()
+
+
+@contextmanager
+def serving_samples(root: Path, addresses: Sequence[str], **serve: Any) -> Iterator[tuple[TinkerServer, list[Served]]]:
+    """A server of the demo's tiny model with random weights, beside whose trainer vLLM samples at these addresses."""
+    base = root / "base"
+    write_base(TINY, base, seed=5)
+    plain = config_of(base)
+    settings = plain.serve.model_copy(
+        update={"enabled": True, "port": 0, "base_name": "tiny", "sampling": True, "max_rank": 8, **serve}
+    )
+    model = plain.model.model_copy(update={"max_length": 64})
+    training = plain.training.model_copy(update={"micro_batch_tokens": 256})
+    config = plain.model_copy(update={"serve": settings, "model": model, "training": training})
+    with ExitStack() as started:
+        ready = [started.enter_context(starting_of(config, address)) for address in addresses]
+        samplers = [wait() for wait in ready]
+        server = TinkerServer(root, config, servers=[SECRET, *(each.endpoint for each in samplers)])
+        started.callback(server.stop)
+        yield server.start(), samplers
