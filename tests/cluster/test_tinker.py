@@ -38,8 +38,8 @@ class Served:
 
     @property
     def address(self) -> Address:
-        found = files.read_document(address_file(self.paths.api), Address)
-        return found  # type: ignore[return-value]
+        """Where the front listens; None before it has said so."""
+        return files.read_document(address_file(self.paths.api), Address)  # type: ignore[return-value]
 
     def _over(self) -> bool:
         assert self.launcher.poll() is None, self.said()
