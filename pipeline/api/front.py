@@ -50,3 +50,4 @@ class Front:
         router = Router(app, self._keys, self._limit)
         for each in self._routes:
             each.add(router)
+        router.refuse_others()

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from pipeline.api import wire
-from pipeline.api.errors import ApiError
+from pipeline.api.errors import ApiError, Missing
 from pipeline.api.keys import Keys, Owner
 from pipeline.errors import one_line
 
@@ -63,6 +63,15 @@ class Router:
                 return web.json_response({"detail": str(error)}, status=error.status)
 
         self._app.router.add_route(method, API + route, answer)
+
+    def refuse_others(self) -> None:
+        """Answer every route that there is not in one line. To be called when all others are there."""
+
+        async def refuse(owner: Owner, request: web.Request) -> web.Response:
+            route = request.path.removeprefix(API)
+            raise Missing(f"{request.method} {route} is not served here; docs/tinker.md lists what is")
+
+        self.add("*", "{rest:.*}", refuse)
 
     async def read(self, request: web.Request) -> bytes:
         """The body, decompressed; `ApiError` 413 if it is too large."""
