@@ -1,4 +1,4 @@
-"""What the API costs: a session's steps through the SDK, front and trainer, beside the same steps on the dispatch alone.
+"""What the API costs: steps through the SDK, front and trainer, beside the same steps on the dispatch alone.
 
     python -m tests.bench.bench_tinker [--clients 1 4 16] [--steps 24] [--data 32] [--length 64]
 
