@@ -10,7 +10,7 @@
 | `sampling` | requests to the servers |
 | `order` | the order of a model's requests |
 | `wire` | protobuf to records, and back |
-| `store` | what is on disk |
+| `store`, `recent` | what is on disk, and what of it is in memory too |
 | `names` | ids, `tinker://` paths and the folders behind them |
 | `keys` | API keys and limits |
 | `records`, `facts`, `settings` | what travels, what is kept, what the process is told |

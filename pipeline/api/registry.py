@@ -23,6 +23,7 @@ from pipeline.api.errors import ApiError, Full, Missing
 from pipeline.api.facts import Model, Session
 from pipeline.api.keys import Owner
 from pipeline.api.order import ModelQueue
+from pipeline.api.recent import Recent
 from pipeline.api.records import Adapter, Body, Create, Done, Failed, Load, Result, Save, Saved, Work, encode
 from pipeline.api.requests import UNLOAD_SEQ, Live, Request, bodies, results, unload_work
 from pipeline.api.shelf import Shelf
@@ -31,6 +32,8 @@ from pipeline.api.store import FAILURE_BYTES, Statement, Store
 MOST_DELIVERIES = 3
 SERVED_SECONDS, UNFETCHED_SECONDS = 3600.0, 86400.0
 """How long a result is kept after a client got it, as it may ask again when its connection broke; and if none asks."""
+RECENT_BYTES = 1 << 26
+"""Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
 _GONE = Failed("the model was unloaded, or its session has ended", "user")
 
 
@@ -46,6 +49,7 @@ class Registry:
         self.news = asyncio.Event()
         """Set when a trainer may have something to do."""
         self._turn = 0
+        self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
         self.shelf = Shelf(kept, clock, self._is_read)
         self._restore()
 
@@ -147,6 +151,8 @@ class Registry:
         live.queue.add(seq, time.monotonic())
         if failure:
             request.finish(failure, self._clock())
+        else:
+            self._bodies.put(request.id, written)
         request.kept.set()
         self.news.set()
         return request
@@ -164,7 +170,9 @@ class Registry:
         """What became of a request; None until it is known."""
         if request.failure is not None:
             return request.failure
-        kept = self._store.result(request.id) if request.answered else None
+        if not request.answered:
+            return None
+        kept = self._results.get(request.id) or self._store.result(request.id)
         found: Result | None = None if kept is None else results.decode(kept)
         return found
 
@@ -193,7 +201,8 @@ class Registry:
             request = live.requests[seq]
             if not request.redone:
                 continue
-            body = self._store.body(request.id)
+            body = self._bodies.get(request.id) or self._store.body(request.id)
+            self._bodies.drop(request.id)
             if body is None:
                 live.lost = f"model {live.fact.id} is lost: request {seq} is not kept any more"
                 return self._next_of(live)
@@ -214,7 +223,9 @@ class Registry:
             return
         result, changes, after = self._outcome(request, done.result)
         again = [] if request.stateful else [store.no_body(request.id)]  # nobody will ever do it again
-        await self._store.keep(*changes, store.result(request.id, encode(result)), *again)
+        written = encode(result)
+        await self._store.keep(*changes, store.result(request.id, written), *again)
+        self._results.put(request.id, written)
         request.open = request.open and not again
         after()
         request.finish(result, self._clock())
@@ -287,6 +298,8 @@ class Registry:
     # What is dropped
 
     async def note_served(self, request: Request) -> None:
+        """Remember that a client got the result, though it may ask again."""
+        self._results.drop(request.id)
         if not request.served:
             request.served = self._clock()
             with contextlib.suppress(ApiError):  # then it is kept for longer
