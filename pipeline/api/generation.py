@@ -58,7 +58,7 @@ def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[s
         "top_k": max(0, given.get("top_k", -1)),
         "max_tokens": min(given.get("max_tokens") or max_length, max_length - len(tokens)),
         "logprobs": top,
-        "ignore_eos": stop is not None,
+        "ignore_eos": False,
     }
     if given.get("seed") is not None:
         sampling["seed"] = given["seed"]
@@ -68,8 +68,8 @@ def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[s
     if stops and isinstance(stops[0], str):
         sampling |= {"stop": stops, "detokenize": True, "include_stop_str_in_output": True}
         sampling |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # they may be what stops
-    else:
-        sampling |= {"stop_token_ids": stops, "detokenize": False}
+    else:  # tokens that are named, also none, take the place of the model's own last token; texts stand beside it
+        sampling |= {"stop_token_ids": stops, "detokenize": False, "ignore_eos": stop is not None}
     return {"model": model, "token_ids": tokens, "sampling_params": sampling}
 
 
