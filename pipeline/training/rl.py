@@ -96,9 +96,9 @@ class ReinforcementLearning:
         self._evaluations.wait()
 
     @property
-    def whole(self) -> bool:
-        """See `PolicyUpdate.whole`."""
-        return self._update.whole
+    def intact(self) -> bool:
+        """See `PolicyUpdate.intact`."""
+        return self._update.intact
 
     def _is_due(self, version: int) -> bool:
         every = self._config.training.eval_every

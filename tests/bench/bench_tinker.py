@@ -28,9 +28,9 @@ from pipeline.config import RunConfig
 from pipeline.training.service.base import write_base
 from pipeline.training.service.models import ServedModels
 from tests.bench.tables import judge, markdown
-from tests.integration.job_cases import VOCABULARY, config_of, world_of_one
-from tests.integration.servers import TINY
 from tests.integration.tinker_server import TinkerServer
+from tests.support.models.jobs import VOCABULARY, config_of, world_of_one
+from tests.support.servers.vllm import TINY
 
 LEAST, WARM, AHEAD = 0.9, 3, 2
 RATE = 1e-3

@@ -19,8 +19,8 @@ from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
-from tests.integration.cutting_proxy import CuttingProxy, a_cutting_proxy
-from tests.integration.launched import ROOT
+from tests.support.runs.launched import ROOT
+from tests.support.servers.cutting_proxy import CuttingProxy, a_cutting_proxy
 
 pytestmark = [pytest.mark.cluster, pytest.mark.trial, pytest.mark.timeout(1800)]
 SCRIPT = Path(__file__).with_name("tinker_session.py")

@@ -14,8 +14,8 @@ from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from slurm.launch import front
 from slurm.launch.front import FrontKeeper
-from tests.integration.job_cases import config_of
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import config_of
 
 pytestmark = pytest.mark.integration
 

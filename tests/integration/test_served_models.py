@@ -14,7 +14,7 @@ from pipeline.api.records import Adapter, Datum, Pass, Passed, Step
 from pipeline.errors import CheckpointError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.service.models import Refused, ServedModels
-from tests.integration.job_cases import VOCABULARY, config_of, world_of_one, write_model
+from tests.support.models.jobs import VOCABULARY, config_of, world_of_one, write_model
 
 pytestmark = pytest.mark.integration
 STEP = Step(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)

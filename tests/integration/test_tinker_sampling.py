@@ -14,12 +14,12 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from pipeline.api.settings import MOST_ADAPTERS
-from tests.integration.job_cases import VOCABULARY
-from tests.integration.servers import EOS, SECRET, Served
 from tests.integration.tinker_client import adam, client_of, forget_clients, make_data
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.integration.tinker_truth import Truth
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import VOCABULARY
+from tests.support.servers.vllm import EOS, SECRET, Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 PROMPT = [1, 5, 9, 3, 12]

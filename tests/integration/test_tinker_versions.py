@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.job_cases import write_model
 from tests.integration.tinker_server import TinkerServer, serving
+from tests.support.models.jobs import write_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 TOUR = Path(__file__).with_name("tinker_tour.py")

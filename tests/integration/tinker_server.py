@@ -17,9 +17,9 @@ from pipeline.config import RunConfig
 from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from pipeline.training.service.base import write_base
-from tests.integration.job_cases import config_of
-from tests.integration.servers import SECRET, TINY, Served, starting_of
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import config_of
+from tests.support.servers.vllm import SECRET, TINY, Served, starting_of
 
 
 @dataclass
