@@ -119,16 +119,21 @@ def serving(root: Path, model: Path, ranks: int = 1, **serve: Any) -> Iterator[T
 
 
 @contextmanager
-def serving_samples(root: Path, addresses: Sequence[str], **serve: Any) -> Iterator[tuple[TinkerServer, list[Served]]]:
-    """A server of the demo's tiny model with random weights, beside whose trainer vLLM samples at these addresses."""
-    base = root / "base"
-    write_base(TINY, base, seed=5)
+def serving_samples(
+    root: Path, addresses: Sequence[str], base: Path | None = None, max_length: int = 64, **serve: Any
+) -> Iterator[tuple[TinkerServer, list[Served]]]:
+    """A server beside whose trainer vLLM samples at these addresses; of the demo's tiny model with random weights,
+    unless there is a `base`."""
+    if base is None:
+        base = root / "base"
+        write_base(TINY, base, seed=5)
+    root.mkdir(parents=True, exist_ok=True)
     plain = config_of(base)
     settings = plain.serve.model_copy(
         update={"enabled": True, "port": 0, "base_name": "tiny", "sampling": True, "max_rank": 8, **serve}
     )
-    model = plain.model.model_copy(update={"max_length": 64})
-    training = plain.training.model_copy(update={"micro_batch_tokens": 256})
+    model = plain.model.model_copy(update={"max_length": max_length})
+    training = plain.training.model_copy(update={"micro_batch_tokens": 4 * max_length})
     config = plain.model_copy(update={"serve": settings, "model": model, "training": training})
     with ExitStack() as started:
         ready = [started.enter_context(starting_of(config, address)) for address in addresses]
