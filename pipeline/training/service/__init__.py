@@ -4,6 +4,7 @@
 |---|---|
 | `engine` | the loop: take work, do it, bring the result; when to commit |
 | `models` | clients' models on the dispatch: adapters that share a base, and whole models |
+| `room` | whether a model can be made |
 | `commits` | all models in one commit, and back |
 | `base` | the directory of the base model |
 | `link` | the way to the front |

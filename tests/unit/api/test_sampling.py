@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestServer
 from pipeline.api import wire
 from pipeline.api.errors import ApiError
 from pipeline.api.facts import Sampler
+from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
-from pipeline.api.sampling import Sampling, request_body
+from pipeline.api.sampling import Sampling
 from pipeline.api.store import Store
 
 LONGEST, MOST_ADAPTERS = 16, 2
@@ -154,8 +155,8 @@ def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> No
         (None, {"stop_token_ids": [], "ignore_eos": False, "detokenize": False}),
         ([], {"stop_token_ids": [], "ignore_eos": True, "detokenize": False}),
         ([7], {"stop_token_ids": [7], "ignore_eos": True, "detokenize": False}),
-        ("a", {"stop": ["a"], "ignore_eos": True, "detokenize": True, "include_stop_str_in_output": True}),
-        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": True, "detokenize": True, "include_stop_str_in_output": True}),
+        ("a", {"stop": ["a"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
+        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
     ],
 )
 def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any]) -> None:
