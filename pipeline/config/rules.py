@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 
 from pipeline.config import RunConfig
+from pipeline.config.evaluation import check_sets
 from pipeline.config.places import ClusterConfig
 from pipeline.config.relevance import default_of, unread, value_of
 from pipeline.errors import ConfigError
@@ -239,6 +240,10 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
         raise ConfigError("training.micro_batch_tokens", budget, expected, "raise it or lower model.max_length")
 
 
+def _sets_can_be_asked(config: RunConfig) -> None:
+    check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
+
+
 def _groups_fit_streams(config: RunConfig) -> None:
     sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
     least = 2 * config.rollout.samples * sample
@@ -273,5 +278,6 @@ _ROLLOUT_RULES: tuple[Callable[[RunConfig], None], ...] = (
     _groups_can_succeed,
     _turns_leave_room_for_prompts,
     _groups_fit_streams,
+    _sets_can_be_asked,
 )
 """Of what is sampled, where anything is."""

@@ -80,7 +80,8 @@ class Actor:
                     await self._streams.acknowledge(requests, [entry.id])
                     continue
                 result = await self._evaluation.run(entry.record)
-                log.info("held-out accuracy of weights %d: %.3f", result.weights, result.accuracy)
+                named = f" on {result.set}" if result.set else ""
+                log.info("held-out accuracy of weights %d%s: %.3f", result.weights, named, result.accuracy)
                 await self._streams.publish("eval_results", result, acknowledging=(requests, [entry.id]))
 
     async def _report(self) -> None:

@@ -88,15 +88,25 @@ class InferenceClient:
         self._changed.set()
 
     async def generate(
-        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
+
+        With `top_p` or `top_k` the log-probabilities are those of the distribution that they leave.
 
         Tries until it works; raises `RolloutError` for a request that can never work.
         """
         self._check(token_ids)
         self.requests += 1
-        request = Request(list(token_ids), n, temperature, max_tokens, list(stop_token_ids))
+        request = Request(list(token_ids), n, temperature, max_tokens, list(stop_token_ids), top_p, top_k)
         completions = await self._somewhere(request)
         if not all(completion.whole for completion in completions):
             completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))

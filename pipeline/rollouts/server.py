@@ -122,14 +122,16 @@ class Request:
     temperature: float
     max_tokens: int
     stop_token_ids: Sequence[int]
+    top_p: float = 1.0
+    top_k: int = 0
 
     def body(self, salt: str) -> bytes:
         """The request as JSON. Prompts share a cache of their prefixes only under the same `salt`."""
         sampling = {
             "n": self.n,
             "temperature": self.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
             "max_tokens": self.max_tokens,
             "stop_token_ids": self.stop_token_ids,
             "logprobs": 0,

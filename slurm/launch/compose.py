@@ -19,12 +19,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
-from pipeline.config import RunConfig, known_keys, load_config, nearest
+from pipeline.config import NAMED, RunConfig, known_form, known_keys, load_config, nearest
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
-OPEN = ("task.options.", "reward.options.", "cluster.sbatch.")
-"""Below these the keys are not ours: the task's own, those of reward functions, and sbatch's."""
+OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
+"""Below these the keys are not ours: tasks' own, those of reward functions, and sbatch's; or are looked at later."""
 MOST_POINTS = 1000
 
 
@@ -153,15 +153,16 @@ def _prepare(text: str, folder: Path) -> str:
 
 def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
     """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
-    key, keys, choices = override.key_or_group, known_keys(), groups(folder)
-    if key in choices:
-        return
+    keys, choices = known_keys(), groups(folder)
+    key = known_form(override.key_or_group, keys)
     inside = [known for known in keys if known.startswith(f"{key}.")]
+    if key in choices or any(NAMED in known for known in inside):  # a mapping by name is given whole, or by keys
+        return
     if inside:
         raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
     if key not in keys and not key.startswith(OPEN):
         value = text.partition("=")[2] if override.is_sweep_override() else override.value()
-        raise ConfigError(key, value, "a known key", nearest(key, [*keys, *choices]))
+        raise ConfigError(override.key_or_group, value, "a known key", nearest(key, [*keys, *choices]))
 
 
 def _refuse_named(override: Override, text: str) -> None:

@@ -23,6 +23,7 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
+from pipeline.tasks.sets import check_eval_tasks
 from pipeline.training.conversations import check_data, coloured, first_row
 from pipeline.training.jobs import Demonstrations, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
@@ -164,6 +165,7 @@ def check_inputs(config: RunConfig) -> None:
         check_data(config)
         if config.has_rollouts:
             check_rewards(config.reward, task, config.task.name)
+            check_eval_tasks(config)
         return
     path = Path(config.training.jobs).resolve()
     if path == config.directory.resolve():
