@@ -50,6 +50,10 @@ class EvalSetConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation sets beside the run's own held-out prompts, by name; see docs/evaluation.md."""
 
+    alone: bool = Field(
+        False, description="Whether this run trains nothing and evaluates its model; `launchers/evaluate.py` starts it."
+    )
+    step: NotNegative = Field(0, description="Of such a run: the step of training that its model is of.")
     sets: dict[Annotated[str, Field(pattern=NAME_FORM)], EvalSetConfig] = Field(
         default_factory=dict, description="The sets by name; each has the keys of the next section."
     )

@@ -233,6 +233,10 @@ class RolloutConfig(Section):
         description="Most seconds that the task takes for itself in one sample, such as for tools, then the sample "
         "fails with that reason; waiting for the servers does not count. 0: no bound.",
     )
+    kept_bytes: NotNegative = Field(
+        1 << 30,
+        description="Most bytes of samples that are kept in the run directory to be read (docs/rollouts.md); 0: none.",
+    )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
     give_up_after: Positive = Field(
         256, description="The run stops when this many samples in a row failed for reasons of the task."
@@ -325,8 +329,8 @@ class RunConfig(Section):
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are servers: for rollouts, or for what clients sample."""
-        return self.has_rollouts or (self.serve.enabled and self.serve.sampling)
+        """Whether there are servers: for rollouts, for what clients sample, or for evaluations alone."""
+        return self.has_rollouts or self.evaluation.alone or (self.serve.enabled and self.serve.sampling)
 
     @property
     def has_sft(self) -> bool:

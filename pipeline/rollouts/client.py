@@ -45,6 +45,7 @@ class InferenceClient:
         request_tokens: int | None = None,
         max_lag: int = 1,
         vocabulary: int | None = None,
+        fixed: bool = False,
     ) -> None:
         """No server is asked before `update` says that it is current.
 
@@ -54,9 +55,10 @@ class InferenceClient:
             request_seconds: how long one server may work on a request; then it goes on elsewhere.
             request_tokens: most tokens that one request samples; None: no bound.
             max_lag: most versions that a server may be behind the newest one to be asked.
+            fixed: whether the servers have their weights from disk, for good.
             vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
         """
-        self._servers = {endpoint: Server(endpoint) for endpoint in servers}
+        self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, request_tokens
         self._max_lag, self._vocabulary = max_lag, vocabulary
         self._changed = asyncio.Event()

@@ -16,8 +16,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from pipeline.config import EvalSetConfig, RunConfig
+from pipeline.config.evaluation import OWN_SET
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.groups.records import EvalRequest, EvalResult, Sample, mean_metrics
+from pipeline.rollouts.kept import Row, rows_of_evaluation
 from pipeline.rollouts.rollout import Rollout, Sampling, Servers, answer_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task, load_task
 from pipeline.tasks.calls import Calls
@@ -62,20 +64,35 @@ class EvalSet:
 class Evaluation:
     """Evaluates, at most `rollout.concurrency` prompts at a time."""
 
-    def __init__(self, task: Task, calls: Calls, chat: Chat, servers: Servers, config: RunConfig) -> None:
+    def __init__(
+        self,
+        task: Task,
+        calls: Calls,
+        chat: Chat,
+        servers: Servers,
+        config: RunConfig,
+        keep: Callable[[list[Row]], None] = lambda rows: None,
+    ) -> None:
         """The episodes of `task`, the run's own, run here; the text of its prompts and its rewards are had by `calls`.
 
-        Loads the tasks of the sets; their processes run only while a set is evaluated.
+        Loads the tasks of the sets; their processes run only while a set is evaluated. `keep` gets the samples of each
+        evaluation, and does not wait.
         """
-        self._chat, self._servers = chat, servers
+        self._chat, self._servers, self._keep = chat, servers, keep
         self._sets = eval_sets(task, calls, config)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all sets; the run's own held-out prompts come first, with an empty one."""
+        return list(self._sets)
 
     async def run(self, request: EvalRequest) -> EvalResult:
         """The answer to a request."""
         started = time.monotonic()
         chosen = self._sets[request.set]
         outcomes = await self._outcomes(chosen)
+        self._keep(rows_of_evaluation(outcomes, chosen.task.name, request.set or OWN_SET))
         flat = [outcome for each in outcomes for outcome in each]
         samples = [outcome for outcome in flat if isinstance(outcome, Sample)]
         reasons = [outcome for outcome in flat if isinstance(outcome, str)]

@@ -148,6 +148,7 @@ class Server:
 
     Attributes:
         version: what it serves; None while it must not be asked.
+        fixed: whether its weights are from disk and never change, so that it counts no versions itself.
         samples: those it is working on.
         failures: in a row; then it rests until `rests_until` (the loop's clock), lest a server that fails quickly look
             idle and draw every request.
@@ -155,6 +156,7 @@ class Server:
 
     endpoint: str
     version: int | None = None
+    fixed: bool = False
     samples: int = 0
     failures: int = 0
     rests_until: float = 0.0
@@ -245,7 +247,8 @@ class Server:
                 await response.read()
 
     def _completion(self, choice: _Choice, asked: int, seconds: float) -> Completion:
-        versions = _versions(choice, asked, asked if self.version is None else self.version)
+        latest = asked if self.version is None else self.version
+        versions = [asked] if self.fixed else _versions(choice, asked, latest)
         return Completion(
             tokens=choice.token_ids,
             logprobs=tuple(map(_logprob, choice.sampled)),
