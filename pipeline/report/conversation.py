@@ -6,6 +6,7 @@ conversation for every sample: where the template cannot be read what was given 
 tokens are shown by their ids. Must not know how a turn is shown.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from pipeline.errors import ConfigError
 from pipeline.tasks.template import Template
 
+log = logging.getLogger(__name__)
 POLICY, GIVEN = "assistant", "prompt"
 """Whose turn a part is: the policy's; somebody's, where the template does not tell."""
 _ROLES = ("system", "user", "tool", POLICY)
@@ -38,11 +40,7 @@ class Reader:
     """Reads the samples of one model directory."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception:  # noqa: BLE001 - the library raises plain exceptions; what cannot be read is shown by ids
-            self._tokenizer = None
-        self._directory = directory
+        self._directory, self._tokenizer = directory, _tokenizer(directory / "tokenizer.json")
 
     def parts(self, tokens: Sequence[int], mask: Sequence[int]) -> list[Part]:
         """The conversation, in order."""
@@ -88,6 +86,15 @@ class Reader:
             if len(head) > 1:
                 found[head] = "" if head in found else role
         return {head: role for head, role in found.items() if role}
+
+
+def _tokenizer(file: Path) -> Tokenizer | None:
+    """The tokenizer in a file, or None when there is none that can be read."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the library raises plain exceptions
+        log.debug("tokens are shown by their ids: %s: %s", file, error)
+        return None
 
 
 def _head_of(template: Template, role: str) -> str:

@@ -84,7 +84,8 @@ class KeptTable:
         """Those that are wanted."""
         import pyarrow.compute as pc
 
-        found, conditions = self.table, []
+        found, every = self.table, None
+        conditions: list[Any] = []
         if wanted.kind:
             conditions.append(pc.is_null(found["eval_set"]) if wanted.kind == TRAIN else pc.is_valid(found["eval_set"]))
         named = {"eval_set": wanted.eval_set, "task": wanted.task}
@@ -106,18 +107,17 @@ class KeptTable:
         if wanted.cut:
             conditions.append(pc.equal(found["finish"], "length"))
         for condition in conditions:
-            found = (
-                found.append_column("_", condition.fill_null(False))
-                if "_" not in found.column_names
-                else (
-                    found.set_column(
-                        found.column_names.index("_"), "_", pc.and_(found["_"], condition.fill_null(False))
-                    )
-                )
-            )
-        if conditions:
-            found = found.filter(found["_"]).drop_columns(["_"])
+            every = condition if every is None else pc.and_(every, condition)
+        if every is not None:
+            found = found.filter(pc.fill_null(every, False))
         return self._of(found)
+
+    def between(self, begin: float, end: float) -> "KeptTable":
+        """Those that were handed over at `begin` or later, and before `end` (seconds since the epoch)."""
+        import pyarrow.compute as pc
+
+        times = self.table["time"]
+        return self._of(self.table.filter(pc.and_(pc.greater_equal(times, begin), pc.less(times, end))))
 
     def best(self, count: int) -> "KeptTable":
         """Those of the highest reward, of equal ones the newest."""
