@@ -54,6 +54,12 @@ class EvaluationConfig(Section):
         False, description="Whether this run trains nothing and evaluates its model; `launchers/evaluate.py` starts it."
     )
     step: NotNegative = Field(0, description="Of such a run: the step of training that its model is of.")
+    command: tuple[str, ...] = Field(
+        (),
+        description="Of such a run: a command that it runs against its servers after the sets, such as a benchmark's "
+        "harness; `{url}`, `{model}` and `{output}` stand for where and what to ask, and where to write.",
+    )
+    command_seconds: Seconds = Field(14400, description="Deadline of that command.")
     sets: dict[Annotated[str, Field(pattern=NAME_FORM)], EvalSetConfig] = Field(
         default_factory=dict, description="The sets by name; each has the keys of the next section."
     )

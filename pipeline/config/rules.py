@@ -245,6 +245,9 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
 
 
 def _sets_can_be_asked(config: RunConfig) -> None:
+    if config.evaluation.command and not config.evaluation.alone:
+        expected = "nothing in a run that trains, whose servers take tokens only"
+        raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
     check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
 
 

@@ -59,7 +59,7 @@ def phases(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
     found = [version for version in kept.column("version_min") if version is not None]
     # Failures have no weights: they belong to the phase of the samples around them.
     stamps = np.array(kept.column("time"), dtype=float)
-    edges = np.linspace(min(found), max(found) + 1, len(PHASES) + 1) if found else np.array([])
+    edges = np.linspace(min(found), max(found) + 1, len(PHASES) + 1).tolist() if found else []
     times = _times(kept, edges) if found else [stamps.min(), stamps.max() + 1]
     for index, name in enumerate(PHASES[: len(times) - 1]):
         part = kept.between(float(times[index]), float(times[index + 1]))

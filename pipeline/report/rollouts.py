@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
@@ -211,8 +212,8 @@ def token_lines(sample: ReadSample, reader: Reader) -> Text:
     return text
 
 
-def facts(sample: ReadSample) -> Text:
-    """What is known of a sample beside its text, in one or two lines."""
+def facts(sample: ReadSample) -> RenderableType:
+    """What is known of a sample beside its text."""
     versions = f"{sample['version_min']}–{sample['version_max']}" if sample["version_min"] is not None else "—"
     told = [
         ("advantage", number(sample["advantage"], "+.3f")),
@@ -228,6 +229,4 @@ def facts(sample: ReadSample) -> Text:
     ]
     if sample["outcome"] not in (None, "train"):
         told.append(("group", sample["outcome"]))
-    return Text.assemble(
-        *(piece for name, value in told for piece in ((f"{name} ", "bright_black"), (value, ""), ("   ", "")))
-    )
+    return Columns([Text.assemble((f"{name} ", "bright_black"), value) for name, value in told], padding=(0, 3))

@@ -19,6 +19,7 @@ from pipeline.config.evaluation import OWN_SET
 from pipeline.errors import DeadlineError
 from pipeline.groups.records import EvalRequest
 from pipeline.roles.actor import REPORT_SECONDS, beat, in_thread
+from pipeline.roles.benchmark import run_command
 from pipeline.roles.context import RoleContext
 from pipeline.roles.inference import is_healthy
 from pipeline.roles.keeping import kept_samples
@@ -46,6 +47,7 @@ class Evaluator:
 
     def __init__(self, context: RoleContext) -> None:
         self._context, self._config = context, context.config
+        self._endpoints = [placement.endpoint for placement in context.world.of_role("inference")]
         self._fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
 
     async def work(self) -> None:
@@ -60,6 +62,7 @@ class Evaluator:
                 self._context.announce("ready", "waiting for the servers")
                 await self._servers_are_up()
                 await self._evaluate(evaluation)
+                await run_command(self._context, self._endpoints)
         finally:
             alive.cancel()
         name, events = self._context.placement.name, self._context.events
@@ -72,9 +75,8 @@ class Evaluator:
         task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
         setup = Setup(config.task, config.seed, Path(config.model.path), config.reward)
         calls = await opened.enter_async_context(TaskPool(setup, config.cluster.startup_seconds))
-        endpoints = [placement.endpoint for placement in world.of_role("inference")]
         client = InferenceClient(
-            endpoints,
+            self._endpoints,
             world.password,
             config.rollout.request_seconds,
             request_tokens=config.rollout.request_tokens,
@@ -82,7 +84,7 @@ class Evaluator:
             fixed=True,
         )
         await opened.enter_async_context(client)
-        for endpoint in endpoints:
+        for endpoint in self._endpoints:
             client.update(endpoint, config.evaluation.step)
         kept = kept_samples(self._context, EVAL)
         await opened.enter_async_context(in_thread(kept))

@@ -120,11 +120,11 @@ def is_healthy(address: str, port: int) -> bool:
 
 
 def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
-    """How weights come, and that no text is made, which only clients of the API ask for (stop strings)."""
+    """How weights come, and that no text is made, which only clients of the API and a benchmark's harness ask for."""
     if config.serve.enabled:
         return ("--enable-scale-out",)
     if config.evaluation.alone:
-        return ("--tokens-only",)
+        return ("--enable-scale-out",) if config.evaluation.command else ("--tokens-only",)
     return (
         "--tokens-only",
         *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),

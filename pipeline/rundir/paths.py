@@ -25,7 +25,7 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       rollouts/train/  rollouts/eval/     samples that are kept to be read
       metrics.jsonl  ledger.jsonl  report.html  finished.json
-      evaluation.json                     of a run that evaluates alone: what it found
+      evaluation.json  benchmark/         of a run that evaluates alone: what it found, and what its command wrote
 
     <output>/<name>/                      a sweep's directory
       sweep.json                          its points, and what was submitted for each
@@ -241,6 +241,11 @@ class RunPaths:
     def evaluation(self) -> Path:
         """What a run that evaluates alone found."""
         return self.root / "evaluation.json"
+
+    @property
+    def benchmark(self) -> Path:
+        """Where the command of such a run works."""
+        return self.root / "benchmark"
 
     @property
     def rollouts(self) -> Path:

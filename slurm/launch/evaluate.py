@@ -86,6 +86,8 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
     if (directory / "adapter_config.json").is_file():
         mend = "evaluate the run that trained it (run=…), or merge it into its base"
         raise ConfigError("model", model, "a whole model, and this is an adapter", mend)
+    if RunPaths(directory).run.is_file():
+        raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
     if not (directory / "config.json").is_file():
         raise ConfigError("model", model, "a directory with a Hugging Face model", "mend the path")
     if not any(re.match(r"\+*(task|experiment|evaluation\.sets)\b", text) for text in overrides):
@@ -151,7 +153,9 @@ def show(evaluation: Path) -> None:
     console = Console(highlight=False)
     console.print(f"\n[bold]{found['model']}[/]  step {found['step']}", soft_wrap=True)
     console.print(table_of(found["sets"]))
-    print(f"  json        {evaluation}", flush=True)
+    output = RunPaths(evaluation.parent).benchmark
+    if output.is_dir():
+        print(f"  benchmark   {output}", flush=True)
 
 
 def table_of(sets: Mapping[str, Mapping[str, float | None]]) -> Table:
