@@ -7,6 +7,8 @@ all attempts of a run; that it and all it started end with the attempt; and that
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
 
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.roles.context import RoleContext
@@ -30,13 +32,18 @@ async def run_command(context: RoleContext, servers: Sequence[str]) -> None:
     async with Relay(servers) as relay:
         url, key = f"{relay.url}/v1", context.world.password
         told = {f"{whose}_BASE_URL": url for whose in CLIENTS} | {f"{whose}_API_KEY": key for whose in CLIENTS}
-        command = [part.format(url=url, model=MODEL, output=folder) for part in wanted.command]
-        child = process.Child(command, folder / "output.log", {**os.environ, **told})
+        child = process.Child(filled(wanted.command, url, folder), folder / "output.log", {**os.environ, **told})
         try:
             await _ended(child, wanted.command_seconds)
         finally:
             await asyncio.to_thread(child.kill)
     (folder / DONE).touch()
+
+
+def filled(command: Sequence[str], url: str, output: Path) -> list[str]:
+    """The command with the places of `{url}`, `{model}` and `{output}` filled; other braces stay as they are."""
+    values = {"{url}": url, "{model}": MODEL, "{output}": str(output)}
+    return [reduce(lambda text, name: text.replace(name, values[name]), values, part) for part in command]
 
 
 async def _ended(child: process.Child, seconds: float) -> None:
@@ -47,4 +54,4 @@ async def _ended(child: process.Child, seconds: float) -> None:
         await asyncio.sleep(PAUSE)
     if code:
         last = " ".join(process.tail(child.log, 1))
-        raise TaskError(f"evaluation.command ended with {process.describe_exit(code)}: {last} (see {child.log})")
+        raise TaskError(f"evaluation.command {process.describe_exit(code)}: {last} (see {child.log})")
