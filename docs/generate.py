@@ -37,7 +37,8 @@ def reference() -> str:
     ]
     for section, fields in _by_section().items():
         purpose = (_section(section).__doc__ or "").strip()
-        lines += ["", f"## {section or 'The run'}", "", purpose, "", *_table(fields)]
+        title = section.replace("<", "\\<") or "The run"
+        lines += ["", f"## {title}", "", purpose, "", *_table(fields)]
     for name, path in BUILT_IN.items():
         module, _, attribute = path.partition(":")
         options: type[BaseModel] = getattr(import_module(module), attribute).Options

@@ -3,7 +3,7 @@
 Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
 ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the
 latter. What the trainer's rank 0 does is in modules beside it: `controller`, and upon that `session`, with `peers`,
-`job_session` and `service`.
+`job_session` and `service`. What the actor does in a run that only evaluates is in `evaluator` and `benchmark`.
 """
 
 from collections.abc import Callable, Mapping
