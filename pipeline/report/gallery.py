@@ -1,8 +1,8 @@
 """The samples of a run on its page: how rewards and lengths were spread over time, and some to read.
 
 Owns which samples are shown, and their HTML. Training is cut in `PHASES` by the weights that sampled; of each phase the
-best, the worst, some that were cut off and some that failed are shown. Promises nothing at all for a run that kept no
-samples. Must not know how samples are kept.
+best, the worst, some that were cut off and some that failed are shown. Promises an empty page part for a run that kept
+no samples. Must not know how samples are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,15 @@ Samples = dict[str, list[ReadSample]]
 
 
 def gallery(history: History) -> tuple[list[Chart], str]:
-    """The histograms over time, and the samples of each phase as HTML; neither where nothing was kept."""
-    kept = read_kept(history.paths).where(Filter(kind="train"))
-    if not len(kept):
-        return [], ""
-    return spreads(kept), "".join(_phase(title, chosen, _reader(history)) for title, chosen in phases(kept))
+    """The histograms over time, and the samples of each phase as HTML; neither where nothing was kept.
+
+    Of a run that trained nothing, the samples of each evaluation set.
+    """
+    kept, reader = read_kept(history.paths), _reader(history)
+    trained = kept.where(Filter(kind="train"))
+    shown = phases(trained) if len(trained) else _sets(kept)
+    cards = "".join(_phase(title, chosen, reader) for title, chosen in shown)
+    return spreads(trained) if len(trained) else [], cards
 
 
 def spreads(kept: KeptTable) -> list[Chart]:
@@ -65,6 +69,13 @@ def phases(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
         part = kept.between(float(times[index]), float(times[index + 1]))
         if len(part):
             yield f"{name}: {_weights(part)}", _chosen(part)
+
+
+def _sets(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
+    """Each evaluation set, in the order in which they were evaluated first."""
+    for name in dict.fromkeys(kept.column("eval_set")):
+        part = kept.where(Filter(eval_set=name))
+        yield f"{name}: {count(len(part), 'sample')} kept", _chosen(part)
 
 
 def _times(kept: KeptTable, edges: Sequence[float]) -> list[float]:

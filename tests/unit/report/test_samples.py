@@ -14,10 +14,11 @@ from pipeline.groups.records import Group, PreparedGroup, Sample
 from pipeline.report.conversation import Part, Reader
 from pipeline.report.gallery import gallery, phases
 from pipeline.report.history import read_history
-from pipeline.report.page import page
+from pipeline.report.page import page, state, tiles
 from pipeline.report.rollouts import main
 from pipeline.report.samples import Filter, KeptTable, read_kept
 from pipeline.rollouts.kept import KeptSamples, rows_of_evaluation, rows_of_group, segments
+from pipeline.rundir.metrics import MetricSinks
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.unit.rollouts.test_groups import CHAT
@@ -230,3 +231,26 @@ def test_a_built_in_models_turns_are_told_apart_by_mask_and_template() -> None:
     tokens = CHAT.encode("^2+2=4$")
     assert reader.parts(tokens, [0] * 5 + [1, 1]) == [Part("prompt", "^2+2=", False), Part("assistant", "4$", True)]
     assert Reader(Path("/nowhere")).parts([5, 6], [0, 1]) == [Part("prompt", "5", False), Part("assistant", "6", True)]
+
+
+def test_the_page_of_a_run_that_only_evaluates_has_its_sets_and_no_training(tmp_path: Path) -> None:
+    sets = {"hard": {"samples": 2, "temperature": 1.0}}
+    alone = {"alone": True, "step": 5, "sets": sets}
+    model = {"path": str(BUILT_IN / "tiny_qwen3"), "init": "random"}
+    training = {"steps": 0, "prompts_per_step": 1}
+    made = FakeRun(tmp_path / "e", make_config(name="e", model=model, training=training, evaluation=alone))
+    with KeptSamples(made.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
+        kept.add(rows_of_evaluation([[a_sample(3, 1.0), a_sample(3, 0.0)]], "sums", "hard"))
+    attempt = made.attempt("a-0")
+    attempt.meet()
+    attempt.all_roles("starting")
+    assert state(read_history(made.root)) == "starting"
+    attempt.all_roles("ready")
+    with MetricSinks(made.paths.metrics, "a-0") as sinks:
+        sinks.log("eval", "rl", 5, {"eval/hard/accuracy": 0.5, "eval/hard/error": 0.1}, eval_set="hard")
+    history = read_history(made.root)
+    assert state(history) == "evaluating"
+    assert ("50.0% ± 10.0%", "accuracy on hard") in tiles(history)
+    text = page(history)
+    assert "hard: 2 samples kept" in text
+    assert "steps of SFT" not in text
