@@ -50,6 +50,7 @@ class EvalSetConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation sets beside the run's own held-out prompts, by name; see docs/evaluation.md."""
 
+    own: bool = Field(True, description="Whether the run's own held-out prompts are asked, beside the sets.")
     alone: bool = Field(
         False, description="Whether this run trains nothing and evaluates its model; `launchers/evaluate.py` starts it."
     )
@@ -67,6 +68,8 @@ class EvaluationConfig(Section):
 
 def check_sets(evaluation: EvaluationConfig, max_length: int, longest_turn: int) -> None:
     """`ConfigError` for the first set that cannot be asked; `longest_turn` is what a set without `max_tokens` has."""
+    if evaluation.alone and not evaluation.own and not evaluation.sets:
+        raise ConfigError("evaluation.own", False, "true where there is no set", "name one: evaluation.sets.<name>.…")
     for name, each in evaluation.sets.items():
         if name == OWN_SET:
             raise ConfigError(

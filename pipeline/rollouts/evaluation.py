@@ -159,7 +159,8 @@ def eval_sets(task: Task, calls: Calls, config: RunConfig) -> dict[str, EvalSet]
         sampling=Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds),
         whole_answers=bool(config.reward.functions),
     )
-    return {"": own} | {name: _of_config(own, each, config) for name, each in config.evaluation.sets.items()}
+    asked = {"": own} if config.evaluation.own else {}
+    return asked | {name: _of_config(own, each, config) for name, each in config.evaluation.sets.items()}
 
 
 def _of_config(own: EvalSet, wanted: EvalSetConfig, config: RunConfig) -> EvalSet:

@@ -60,7 +60,7 @@ SHARES = {TRAIN: 0.75, EVAL: 0.25}
 SUFFIX = ".parquet"
 SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 22, 20.0
 MOST_WAITING = 256
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS, LEAST_WAIT = 5.0, 0.1
 Row = dict[str, Any]
 
 
@@ -105,24 +105,30 @@ class KeptSamples:
             log.warning("%d samples came too fast to be kept", self.left_out)
 
     def _write_all(self) -> None:
+        """Write a segment whenever there is enough for one, or when its first row has waited long enough."""
+        schema()  # imports Arrow, which takes a while, before anybody waits for the end
         rows, size, since = list[Row](), 0, time.monotonic()
-        more = True
-        while more:
-            try:
-                got = self._waiting.get(timeout=max(0.1, since + SEGMENT_SECONDS - time.monotonic()))
-            except queue.Empty:
-                got = []
-            if got is None:
-                more = False
-            elif got:
+        got: list[Row] | None = []
+        while got is not None:
+            got = self._next(since + SEGMENT_SECONDS - time.monotonic())
+            for row in got or ():
                 since = since if rows else time.monotonic()
-                rows += got
-                size += sum(bytes_of(row) for row in got)
-            if rows and (not more or size >= SEGMENT_BYTES or time.monotonic() - since >= SEGMENT_SECONDS):
+                rows.append(row)
+                size += bytes_of(row)
+                if size >= SEGMENT_BYTES:
+                    self._write(rows)
+                    rows, size = [], 0
+            if rows and (got is None or time.monotonic() - since >= SEGMENT_SECONDS):
                 self._write(rows)
                 rows, size = [], 0
-            if not rows:
-                since = time.monotonic()
+            since = since if rows else time.monotonic()
+
+    def _next(self, seconds: float) -> list[Row] | None:
+        """What was handed over within so many seconds, maybe nothing; None at the end."""
+        try:
+            return self._waiting.get(timeout=max(LEAST_WAIT, seconds))
+        except queue.Empty:
+            return []
 
     def _write(self, rows: Sequence[Row]) -> None:
         try:

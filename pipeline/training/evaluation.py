@@ -44,7 +44,7 @@ class Note(Protocol):
 def schedules_of(config: RunConfig) -> dict[str, Schedule]:
     """Of every set of a run, by name; its own held-out prompts first, with the empty name."""
     every = config.training.eval_every
-    own = {"": Schedule(every, config.training.data_seconds)}
+    own = {"": Schedule(every, config.training.data_seconds)} if config.evaluation.own else {}
     return own | {
         name: Schedule(every if each.every is None else each.every, each.seconds)
         for name, each in config.evaluation.sets.items()

@@ -90,11 +90,20 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
     if not (directory / "config.json").is_file():
         raise ConfigError("model", model, "a directory with a Hugging Face model", "mend the path")
-    if not any(re.match(r"\+*(task|experiment|evaluation\.sets)\b", text) for text in overrides):
-        raise ConfigError("task", None, "what to ask the model", "task=countdown, say, with the options of the task")
+    own = _asks_own("model", model, overrides)
     named = f"eval-{_as_name(directory.resolve().name)}"
     base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
-    return load_config(_merged(base, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}}))
+    return load_config(_merged(base, own, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}}))
+
+
+def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Of a model that no run was trained on a task with: what is asked. `ConfigError` if nothing is named."""
+    if any(re.match(r"\+*(task|experiment)\b", text) for text in overrides):
+        return {}
+    if any(re.match(r"\+*evaluation\.sets\b", text) for text in overrides):
+        return {"evaluation": {"own": False}}
+    mend = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
+    raise ConfigError(key, value, "a task as well, to ask the model", mend)
 
 
 def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> RunConfig:
@@ -105,7 +114,8 @@ def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> RunConf
     lora = kept.model.lora.rank > 0
     placed = {"lora": {"adapter": str(model)}} if lora else {"path": str(model), "init": "pretrained"}
     step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
-    begun = _merged(kept.model_dump(mode="json"), {"output": str(_output(run, kept))}, ALONE, step_of)
+    own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_own("run", run.root.name, overrides)
+    begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, ALONE, step_of)
     return load_config(_merged(compose_upon(begun, overrides), {"model": placed}, _fixed(ALONE)))
 
 
@@ -128,7 +138,8 @@ def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, 
     target = run.exports / name
     if not (target / "config.json").is_file() and not (target / "adapter_config.json").is_file():
         _export(run, name, target)
-    return name, commit.manifest.step if commit.manifest.job == "rl" else 0, target
+    before_rl = config.has_rollouts and commit.manifest.job != "rl"
+    return name, 0 if before_rl else commit.manifest.step, target
 
 
 def _export(run: RunPaths, name: str, target: Path) -> None:

@@ -169,7 +169,7 @@ def check_inputs(config: RunConfig) -> None:
         check_data(config)
         if config.has_rollouts:
             check_rewards(config.reward, task, config.task.name)
-        if config.evaluation.alone:
+        if config.evaluation.alone and config.evaluation.own:
             check_held_out(config.task, config.reward, config.seed)
         if config.has_rollouts or config.evaluation.alone:
             check_eval_tasks(config)

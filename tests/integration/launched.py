@@ -37,7 +37,7 @@ SMALL = (
 
 @dataclass
 class Launched:
-    """One start of `launchers/submit.py`, or of `launchers/train.py`."""
+    """One start of `launchers/submit.py`, of `launchers/train.py` or of `launchers/evaluate.py`."""
 
     process: subprocess.Popen[str]
     run: RunPaths
@@ -52,6 +52,12 @@ class Launched:
     def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
         """Do the jobs of a file or a folder; `run` is the directory that their run has."""
         return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
+
+    @classmethod
+    def evaluate(cls, evaluated: RunPaths, name: str, *arguments: str) -> "Launched":
+        """Evaluate a run; the run that does so is called `name`, and lies beside it."""
+        run = evaluated.root.with_name(name)
+        return cls._launch(RunPaths(run), "evaluate.py", f"run={evaluated.root}", f"name={name}", *arguments)
 
     @classmethod
     def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":

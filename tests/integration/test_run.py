@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.report.samples import Filter, read_kept
 from pipeline.rundir.events import Events
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import RoleName
@@ -58,6 +59,17 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     launches.append(third)
     assert third.end() == 2
     assert "start a new run with name=r-2" in third.output()
+
+    again = Launched.evaluate(second.run, "again", "checkpoint=latest")
+    launches.append(again)
+    assert again.end() == 0, again.output()
+    again.assert_nothing_left()
+    (measured,) = (row for row in again.rows("eval") if row["step"] == STEPS)
+    (then,) = (row for row in second.rows("eval") if row["step"] == STEPS)
+    assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"
+    found = json.loads(again.run.evaluation.read_text())["sets"]["held_out"]
+    assert (found["accuracy"], found["prompts"]) == (then["eval/accuracy"], 32)
+    assert len(read_kept(second.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
 
 
 def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(

@@ -11,11 +11,15 @@ from rich.console import Console
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.roles.inference import server_command
+from pipeline.rollouts.evaluation import eval_sets
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import files
+from pipeline.tasks import load_task
+from pipeline.training.evaluation import schedules_of
 from pipeline.world.plan import Placement, make_plan
 from slurm.launch.compose import compose_config, compose_upon
 from slurm.launch.evaluate import compose_evaluation, main, table_of
+from tests.fakes.inline_calls import InlineCalls
 from tests.fakes.run_directory import FakeRun
 
 SETS = ("evaluation.sets.p.samples=4", "evaluation.sets.p.temperature=0.8")
@@ -68,6 +72,24 @@ def test_a_model_directory_is_evaluated_on_a_task_that_is_named(run: FakeRun, tm
     assert (config.name, config.task.name, config.model.path) == ("eval-model", "countdown", str(run.paths.model))
 
 
+def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own(run: FakeRun) -> None:
+    config = compose_evaluation([f"model={run.paths.model}", "evaluation.sets.sums.task.name=arithmetic"])
+    assert not config.evaluation.own
+    task = load_task(config.task, 0)
+    assert list(eval_sets(task, InlineCalls(task), config)) == ["sums"]
+    assert list(schedules_of(config)) == ["sums"]
+
+
+def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
+    overrides = ["experiment=demo", "name=sft", f"output={tmp_path}", "training.steps=0"]
+    tuned = FakeRun(tmp_path / "sft", compose_config(overrides))
+    a_model(tuned.paths.model)
+    tuned.finish(400)
+    with pytest.raises(ConfigError, match="a task as well"):
+        compose_evaluation([f"run={tuned.root}"])
+    assert compose_evaluation([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
+
+
 def test_its_plan_has_servers_and_an_actor_and_no_trainer(run: FakeRun) -> None:
     plan = make_plan(compose_evaluation([f"run={run.root}"]))
     assert [seat.name for seat in plan.seats] == ["inference.0", "inference.1 + actor.0"]
@@ -111,7 +133,7 @@ def test_an_adapter_is_served_on_the_base_that_it_was_trained_on(run: FakeRun, t
         (["run=nobody"], "run='nobody': expected a run directory"),
         (["model={run}", "task=countdown"], "expected a model, and this is a run; evaluate it as one: run="),
         (["model={run}/jobs", "task=countdown"], "expected a directory with a Hugging Face model"),
-        (["model={run}/model"], "task=None: expected what to ask the model"),
+        (["model={run}/model"], "expected a task as well, to ask the model; name it: task=countdown"),
         (["model={run}/model", "checkpoint=latest", "task=countdown"], "expected nothing with model=…"),
         (["run={run}", "experiment=countdown"], "experiment='countdown': expected a group that names no others"),
         (["run={run}", "evaluation.sets.p.smaples=3"], "did you mean evaluation.sets.<name>.samples?"),

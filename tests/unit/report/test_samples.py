@@ -27,6 +27,12 @@ TRAINED = 12
 """Positions that the ledger knows; one more is not trained yet."""
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take long to import Arrow."""
+    monkeypatch.setattr("pipeline.rollouts.kept.CLOSE_SECONDS", 60.0)
+
+
 def a_sample(position: int, reward: float, *, cut: bool = False) -> Sample:
     asked, said = CHAT.encode(f"^{position}+1="), CHAT.encode("7$" if not cut else "777")
     tokens = [*asked, *said]

@@ -23,6 +23,12 @@ from pipeline.rollouts.kept import (
 )
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take long to import Arrow."""
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 60.0)
+
+
 def a_sample(reward: float = 1.0, **more: Any) -> Sample:
     values = {
         "tokens": np.array([1, 2, 3], "<i4").tobytes(),
@@ -118,6 +124,15 @@ def test_what_was_handed_over_is_on_disk_before_the_run_ends(tmp_path: Path, mon
         while not segments(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(written(tmp_path)) == 3
+
+
+def test_what_is_handed_over_at_once_is_cut_into_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 1000)
+    outcomes = [[a_sample(float(place))] for place in range(20)]
+    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(rows_of_evaluation(outcomes, "sums", "hard"))
+    assert len(segments(tmp_path)) == 4
+    assert [row["reward"] for row in written(tmp_path)] == list(range(20))
 
 
 def test_all_segments_together_stay_below_the_bound(tmp_path: Path) -> None:
