@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pipeline.config import NAMED, RunConfig, known_keys, named_section
 from pipeline.config.relevance import READ_WITH
 from pipeline.tasks import BUILT_IN
-from slurm.launch.compose import groups
+from slurm.launch.compose import config_groups
 
 TARGET = Path(__file__).parent / "configuration.md"
 HEAD = """# Configuration
@@ -33,7 +33,8 @@ def reference() -> str:
     """The page."""
     lines = [HEAD + "| group | choices |", "|---|---|"]
     lines += [
-        f"| `{group}=` | {', '.join(f'`{choice}`' for choice in choices)} |" for group, choices in groups().items()
+        f"| `{group}=` | {', '.join(f'`{choice}`' for choice in choices)} |"
+        for group, choices in config_groups().items()
     ]
     for section, fields in _by_section().items():
         purpose = (_section(section).__doc__ or "").strip()

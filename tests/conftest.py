@@ -1,14 +1,32 @@
 """Settings of all tests, and the order in which they run."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
-from tests.integration.redis_servers import redis_servers
+from tests.support.servers.redis_binaries import redis_servers
 
 settings.register_profile("rollcall", deadline=None)
 settings.load_profile("rollcall")
 
 LONGEST_FIRST = ("tests/cluster/", "tests/integration/", "tests/protocol/")
+
+
+TOLD_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the code under test handles or ignores for the rest of its process's life."""
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """What a test leaves ignored or blocked, the processes that later tests start would not hear."""
+    handlers = {number: signal.getsignal(number) for number in TOLD_BY}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.errors import CheckpointError, one_line
 from pipeline.system import files
-from pipeline.system.outages import LAST_SECONDS, insist
+from pipeline.system.outages import LAST_SECONDS, retry_transient
 
 
 class Storage:
@@ -38,7 +38,7 @@ class Storage:
         with self._translated("write", name):
             if self.local:
                 path = Path(self._path(name))
-                insist(f"{name} to be written", lambda: files.write_atomic(path, data), LAST_SECONDS)
+                retry_transient(f"{name} to be written", lambda: files.write_atomic(path, data), LAST_SECONDS)
             else:
                 self._fs.pipe_file(self._path(name), data)
 
@@ -46,7 +46,9 @@ class Storage:
         """The content of a file, or None when there is none."""
         with self._translated("read", name):
             try:
-                return insist(f"{name} to be read", lambda: bytes(self._fs.cat_file(self._path(name))), LAST_SECONDS)
+                return retry_transient(
+                    f"{name} to be read", lambda: bytes(self._fs.cat_file(self._path(name))), LAST_SECONDS
+                )
             except (FileNotFoundError, NotADirectoryError):
                 return None
 

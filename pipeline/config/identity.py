@@ -55,7 +55,7 @@ OPERATIONAL = (
 """Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""
 
 
-def digest(config: RunConfig) -> str:
+def identity_digest(config: RunConfig) -> str:
     """Hex digest of everything that must be equal for two submissions to be the same run."""
     text = json.dumps(_identity(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -264,6 +264,9 @@ class InferenceConfig(Section):
         1, description="Processes of each server that answer HTTP (GPU); more help where one is busy all the time."
     )
     max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
+    restarts: NotNegative = Field(
+        3, description="How often a server that dies or hangs is started again before it ends the attempt."
+    )
     fast_logprobs: bool = Field(
         True,
         description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values.",

@@ -1,8 +1,8 @@
 """The records that travel between roles.
 
 Owns the wire form of samples, groups and control messages: msgpack through msgspec, each with its kind and version, no
-pickle. Promises that what `encode` writes `decode` returns equal, and that anything else raises `RecordError`. Whether
-the values make sense is another question, which `check` answers to those who would train them.
+pickle. Promises that what `encode_record` writes `decode_record` returns equal, and that anything else raises
+`RecordError`. Whether the values make sense is another question, which `check` answers to those who would train them.
 Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its elements.
 
 Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
@@ -201,12 +201,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
 
 
-def encode(record: Record) -> bytes:
+def encode_record(record: Record) -> bytes:
     """The record as msgpack bytes."""
     return _encoder.encode(record)
 
 
-def decode(data: bytes, kind: type[R]) -> R:
+def decode_record(data: bytes, kind: type[R]) -> R:
     """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
     try:
         record = _decoder.decode(data)

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pipeline.roles.context import RoleContext
 from pipeline.rundir.events import Listener
 from pipeline.rundir.metrics import Console, MetricSinks
-from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.tracking.sinks import tracking_sinks
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.release import release
+from pipeline.training.dispatch.release import release_device
 
 
 class Controller:
@@ -54,6 +54,8 @@ class Controller:
 
     def _finish(self) -> None:
         """Give the devices back, then tell that the training is finished."""
-        release(self._dispatch)
+        release_device(self._dispatch)
         by = self._context.placement.name
-        insist("the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS)
+        retry_transient(
+            "the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS
+        )

@@ -29,7 +29,7 @@ from pipeline.rollouts.kept import EVAL
 from pipeline.rundir.documents import SubmittedJob
 from pipeline.rundir.metrics import Console, MetricSinks, Row, read_rows
 from pipeline.system import files
-from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.system.waiting import Deadline
 from pipeline.tasks import load_task
 from pipeline.tasks.chat import Chat
@@ -67,7 +67,7 @@ class Evaluator:
             alive.cancel()
         name, events = self._context.placement.name, self._context.events
         await asyncio.to_thread(
-            insist, "the end to be told", partial(events.publish, "training_finished", name), OUTAGE_SECONDS
+            retry_transient, "the end to be told", partial(events.publish, "training_finished", name), OUTAGE_SECONDS
         )
 
     async def _open(self, opened: AsyncExitStack) -> Evaluation:

@@ -29,7 +29,7 @@ from pipeline.training.speed import machine_of
 log = logging.getLogger(__name__)
 
 
-class Session(Controller):
+class RunSession(Controller):
     """The controller's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
@@ -106,7 +106,7 @@ class Session(Controller):
         self._dispatch.idle()
 
     @property
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """See `runner.Book`."""
         return not self._dispatch.broken
 

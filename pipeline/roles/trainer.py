@@ -60,9 +60,9 @@ def session_of(context: RoleContext, dispatch: "Dispatch") -> "Controller":
         from pipeline.roles.job_session import JobSession
 
         return JobSession(context, dispatch)
-    from pipeline.roles.session import Session
+    from pipeline.roles.session import RunSession
 
-    return Session(context, dispatch)
+    return RunSession(context, dispatch)
 
 
 def main(arguments: list[str]) -> None:

@@ -27,7 +27,7 @@ from typing import Self
 import aiohttp
 
 from pipeline.errors import RolloutError
-from pipeline.rollouts.server import Completion, Request, Server, Transient, pause_after
+from pipeline.rollouts.server import Completion, GenerationRequest, Server, Transient, pause_after
 
 COMPARED = 32
 """Servers whose loads are compared for one request."""
@@ -108,9 +108,9 @@ class InferenceClient:
         """
         self._check(token_ids)
         self.requests += 1
-        request = Request(list(token_ids), n, temperature, max_tokens, list(stop_token_ids), top_p, top_k)
+        request = GenerationRequest(list(token_ids), n, temperature, max_tokens, list(stop_token_ids), top_p, top_k)
         completions = await self._somewhere(request)
-        if not all(completion.whole for completion in completions):
+        if not all(completion.complete for completion in completions):
             completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))
         self.tokens += sum(len(completion.tokens) for completion in completions)
         return completions
@@ -121,7 +121,7 @@ class InferenceClient:
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
         return {"requests": self.requests, "completion_tokens": self.tokens} | idle | retries
 
-    async def _somewhere(self, request: Request) -> list[Completion]:
+    async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
         """The answer of the first server that gives one; of a long request its first piece."""
         pauses = _pauses()
         piece = min(request.max_tokens, self._piece or request.max_tokens)
@@ -135,12 +135,12 @@ class InferenceClient:
                 await asyncio.sleep(next(pauses))
             else:
                 server.worked()
-                self.retries.update("aborted" for completion in completions if not completion.whole)
+                self.retries.update("aborted" for completion in completions if not completion.complete)
                 return [_marked(completion, piece, request.max_tokens) for completion in completions]
 
-    async def _finished(self, part: Completion, request: Request) -> Completion:
+    async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:
         """`part`, continued until it ends by itself."""
-        while not part.whole:
+        while not part.complete:
             left = request.max_tokens - len(part.tokens)
             if left < 1:
                 return replace(part, finish="length")

@@ -20,8 +20,8 @@ from pipeline.groups.records import Group, PreparedGroup, Reissue
 from pipeline.groups.staleness import Gate
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.groups import GroupBuilder
-from pipeline.rollouts.issue import Issue
 from pipeline.rollouts.meters import Share
+from pipeline.rollouts.positions import PositionQueue
 from pipeline.streams import AsyncStreams
 from pipeline.streams.board import Board, TrainerProgress
 from pipeline.system.waiting import Deadline
@@ -69,7 +69,7 @@ class Generation:
         """Generate until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
         self._reissues = await self._streams.reader("reissue", Reissue, "actor")
         self._generation = self._streams.generation
-        self._issue = Issue(*await self._left())
+        self._queue = PositionQueue(*await self._left())
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._watch())
             self._tasks.create_task(self._take_back())
@@ -113,7 +113,7 @@ class Generation:
         self._generation = self._streams.generation
         left = await self._left()
         async with self._changed:
-            count = self._issue.lost(*left, self._refusals)
+            count = self._queue.lost(*left, self._refusals)
             self._changed.notify_all()
         log.warning("the streams were restarted: %d positions are issued again", count)
 
@@ -146,8 +146,8 @@ class Generation:
     async def _admitted(self) -> int:
         """The next position, once the gate lets it in; one that was refused may not be overtaken again."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._gate.room(self._issue.outstanding(self._progress.settled)))
-            position = self._issue.take()
+            await self._changed.wait_for(lambda: self._gate.room(self._queue.outstanding(self._progress.settled)))
+            position = self._queue.take()
             if position in self._refusals:
                 self._gate.wait_for(position)
         return position
@@ -180,5 +180,5 @@ class Generation:
                     continue  # delivered again
                 self._refusals.setdefault(position, []).append(entry.id)
                 async with self._changed:
-                    self._issue.again(position)
+                    self._queue.again(position)
                     self._changed.notify_all()

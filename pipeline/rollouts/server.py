@@ -65,7 +65,7 @@ class Completion:
     seconds: float
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """False when the policy had not finished."""
         return self.finish != "abort"
 
@@ -114,7 +114,7 @@ _bodies = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """What to continue and how; temperature 0 is greedy."""
 
     token_ids: Sequence[int]
@@ -180,7 +180,7 @@ class Server:
         """Its earlier failures are history."""
         self.failures, self.rests_until = 0, 0.0
 
-    async def ask(self, http: aiohttp.ClientSession, request: Request, seconds: float) -> list[Completion]:
+    async def ask(self, http: aiohttp.ClientSession, request: GenerationRequest, seconds: float) -> list[Completion]:
         """The answer of this server, after `seconds` with what it has by then; raises `Transient` or `RolloutError`."""
         version = self.version
         if version is None:

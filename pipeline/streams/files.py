@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
 
 from pipeline.errors import DeadlineError, RecordError, StreamError
-from pipeline.groups.records import R, decode
+from pipeline.groups.records import R, decode_record
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.streams import cursors, segments
 from pipeline.streams.cursors import Cursor, CursorFile
@@ -41,7 +41,7 @@ from pipeline.streams.interface import (
 )
 from pipeline.streams.segments import Frame, SegmentPosition, SegmentWriter, frame_bytes
 from pipeline.system import files
-from pipeline.system.outages import LAST_SECONDS, insist
+from pipeline.system.outages import LAST_SECONDS, retry_transient
 from pipeline.system.waiting import wait_for
 
 T = TypeVar("T")
@@ -241,7 +241,7 @@ def translated(what: str) -> Iterator[None]:
 
 def _patiently(what: str, act: Callable[[], T]) -> T:
     """What `act` returns, which may be called again, once the filesystem lets it."""
-    return insist(f"the stream files of {what!r}", act, LAST_SECONDS)
+    return retry_transient(f"the stream files of {what!r}", act, LAST_SECONDS)
 
 
 def _value(path: Path) -> bytes | None:
@@ -268,4 +268,4 @@ def _position(id: str) -> SegmentPosition:
 
 
 def _entry(frame: Frame, kind: type[R]) -> Entry[R]:
-    return Entry(_id(frame), decode(frame.data, kind), len(frame.data))
+    return Entry(_id(frame), decode_record(frame.data, kind), len(frame.data))

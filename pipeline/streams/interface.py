@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from pipeline.errors import StreamError
-from pipeline.groups.records import R, Record, encode
+from pipeline.groups.records import R, Record, encode_record
 from pipeline.system.waiting import wait_for
 
 V = TypeVar("V")
@@ -224,7 +224,7 @@ class Sending:
         self, streams: Streams, topic: str, records: Iterable[Record], acknowledging: Acknowledging | None
     ) -> None:
         self._streams, self._topic, self._acknowledging = streams, topic, acknowledging
-        self._left = [encode(record) for record in records]
+        self._left = [encode_record(record) for record in records]
         largest = max(map(len, self._left), default=0)
         if largest > streams.budget:
             raise StreamError(

@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as TimedOut
 from redis.retry import Retry
 
 from pipeline.errors import RecordError, StreamError, one_line
-from pipeline.groups.records import R, decode
+from pipeline.groups.records import R, decode_record
 from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
 from pipeline.system.waiting import CLOCK, Deadline, growing_pauses
@@ -284,7 +284,7 @@ def _rejected(topic: str) -> str:
 
 def _entry(id: bytes, fields: dict[bytes, bytes], kind: type[R]) -> Entry[R]:
     data = fields.get(b"d", b"")
-    return Entry(f"{id.decode()}/{len(data)}", decode(data, kind), len(data))
+    return Entry(f"{id.decode()}/{len(data)}", decode_record(data, kind), len(data))
 
 
 def _split(id: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from pipeline.system import files
-from pipeline.system.outages import insist
+from pipeline.system.outages import retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 
 T = TypeVar("T")
@@ -39,23 +39,23 @@ class Directory(Protocol):
 
 
 class FileDirectory:
-    """A `Directory` on a shared filesystem; a disk that fails for a passing reason is asked again for `patience`
+    """A `Directory` on a shared filesystem; a disk that fails for a transient reason is asked again for `patience`
     seconds."""
 
     def __init__(self, root: Path, patience: float = 0.0, clock: Clock = CLOCK) -> None:
         self._root, self._patience, self._clock = root, patience, clock
 
     def create(self, name: str, document: Any) -> bool:
-        return self._insist(name, lambda: files.create_document(self._root / name, document))
+        return self._retry(name, lambda: files.create_document(self._root / name, document))
 
     def replace(self, name: str, document: Any) -> None:
-        self._insist(name, lambda: files.write_document(self._root / name, document))
+        self._retry(name, lambda: files.write_document(self._root / name, document))
 
     def read(self, name: str, kind: type[T]) -> T | None:
-        return self._insist(name, lambda: files.read_document(self._root / name, kind))
+        return self._retry(name, lambda: files.read_document(self._root / name, kind))
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        return self._insist(folder, lambda: self._list(folder))
+        return self._retry(folder, lambda: self._list(folder))
 
     def _list(self, folder: str) -> tuple[str, ...]:
         # Opening a folder also makes an NFS client forget that a name was absent from it.
@@ -65,5 +65,5 @@ class FileDirectory:
         except FileNotFoundError:
             return ()
 
-    def _insist(self, name: str, act: Callable[[], T]) -> T:
-        return insist(str(self._root / name), act, self._patience, self._clock)
+    def _retry(self, name: str, act: Callable[[], T]) -> T:
+        return retry_transient(str(self._root / name), act, self._patience, self._clock)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import CheckpointError, OvertakenError
-from pipeline.system.outages import LAST_SECONDS, insist
+from pipeline.system.outages import LAST_SECONDS, retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Journal:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._path, self._check = path, check
-        self._size = insist(f"the size of {path}", lambda: _size(path), LAST_SECONDS)
+        self._size = retry_transient(f"the size of {path}", lambda: _size(path), LAST_SECONDS)
         self._unwritten = bytearray()
         self._told = False
 
@@ -81,13 +81,13 @@ def keep_lines(
     """Put a new file in place of the one at `path`, with those lines of which `wanted(line, end)` is true.
 
     `end` is the offset in bytes behind the line. A last line that was not written to its end goes too. Nothing happens
-    when there is no file. A disk that fails for a passing reason, or is full, is tried again for `LAST_SECONDS`; then
+    when there is no file. A disk that fails for a transient reason, or is full, is tried again for `LAST_SECONDS`; then
     the old file stays, with a warning. `check` is called right before the new one takes the name; what it raises leaves
     everything as it is.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        insist(f"{path} to be rolled back", lambda: _replace(path, part, wanted, check), LAST_SECONDS, clock)
+        retry_transient(f"{path} to be rolled back", lambda: _replace(path, part, wanted, check), LAST_SECONDS, clock)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -5,7 +5,7 @@ until a deadline, and what an agent could not say is kept until it can. Promises
 raised at once, and that who tries again is not taken for hung meanwhile: every try is a beat
 (`pipeline.system.heartbeat`). Knows nothing of what is read and written.
 
-    world = insist("the world to be read", lambda: files.read_document(path, World), seconds=30)
+    world = retry_transient("the world to be read", lambda: files.read_document(path, World), seconds=30)
 """
 
 import errno
@@ -23,7 +23,7 @@ OUTAGE_SECONDS = 120.0
 LAST_SECONDS = 30.0
 """For how long somebody who has nothing else to do any more tries to write down its last words."""
 
-PASSING = frozenset(
+TRANSIENT = frozenset(
     {
         *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR),
         *(errno.ENOSPC, errno.EDQUOT, errno.ENOLCK, errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOBUFS),
@@ -34,13 +34,13 @@ PASSING = frozenset(
 _PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 
-def is_passing(error: OSError) -> bool:
+def is_transient(error: OSError) -> bool:
     """Whether the same call may succeed a little later, without anybody mending anything but the disk."""
-    return error.errno in PASSING
+    return error.errno in TRANSIENT
 
 
-def insist(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CLOCK) -> T:
-    """What `act` returns, tried again while it fails for a passing reason; after `seconds` its last error is raised.
+def retry_transient(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CLOCK) -> T:
+    """What `act` returns, tried again while it fails for a transient reason; after `seconds` its last error is raised.
 
     From whatever thread: one beside the work, that of a commit for instance, hides for as long that the work stands
     still.
@@ -50,7 +50,7 @@ def insist(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CL
         try:
             return act()
         except OSError as error:
-            if not is_passing(error) or deadline.passed:
+            if not is_transient(error) or deadline.passed:
                 raise
         heartbeat.beat()
         clock.sleep(min(next(pauses), deadline.left))
@@ -76,7 +76,7 @@ class Outbox:
             try:
                 self._left[0]()
             except OSError as error:
-                if is_passing(error):
+                if is_transient(error):
                     return False
                 print(f"cannot be written, and is not tried again: {error}", flush=True)
             self._left.popleft()

@@ -47,7 +47,7 @@ ENDLESS = (
 
 
 @dataclass
-class Rows:
+class FlatRows:
     """Rows end to end. `counts` are those of the dataset: `read`, and by reason those that were left out, of which
     `wrong` says what is wrong with the first."""
 
@@ -100,7 +100,7 @@ class Conversations:
         self._content = Content()
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> FlatRows:
         """What is trained; `ConfigError` or `RowError` for a dataset that cannot be."""
         (train, held_out), masker = parts_of(self._config.data), masker_of(self._config)
         log.info("reading %s; what is trained is told by %s", self._config.data.path, masker.method)
@@ -151,7 +151,7 @@ class Conversations:
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """Some rows of a dataset."""
 
     examples: Examples
@@ -178,14 +178,14 @@ def fits(row: Trained, config: RunConfig) -> bool:
 
 
 def _read(
-    part: Part,
+    part: DatasetPart,
     masker: Masker,
     config: RunConfig,
     content: Content | None = None,
     alive: Callable[[], None] = lambda: None,
-) -> Rows:
+) -> FlatRows:
     """The rows of a part that are trained; `RowError` for the first one that is refused."""
-    rows = Rows()
+    rows = FlatRows()
     for index in part.indices:
         if rows.counts["read"] % ALIVE_ROWS == 0:
             alive()
@@ -206,7 +206,7 @@ def _read(
     return rows
 
 
-def parts_of(data: DataConfig) -> tuple[Part, Part]:
+def parts_of(data: DataConfig) -> tuple[DatasetPart, DatasetPart]:
     """The rows to train and those that are held out.
 
     `ConfigError` when a dataset cannot be read, has no answers, or fewer rows than are to be held out, and when those
@@ -218,14 +218,14 @@ def parts_of(data: DataConfig) -> tuple[Part, Part]:
         apart = data.model_copy(update=moved)
         refuse_overlap(data, apart, "data")
         others = _answered(apart)
-        return Part(examples, range(len(examples))), Part(
+        return DatasetPart(examples, range(len(examples))), DatasetPart(
             others, range(min(len(others), data.eval_rows or len(others)))
         )
     kept = len(examples) - data.eval_rows
     if kept < 1:
         expected = f"less than the {len(examples)} rows of data.path"
         raise ConfigError("data.eval_rows", data.eval_rows, expected, "lower it, or set data.eval_split")
-    return Part(examples, range(kept)), Part(examples, range(kept, len(examples)))
+    return DatasetPart(examples, range(kept)), DatasetPart(examples, range(kept, len(examples)))
 
 
 def check_data(config: RunConfig) -> None:
@@ -238,7 +238,7 @@ def check_data(config: RunConfig) -> None:
         _check_part(part, masker, config)
 
 
-def _check_part(part: Part, masker: Masker, config: RunConfig) -> None:
+def _check_part(part: DatasetPart, masker: Masker, config: RunConfig) -> None:
     """`ConfigError` for the first row that is refused; where such rows are dropped, if no other is found."""
     looked = replace(part, indices=part.indices[:CHECKED_ROWS])
     try:
@@ -249,7 +249,7 @@ def _check_part(part: Part, masker: Masker, config: RunConfig) -> None:
         raise ConfigError("data.path", config.data.path, "rows that can be trained", str(rows.wrong))
 
 
-def first_row(config: RunConfig) -> tuple[Trained, str] | None:
+def first_trainable_row(config: RunConfig) -> tuple[Trained, str] | None:
     """What the first row trains that can be trained, and what to warn of; None for a run without a dataset."""
     if not (config.data.path and config.has_sft):
         return None

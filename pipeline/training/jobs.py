@@ -39,25 +39,25 @@ from pipeline.system import files
 JOB_VERSION: Literal[1] = 1
 
 
-class Demonstrations(Section):
+class DemonstrationsInput(Section):
     """What the task of the config demonstrates."""
 
     kind: Literal["demonstrations"] = "demonstrations"
 
 
-class Dataset(Section):
+class DatasetInput(Section):
     """The conversations of `data.*` in the config."""
 
     kind: Literal["dataset"] = "dataset"
 
 
-class Stream(Section):
+class StreamInput(Section):
     """The prepared groups of a run, as its actor and preprocessor make them: only a run has them."""
 
     kind: Literal["stream"] = "stream"
 
 
-class Packed(Section):
+class PackedInput(Section):
     """A folder of `pipeline.training.standalone.packed`; it is removed when the job is done with it."""
 
     kind: Literal["packed"] = "packed"
@@ -108,7 +108,7 @@ class SftJob(_Job):
     """Supervised fine-tuning: minimises the cross-entropy of the counted tokens."""
 
     kind: Literal["sft"] = "sft"
-    inputs: Annotated[Demonstrations | Dataset | Packed, Field(discriminator="kind")]
+    inputs: Annotated[DemonstrationsInput | DatasetInput | PackedInput, Field(discriminator="kind")]
     schedule: SftSchedule
 
     @property
@@ -132,7 +132,7 @@ class RlJob(_Job):
     """Reinforcement learning from groups of samples: minimises the config's policy loss."""
 
     kind: Literal["rl"] = "rl"
-    inputs: Annotated[Stream | Packed, Field(discriminator="kind")]
+    inputs: Annotated[StreamInput | PackedInput, Field(discriminator="kind")]
     schedule: RlSchedule
 
     @property
@@ -170,7 +170,7 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
         jobs.append(_warm_start(config, rows))
     if config.has_rollouts:
         schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
-        jobs.append(RlJob(inputs=Stream(), schedule=schedule))
+        jobs.append(RlJob(inputs=StreamInput(), schedule=schedule))
     places = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
     outputs = [*("" for _ in jobs[1:]), f"../{MODEL}"]
     return tuple(job.model_copy(update={**places, "output": output}) for job, output in zip(jobs, outputs, strict=True))
@@ -183,7 +183,7 @@ def _warm_start(config: RunConfig, rows: int) -> SftJob:
         optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
     steps = start.steps or max(1, ceil(trained_rows(config, rows) / start.batch))
     schedule = SftSchedule(steps=steps, batch=start.batch, optim=optim)
-    return SftJob(inputs=Dataset() if config.data.path else Demonstrations(), schedule=schedule)
+    return SftJob(inputs=DatasetInput() if config.data.path else DemonstrationsInput(), schedule=schedule)
 
 
 def trained_rows(config: RunConfig, rows: int) -> int:
@@ -206,8 +206,8 @@ def located_job(job: Job, folder: Path) -> Job:
         return path if not path or "://" in path else str((folder / path).resolve())
 
     update: dict[str, Any] = {name: whole(getattr(job, name)) for name in _PATHS}
-    if isinstance(job.inputs, Packed):
-        update["inputs"] = Packed(folder=whole(job.inputs.folder))
+    if isinstance(job.inputs, PackedInput):
+        update["inputs"] = PackedInput(folder=whole(job.inputs.folder))
     return job.model_copy(update=update)
 
 
@@ -263,7 +263,7 @@ def _error(path: Path, details: ErrorDetails) -> ConfigError:
 
 
 def _keys() -> Iterator[str]:
-    for section in (SftJob, RlJob, SftSchedule, RlSchedule, OptimConfig, Packed):
+    for section in (SftJob, RlJob, SftSchedule, RlSchedule, OptimConfig, PackedInput):
         yield from section.model_fields
 
 
@@ -273,7 +273,7 @@ def check_alone(file: Path, job: Job, config: RunConfig) -> None:
     for name in ("optimizer_state", "output", "log"):
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
-    if isinstance(job.inputs, Stream | Dataset):
+    if isinstance(job.inputs, StreamInput | DatasetInput):
         mend = "pack the rows, or have a run make them: python launchers/submit.py"
         raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job that stands alone", mend)
     if isinstance(job, RlJob):
@@ -283,7 +283,7 @@ def check_alone(file: Path, job: Job, config: RunConfig) -> None:
     if log.is_dir() or log == file:
         raise ConfigError(f"{file}: log", job.log, "a file of its own")
     places = {"the job": file, "its log": log, "its optimizer_state": _place(job.optimizer_state)}
-    if isinstance(job.inputs, Packed):
+    if isinstance(job.inputs, PackedInput):
         places["its inputs"] = Path(job.inputs.folder)
     for name, place in places.items():
         if output in (place, *place.parents) or place in output.parents:

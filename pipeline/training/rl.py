@@ -95,9 +95,9 @@ class ReinforcementLearning:
         self._evaluations.wait()
 
     @property
-    def whole(self) -> bool:
-        """See `PolicyUpdate.whole`."""
-        return self._update.whole
+    def intact(self) -> bool:
+        """See `PolicyUpdate.intact`."""
+        return self._update.intact
 
     def _outcome(self, metrics: Mapping[str, float]) -> str:
         if self._skips.note(metrics):

@@ -25,7 +25,7 @@ class Algorithm(Protocol):
     def job(self) -> Job: ...
 
     @property
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """False in the middle of a step that has changed the models already: what they are then is not committed."""
         ...
 
@@ -50,7 +50,7 @@ class Book(Protocol):
     """Where a runner writes what it did."""
 
     @property
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """Whether the ranks still hold the models, so that they may be committed."""
         ...
 
@@ -82,8 +82,8 @@ class Runner:
         """Run a job of which `done` steps are committed; returns when all are.
 
         Whatever ends it early (`Interrupted`, a server's failure, a missed deadline, a full disk) is raised after a
-        commit of the steps that were done, unless the model is not whole any more. If that commit fails too, the first
-        error is raised, since it says what happened; see `tells_more`.
+        commit of the steps that were done, unless the models are not intact any more. If that commit fails too, the
+        first error is raised, since it says what happened; see `tells_more`.
         """
         job = algorithm.job
         log.info("%s: steps %d to %d", job.name, done, job.steps)
@@ -100,7 +100,7 @@ class Runner:
             self._commit(job, done, wait=True)
             algorithm.end()
         except Exception as error:
-            if self._book.whole and algorithm.whole:
+            if self._book.intact and algorithm.intact:
                 self._commit_last(job, done, error)
             raise
 

@@ -24,7 +24,7 @@ class SupervisedFineTuning:
     """The `Algorithm` of an `SftJob`: minimises the cross-entropy of the counted tokens.
 
     Attributes:
-        whole: False while the optimizer steps: what a step that fails on one rank leaves is none that a checkpoint may
+        intact: False while the optimizer steps: what a step that fails on one rank leaves is none that a checkpoint may
             keep.
     """
 
@@ -41,7 +41,7 @@ class SupervisedFineTuning:
         self.job, self._held_out = job, held_out
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
         self._skips = Skips()
-        self.whole = True
+        self.intact = True
 
     def begin(self, step: int) -> None:
         if step == 0:
@@ -52,9 +52,9 @@ class SupervisedFineTuning:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
         metrics = self._dispatch.forward_backward("policy", batch, SFT, level=self._level)
-        self.whole = False
+        self.intact = False
         metrics |= self._dispatch.optim_step("policy")
-        self.whole = True
+        self.intact = True
         self._skips.note(metrics)
         size = {"tokens/batch": float(sum(batch.lengths)), "steps": float(self.job.steps)}
         return metrics | size

@@ -47,13 +47,13 @@ class PolicyUpdate:
     """Steps of one job of reinforcement learning, on the models that `models_of` names.
 
     Attributes:
-        whole: False from the first optimizer step of a step until its last: if it ends in between, the models are none
+        intact: False from the first optimizer step of a step until its last: if it ends in between, the models are none
             that a checkpoint may keep.
     """
 
     def __init__(self, dispatch: Dispatch, config: RunConfig) -> None:
         self._dispatch, self._config, self._loss = dispatch, config, config.loss
-        self.whole = True
+        self.intact = True
 
     def begin(self, optim: OptimConfig, steps: int, step: int) -> None:
         """Make the models ready for step `step` of `steps`.
@@ -149,13 +149,13 @@ class PolicyUpdate:
 
     def _optimise(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:
         """All optimizer steps: the critic's, then the policy's, since neither sees the other within a step."""
-        self.whole = False
+        self.intact = False
         metrics: dict[str, float] = {}
         if self._loss.advantage == "gae":
             found = self._train("critic", ValueObjective(self._config.critic.clip), staged, mini_batches, step)
             metrics |= {f"critic/{name}": value for name, value in found.items()}
         metrics |= self._train("policy", self._loss, staged, mini_batches, step)
-        self.whole = True
+        self.intact = True
         return metrics | {"optimizer_steps": float(self._config.training.update_epochs * len(mini_batches))}
 
     def _train(

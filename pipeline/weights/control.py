@@ -16,8 +16,12 @@ from pipeline.system.waiting import Deadline
 _LEAST_SECONDS = 0.001
 
 
-class Refused(WeightSyncError):
+class RefusedByServer(WeightSyncError):
     """The server answered that it did not do it."""
+
+
+class Gone(WeightSyncError):
+    """Nobody listens there: the server's process has ended, or is not there yet."""
 
 
 class ServerControl:
@@ -48,8 +52,8 @@ class ServerControl:
         return self._http.sock is None or bool(select.select([self._http.sock], [], [], 0)[0])
 
     def end(self, deadline: Deadline) -> Any:
-        """The answer to what was begun; `Refused` when the server did not do it, `WeightSyncError` when the answer is
-        lost or no JSON."""
+        """The answer to what was begun; `RefusedByServer` when the server did not do it, `WeightSyncError` when the
+        answer is lost or no JSON."""
         try:
             self._limit(deadline)
             response = self._http.getresponse()
@@ -58,7 +62,7 @@ class ServerControl:
             raise self._lost(error) from error
         if response.status != 200:
             self._http.close()  # vLLM closes its end after an error, sometimes without saying so
-            raise Refused(f"{self.server}{self._route}: status {response.status}: {_message(response, text)}")
+            raise RefusedByServer(f"{self.server}{self._route}: status {response.status}: {_message(response, text)}")
         try:
             return json.loads(text) if text else None
         except ValueError as error:
@@ -89,7 +93,8 @@ class ServerControl:
     def _lost(self, error: Exception) -> WeightSyncError:
         self._http.close()
         what = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
-        return WeightSyncError(f"{self.server}{self._route}: {what}")
+        kind = Gone if isinstance(error, ConnectionRefusedError) else WeightSyncError
+        return kind(f"{self.server}{self._route}: {what}")
 
 
 def _message(response: HTTPResponse, text: bytes) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
-from pipeline.weights.meeting import GpuGroup
+from pipeline.weights.gpu_group import GpuGroup
 
 _POLL_SECONDS = 0.0005
 

@@ -34,8 +34,8 @@ from torch._C._distributed_c10d import Store
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.system.waiting import Deadline, wait_for
-from pipeline.weights.control import Refused, ServerControl
-from pipeline.weights.meeting import GpuGroup, gpu_of, meet
+from pipeline.weights.control import Gone, RefusedByServer, ServerControl
+from pipeline.weights.gpu_group import GpuGroup, gpu_of, join_gpu_group
 from pipeline.weights.wire import TRAINER, TransferGroup, WeightLayout, announced_gpu, is_announced, visit_store
 
 log = logging.getLogger(__name__)
@@ -145,15 +145,19 @@ class Link:
             raise WeightSyncError(f"weights {payload.version}: {error}") from error
 
     def verify(self) -> None:
-        """Notice a current server that lost its weights, since it was restarted; it is absent then.
+        """Notice a current server that is gone, or lost its weights since it was restarted; it is absent then.
 
-        One that does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
+        One that is there and does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
         """
         if self.state != "current":
             return
         try:
             with ServerControl(self.server, self._meeting.password) as control:
                 told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
+        except Gone as error:
+            log.warning("%s: it has to join again", error)
+            self._fail()
+            return
         except WeightSyncError:
             return
         if any(version != self.version for version in told):
@@ -200,7 +204,7 @@ class Link:
         if not is_announced(store, name):
             control.end(deadline)  # it says why not
         if payload.buffer.is_cuda:
-            return meet(store, name, TRAINER, payload.buffer.device, announced_gpu(store, name), deadline)
+            return join_gpu_group(store, name, TRAINER, payload.buffer.device, announced_gpu(store, name), deadline)
         return TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
 
     def _transfer(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
@@ -208,7 +212,7 @@ class Link:
             raise WeightSyncError(f"{self.server}: no group")
         try:
             control.post("/start_weight_update", deadline)
-        except Refused:  # an earlier update was left half done; it can only be finished
+        except RefusedByServer:  # an earlier update was left half done; it can only be finished
             control.post("/finish_weight_update", deadline)
             control.post("/start_weight_update", deadline)
         if payload.ready is not None:

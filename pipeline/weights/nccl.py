@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
-from pipeline.weights.meeting import GpuGroup
+from pipeline.weights.gpu_group import GpuGroup
 from pipeline.weights.wire import SERVER, TRAINER
 
 _POLL_SECONDS = 0.0005

@@ -32,7 +32,7 @@ from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
 from pipeline.weights.copies import CopyPlan, NoPlan
 from pipeline.weights.engine import reload_model
-from pipeline.weights.meeting import GpuGroup, gpu_of, meet
+from pipeline.weights.gpu_group import GpuGroup, gpu_of, join_gpu_group
 from pipeline.weights.wire import SERVER, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
         store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), deadline.left)
         announce(store, name, gpu_of(self.device))
-        self._group = meet(store, name, SERVER, self.device, init_info.gpu, deadline)
+        self._group = join_gpu_group(store, name, SERVER, self.device, init_info.gpu, deadline)
 
     def start_weight_update(self) -> None:
         if self._group is None:

@@ -29,7 +29,7 @@ NOTICE = signal.SIGUSR2.name
 
 
 @dataclass(frozen=True)
-class Facts:
+class AttemptFacts:
     """What an attempt left behind.
 
     Attributes:
@@ -73,9 +73,9 @@ class Facts:
         return "" if self.told else f"the agents left without a reason (srun: exit code {self.code})"
 
 
-def gather(
+def gather_facts(
     run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: int, late: float, clock: Clock = CLOCK
-) -> Facts:
+) -> AttemptFacts:
     """The facts of an attempt of `ranks` agents whose srun ended with `code`, from the run directory.
 
     Code 0 means that every agent returned by itself, so none is lost, and the reason is on disk: it is waited for, for
@@ -92,7 +92,7 @@ def gather(
     failure = first.one_line() if first else failed.detail if failed else ""
     told = draining is not None and _came_first(heard, bool(first))
     committer = newest_committer(run)
-    return Facts(
+    return AttemptFacts(
         restart=restart,
         finished=run.finished.exists(),
         told=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",

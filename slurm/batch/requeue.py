@@ -26,7 +26,7 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.world.plan import make_plan
-from slurm.batch.facts import Facts, gather
+from slurm.batch.facts import AttemptFacts, gather_facts
 from slurm.registry import runs
 from slurm.scheduler.commands import SlurmCommands
 from slurm.scheduler.environment import batch_attempt
@@ -47,7 +47,7 @@ OUT_OF_TIME = "TimeLimit"
 """The scheduler's reason when it ends a job at its time limit."""
 
 
-def decide(facts: Facts, job: QueuedJob | None, cluster: ClusterConfig, now: float) -> Outcome:
+def decide(facts: AttemptFacts, job: QueuedJob | None, cluster: ClusterConfig, now: float) -> Outcome:
     """What becomes of `job`, as the scheduler sees it now (None: not any more). Pure; `now` is seconds since the epoch.
 
     Whose the job is comes first: when the scheduler ends it, or has queued it again, what happened in the attempt has
@@ -86,7 +86,7 @@ def decide(facts: Facts, job: QueuedJob | None, cluster: ClusterConfig, now: flo
     return outcome(False, "it failed before the first commit, so another attempt would fail alike")
 
 
-def is_out_of_time(facts: Facts, job: QueuedJob | None) -> bool:
+def is_out_of_time(facts: AttemptFacts, job: QueuedJob | None) -> bool:
     """Whether the attempt ended for the job's own time limit, by its notice or by the limit itself."""
     if job is None:
         return False
@@ -121,7 +121,7 @@ def conclude_attempt(
         _keep(paths, outcome, clock)
         return outcome
 
-    def look() -> tuple[ClusterConfig, AttemptPaths, Facts]:
+    def look() -> tuple[ClusterConfig, AttemptPaths, AttemptFacts]:
         return _look(run, job, restart, code, clock)
 
     cluster, paths, facts = _ask_until("the run directory to be readable", look, clock)
@@ -141,9 +141,11 @@ def conclude_attempt(
     return outcome
 
 
-def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], late: float, clock: Clock) -> Facts:
+def _clear_up(
+    look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptFacts]], late: float, clock: Clock
+) -> AttemptFacts:
     """The facts once they leave no doubt, or are as late as they can be."""
-    facts: Facts | None = None
+    facts: AttemptFacts | None = None
 
     def clear() -> bool:
         nonlocal facts
@@ -155,13 +157,15 @@ def _clear_up(look: Callable[[], tuple[ClusterConfig, AttemptPaths, Facts]], lat
     return facts or look()[2]
 
 
-def _look(run: RunPaths, job: str, restart: int, code: int, clock: Clock) -> tuple[ClusterConfig, AttemptPaths, Facts]:
+def _look(
+    run: RunPaths, job: str, restart: int, code: int, clock: Clock
+) -> tuple[ClusterConfig, AttemptPaths, AttemptFacts]:
     """By which limits the attempt is judged, its files, and what they say of it."""
     config = kept_config(run)
     if config is None:
         raise RollcallError(f"{run.config} cannot be read")
     paths = run.attempt(runs.identity(run).run_id, f"{job}-{restart}")
-    facts = gather(run, paths, restart, make_plan(config).ranks, code, config.cluster.lateness, clock)
+    facts = gather_facts(run, paths, restart, make_plan(config).ranks, code, config.cluster.lateness, clock)
     return config.cluster, paths, facts
 
 

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     """Cancel what the arguments name; 0 when it is over or there was nothing to cancel, 2 for a wrong argument."""
     try:
         if len(arguments) == 1 and arguments[0].startswith("sweep="):
-            return cancel_sweep(manifest.find(arguments[0].removeprefix("sweep=")), find_slurm)
+            return cancel_sweep(manifest.find_sweep(arguments[0].removeprefix("sweep=")), find_slurm)
         return cancel([RunPaths(find_run(arguments))], find_slurm)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)

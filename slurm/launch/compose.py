@@ -63,7 +63,7 @@ def compose_upon(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path
             key, value = override.key_or_group, override.value()
             if override.is_delete():
                 raise ConfigError(key, text, "key=value here", "set it to its default instead")
-            if key in groups(folder):
+            if key in config_groups(folder):
                 _lay_group(changed, key, folder / key / f"{value}.yaml")
             else:
                 OmegaConf.update(changed, key, value, force_add=True)
@@ -92,7 +92,7 @@ def _composing(overrides: Sequence[str]) -> Iterator[None]:
         raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
 
 
-def expand(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
+def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
     """The points of a sweep: every combination of the values of `a=1,2`, `range(…)`, `choice(…)` and `glob(…)`.
 
     Keys come out without `+`, values in Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. Of
@@ -156,7 +156,7 @@ def ends_of(axis: str, most: int, folder: Path = CONF) -> list[str]:
 
 
 def spell_point(overrides: Sequence[str], fixed: Sequence[str], folder: Path = CONF) -> tuple[str, ...]:
-    """What a sweeper chose for a point, without what all points share, in the spelling of `expand`.
+    """What a sweeper chose for a point, without what all points share, in the spelling of `expand_sweep`.
 
     spell_point(["loss=grpo", "++seed=1", "+optim.lr=1e-4"], ["seed=1"])     ("loss=grpo", "optim.lr=0.0001")
     """
@@ -166,7 +166,7 @@ def spell_point(overrides: Sequence[str], fixed: Sequence[str], folder: Path = C
     return tuple(f"{_written(override, folder)}={override.get_value_element_as_str()}" for override in parsed)
 
 
-def groups(folder: Path = CONF) -> dict[str, list[str]]:
+def config_groups(folder: Path = CONF) -> dict[str, list[str]]:
     """The config groups and the choices of each."""
     found = {path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
     return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in sorted(found)}
@@ -178,7 +178,7 @@ def _prepare(text: str, folder: Path) -> str:
     if override.is_sweep_override():
         mend = "-m submits one run for each value"
         raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
-    key, choices = override.key_or_group, groups(folder)
+    key, choices = override.key_or_group, config_groups(folder)
     if key in choices:
         value = override.value()
         if value not in choices[key]:
@@ -192,7 +192,7 @@ def _prepare(text: str, folder: Path) -> str:
 
 def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
     """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
-    keys, choices = known_keys(), groups(folder)
+    keys, choices = known_keys(), config_groups(folder)
     key = known_form(override.key_or_group, keys)
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if key in choices or any(NAMED in known for known in inside):  # a mapping by name is given whole, or by keys
@@ -231,14 +231,14 @@ def _values(override: Override, text: str, folder: Path) -> list[str]:
     except (HydraException, ValueError) as error:
         raise ConfigError(key, given, "values that can be listed", " ".join(str(error).split())) from None
     if not values:
-        choices = ", ".join(groups(folder).get(key, ()))
+        choices = ", ".join(config_groups(folder).get(key, ()))
         raise ConfigError(key, given, "at least one value", f"choose from: {choices}" if choices else "")
     return values
 
 
 def _written(override: Override, folder: Path) -> str:
     """The key of a point's override: `seed` also of `+seed` and `++seed`, which mean the same here."""
-    if override.is_delete() or override.key_or_group in groups(folder):
+    if override.is_delete() or override.key_or_group in config_groups(folder):
         return str(override.get_key_element())
     return str(override.get_key_element()).lstrip("+")
 
@@ -246,5 +246,5 @@ def _written(override: Override, folder: Path) -> str:
 def _listed(override: Override, folder: Path) -> Iterator[str]:
     value = override.value()
     if isinstance(value, Glob):
-        return iter(value.filter(groups(folder).get(override.key_or_group, [])))
+        return iter(value.filter(config_groups(folder).get(override.key_or_group, [])))
     return override.sweep_string_iterator()

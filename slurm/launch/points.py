@@ -170,7 +170,7 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
     run = RunPaths(config.directory)
     old = kept_config(run)
-    changes = differences(old, runs.settled(config)) if old else []
+    changes = differences(old, runs.located_config(config)) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)

@@ -26,7 +26,7 @@ from slurm.batch.executors import RunJob
 from slurm.launch.compose import compose_config
 from slurm.launch.following import follow_job, print_job
 from slurm.launch.signals import noted_signals
-from slurm.launch.submit import check, print_plan, run_here, submit_one
+from slurm.launch.submit import check_submission, print_plan, run_here, submit_one
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.environment import child_environment
@@ -59,13 +59,13 @@ def serve(config: RunConfig) -> int:
     paths = RunPaths(config.directory.resolve())
     live = _live_job(config, paths)
     if live is None:
-        print_plan(config, check(config))
+        print_plan(config, check_submission(config))
     with front(config, paths):
         if config.cluster.kind == "local":
             return _serve_here(config)
         with noted_signals() as interrupted:
             if live is None:
-                live = submit_one(config, check(config))
+                live = submit_one(config, check_submission(config))
                 print_job(live)
             return follow_job(live, interrupted)
 
@@ -125,7 +125,7 @@ def _serve_here(config: RunConfig) -> int:
     for restart in range(config.serve.restarts + 1):
         started = time.monotonic()
         try:
-            code = run_here(config, check(config))
+            code = run_here(config, check_submission(config))
         except RollcallError as error:  # what was free at the start may be taken now: clients wait
             if not restart:
                 raise

@@ -24,8 +24,8 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
 from pipeline.tasks.sets import check_eval_tasks, check_held_out
-from pipeline.training.conversations import check_data, coloured, first_row
-from pipeline.training.jobs import Demonstrations, check_alone, read_job
+from pipeline.training.conversations import check_data, coloured, first_trainable_row
+from pipeline.training.jobs import DemonstrationsInput, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
 from pipeline.world.assignment import describe_plan
 from pipeline.world.memory import Sizes, check_memory, describe_memory
@@ -69,9 +69,9 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.detach and config.cluster.kind == "local":
             mend = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", mend)
-        plan = check(config)
+        plan = check_submission(config)
         print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
-        return 0 if options.dry_run else run(config, plan, detach=options.detach)
+        return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(config: RunConfig, accepted: list[object] | None = None) -> Plan:
+def check_submission(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way.
 
     `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
@@ -156,9 +156,9 @@ def _refuse_serving(config: RunConfig) -> None:
 
 
 def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
-    """`check` for a point of a sweep."""
+    """`check_submission` for a point of a sweep."""
     _refuse_serving(config)
-    return check(config, accepted)
+    return check_submission(config, accepted)
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -184,7 +184,7 @@ def check_inputs(config: RunConfig) -> None:
         raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
     for file in files:
         check_alone(file, job := read_job(file), config)
-        if isinstance(job.inputs, Demonstrations):
+        if isinstance(job.inputs, DemonstrationsInput):
             check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
 
 
@@ -213,7 +213,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         console.print(f"  {line}")
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
-    if (shown := first_row(config)) is not None:
+    if (shown := first_trainable_row(config)) is not None:
         first, endless = shown
         console.print("\nThe first row; what is trained is green:")
         console.print(Text.from_ansi(coloured(first)), end="\n\n")
@@ -238,7 +238,7 @@ def _what_it_trains(config: RunConfig) -> str:
     return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
 
 
-def run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
+def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
     if config.cluster.kind == "local":
         return run_here(config, plan)

@@ -22,13 +22,13 @@ from pipeline.report.words import count
 from pipeline.rundir.paths import SweepPaths
 from pipeline.system import files
 from pipeline.world.plan import Plan
-from slurm.launch.compose import expand
+from slurm.launch.compose import expand_sweep
 from slurm.launch.following import called
 from slurm.launch.points import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
 from slurm.launch.signals import INTERRUPTED, noted_signals
 from slurm.registry.manifest import Point, SweepManifest
 from slurm.watch.overview import Overview
-from slurm.watch.table import follow_table, show
+from slurm.watch.table import follow_table, print_table
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
     A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
     `detach`; Ctrl-C leaves them alone. `ConfigError` for the first point that is wrong.
     """
-    prepared = prepare_sweep(expand(overrides), launch.check, launch.scheduler)
+    prepared = prepare_sweep(expand_sweep(overrides), launch.check, launch.scheduler)
     if detach and prepared.local:
         mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
         raise ConfigError("option", "--detach", "cluster=slurm", mend)
@@ -92,7 +92,7 @@ def run_all(prepared: Prepared, launch: PointLauncher) -> int:
             return code
         failed += code != 0
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name)
-    show(overview.look(), overview.source, Console())
+    print_table(overview.look(), overview.source, Console())
     return 1 if failed else 0
 
 

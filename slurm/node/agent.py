@@ -27,7 +27,7 @@ from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.system import files, network, process
 from pipeline.system.directory import Directory, FileDirectory
-from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, insist
+from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, retry_transient
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.training.jobs import steps_of_sft
 from pipeline.world.plan import Card, Plan, World, make_plan
@@ -73,7 +73,7 @@ def run_agent(run: RunPaths, environment: Environment, notice: Notice) -> End:
     """
     if run.finished.exists():
         return "finished"
-    _insist_on_owner(run, environment, notice)
+    _require_ownership(run, environment, notice)
     paths = run.attempt(runs.identity(run).run_id, environment.attempt)
     with SignsOfLife(paths, environment.rank):
         try:
@@ -103,7 +103,7 @@ def _make_folders(paths: AttemptPaths) -> None:
     """Make the folders in which ranks look for each other's files: before anybody looks, since a client of a shared
     filesystem that found no folder may go on finding none."""
     for folder in paths.shared:
-        insist(str(folder), partial(folder.mkdir, parents=True, exist_ok=True), LAST_SECONDS)
+        retry_transient(str(folder), partial(folder.mkdir, parents=True, exist_ok=True), LAST_SECONDS)
 
 
 def _first_failure(paths: AttemptPaths) -> str:
@@ -137,7 +137,7 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
     return end
 
 
-def _insist_on_owner(run: RunPaths, environment: Environment, notice: Notice) -> None:
+def _require_ownership(run: RunPaths, environment: Environment, notice: Notice) -> None:
     """Refuse a run that was submitted again as another job, which the scheduler may have queued before this one ended.
 
     The job may start before its launcher has recorded it, so this waits a little, unless it is told to end.
@@ -146,7 +146,7 @@ def _insist_on_owner(run: RunPaths, environment: Environment, notice: Notice) ->
         return
 
     def ours() -> bool:
-        return insist("the run's job", lambda: runs.owns(run, environment.job), LAST_SECONDS)
+        return retry_transient("the run's job", lambda: runs.owns(run, environment.job), LAST_SECONDS)
 
     with suppress(DeadlineError):
         wait_for("the run to be this job's", lambda: ours() or bool(notice.reason), OWNER_SECONDS)
@@ -287,7 +287,7 @@ def _finish(
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
     finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
-    insist("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
+    retry_transient("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
 
 
 def _steps_of(run: RunPaths, config: RunConfig) -> int:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from pipeline.rundir.paths import DOWN, AttemptPaths, down_mark
 from pipeline.system.directory import Directory
-from pipeline.system.outages import LAST_SECONDS, insist
+from pipeline.system.outages import LAST_SECONDS, retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.world.plan import Placement
 
@@ -81,7 +81,9 @@ def agent_name(rank: int) -> str:
 def mark_down(attempt: Directory, rank: int, clock: Clock = CLOCK) -> None:
     """Say that this rank's agent and everything that it started is down; it does not fail where the disk does."""
     try:
-        insist("the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), LAST_SECONDS, clock)
+        retry_transient(
+            "the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), LAST_SECONDS, clock
+        )
     except OSError as error:
         print(f"rollcall: agent {rank} could not say that it left: {error}", flush=True)
 

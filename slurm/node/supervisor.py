@@ -1,7 +1,8 @@
 """Runs the roles of one rank, from the world to a clean end.
 
-Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that the
-first failure on any rank stops every role of every rank, a trainer that is ready after the time to commit; that an
+Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that a
+server which fails after it was ready is started again, up to `inference.restarts` times; that the first other failure
+on any rank stops every role of every rank, a trainer that is ready after the time to commit; that an
 orderly end comes down in the order of `lifecycle.DESCENT`; that when `run` returns nothing it started is alive, but for
 what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no end; and that
 a disk which fails is borne (`pipeline.system.outages`). Must not know what a role does.
@@ -28,7 +29,7 @@ from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.system import process
 from pipeline.system.directory import Directory, FileDirectory
-from pipeline.system.outages import LAST_SECONDS, Outbox, insist
+from pipeline.system.outages import LAST_SECONDS, Outbox, retry_transient
 from pipeline.system.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.node import lifecycle
 from slurm.node.alive import Marks
@@ -64,6 +65,8 @@ class SupervisedRole:
     deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     reason: Deadline | None = None
     """Until when it may show why the role, which has ended with exit code 0, did so."""
+    replaced: int = 0
+    """How often its process was replaced."""
 
     @property
     def name(self) -> str:
@@ -124,8 +127,10 @@ class Supervisor:
 
     def _supervised(self, context: RoleContext) -> SupervisedRole:
         launch = launch_of(context)
-        vitals = Vitals(context.placement.name, launch, self._cluster.silence_seconds, self._clock)
-        return SupervisedRole(context, launch, vitals)
+        return SupervisedRole(context, launch, self._vitals(context.placement.name, launch))
+
+    def _vitals(self, name: str, launch: Launch) -> Vitals:
+        return Vitals(name, launch, self._cluster.silence_seconds, self._clock)
 
     def run(self) -> End:
         """Start all roles and return how the attempt ended on this rank, when everything here is down."""
@@ -178,13 +183,13 @@ class Supervisor:
         except DeadlineError as late:
             print(late, flush=True)
 
-    def _start(self, role: SupervisedRole) -> None:
+    def _start(self, role: SupervisedRole, happening: lifecycle.Happening = "start", detail: str = "") -> None:
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
         variables = child_environment({**role.launch.env, **role.vitals.board.environment, **hidden})
-        role.child = insist("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
+        role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
-        self._advance(role, "start")
+        self._advance(role, happening, detail)
         role.vitals.probe.start()
 
     def _time_to_start(self, role: SupervisedRole) -> float:
@@ -250,17 +255,34 @@ class Supervisor:
         return self._paths.log(role.context.placement.role, role.context.placement.index)
 
     def _failed(self, role: SupervisedRole, happening: lifecycle.Happening, failure: FirstFailure) -> None:
-        """Record the first failure of the attempt, and end what is left of the role.
+        """Record the first failure of the attempt, and end what is left of the role; a server gets a new process.
 
         While an attempt comes down, only the failure of a trainer that was ready still counts: it was to commit.
         """
         stuck = role.kill()
+        if not stuck and self._may_replace(role):
+            self._replace(role, failure.cause)
+            return
         trains = role.context.placement.role == "trainer" and role.state == "ready"
         if self._end is None or (self._end == "preempted" and trains):
             print(failure.one_line(), flush=True)  # the disk may take nothing
             self._outbox.say(lambda: self._attempt.create(FIRST_FAILURE, failure))
             self._say("failed", failure.one_line(), role.name)
         self._advance(role, happening, failure.cause + stuck)
+
+    def _may_replace(self, role: SupervisedRole) -> bool:
+        """Whether a new process may do better: one that never was ready would fail again."""
+        once_ready = role.state == "ready" or role.replaced > 0
+        left = role.replaced < role.context.config.inference.restarts
+        return self._end is None and once_ready and left and role.context.placement.role in lifecycle.REPLACEABLE
+
+    def _replace(self, role: SupervisedRole, cause: str) -> None:
+        role.replaced += 1
+        told = f"{cause}; started again, {role.replaced} of inference.restarts={role.context.config.inference.restarts}"
+        print(f"{role.name}: {told}", flush=True)
+        role.vitals.close()
+        role.vitals, role.reason = self._vitals(role.name, role.launch), None
+        self._start(role, "replaced", told)
 
     def _descend(self) -> None:
         """Ask those roles to stop whose turn has come."""

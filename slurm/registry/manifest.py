@@ -78,7 +78,7 @@ def load_manifest(paths: SweepPaths) -> SweepManifest | None:
     raise RunStateError("name", paths.root.name, expected, mend)
 
 
-def find(value: str, output: Path | None = None) -> SweepPaths:
+def find_sweep(value: str, output: Path | None = None) -> SweepPaths:
     """The sweep with this name below `output`, if that is given; else in this directory, or below `runs/`.
 
     `ConfigError` if there is none.

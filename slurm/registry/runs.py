@@ -23,7 +23,7 @@ from typing import Any, Literal
 import pipeline
 from pipeline.config import RunConfig, TaskConfig, load_config
 from pipeline.config.data import located_data, located_options
-from pipeline.config.identity import differences, digest
+from pipeline.config.identity import differences, identity_digest
 from pipeline.config.models import located_model
 from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.rundir.documents import RunIdentity, SubmittedJob
@@ -67,7 +67,7 @@ def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
             _refuse_queued(run, config, scheduler)
             _refuse_live(run, config, run.job_lock)
             _refuse_contents(run, config)
-            _freeze(run, settled(config))
+            _freeze(run, located_config(config))
         yield run
 
 
@@ -256,8 +256,8 @@ def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
         return
     if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
         raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
-    old, new = _kept_config(run), settled(config)
-    if digest(old) != digest(new):
+    old, new = _kept_config(run), located_config(config)
+    if identity_digest(old) != identity_digest(new):
         changes = "; ".join(differences(old, new))
         mend = f"submit it as it was, or give the new one another name (name={config.name}-2)"
         raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", mend)
@@ -285,7 +285,7 @@ def _unreadable(run: RunPaths, path: Path) -> RunStateError:
     return RunStateError("name", run.root.name, f"a run with a readable {path}", mend)
 
 
-def settled(config: RunConfig) -> RunConfig:
+def located_config(config: RunConfig) -> RunConfig:
     """The config as it is kept: right from whatever directory the next submission is made."""
     jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
     located: dict[str, Any] = {

@@ -47,7 +47,7 @@ def render_run(snapshot: Snapshot) -> RenderableType:
     """The whole picture of a run in one panel."""
     parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
     if snapshot.silent:
-        parts += [Text(), Text(silence(snapshot), UNSURE)]
+        parts += [Text(), Text(silence_text(snapshot), UNSURE)]
     if snapshot.job and snapshot.job.trouble:
         parts += [Text(), Text(no_answer(snapshot.job), UNSURE)]
     if snapshot.past:
@@ -147,7 +147,7 @@ def _past_table(snapshot: Snapshot) -> RenderableType:
     return table
 
 
-def silence(snapshot: Snapshot) -> str:
+def silence_text(snapshot: Snapshot) -> str:
     """Which ranks are silent, and for how long."""
     ranks = [f"{rank} ({clock(snapshot.time - since)})" for rank, since in sorted(snapshot.silent.items())]
     more = f" and {len(ranks) - MOST_ROLES} more" if len(ranks) > MOST_ROLES else ""
@@ -206,14 +206,14 @@ def _figures(snapshot: Snapshot) -> RenderableType:
     grid.add_column(width=12, no_wrap=True)
     grid.add_column(width=18, no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for name, value, more in figures(snapshot):
+    for name, value, more in figures_of(snapshot):
         grid.add_row(
             Text(name, "bright_black"), Text(value, "bold"), Text(more, "blue" if more[:1] in _BARS else "bright_black")
         )
     return grid
 
 
-def figures(snapshot: Snapshot) -> list[tuple[str, str, str]]:
+def figures_of(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     """(name, value, more) of each number that matters, an em dash where there is none yet."""
     numbers, scores = snapshot.numbers, [value for _, value in snapshot.accuracies]
     speed = ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers))

@@ -144,7 +144,7 @@ class Snapshot:
         return max((role.since for role in self.roles), default=self.time) if self.is_over else self.time
 
 
-def compose(
+def compose_snapshot(
     name: str,
     attempt: Attempt | None,
     rows: list[Row],

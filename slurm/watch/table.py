@@ -78,7 +78,7 @@ class _Row:
         return f"  {self.line.name}" if self.line.sweep else self.line.name
 
     def cell(self, column: str, form: _Form) -> str:
-        text = dict(zip(COLUMNS, cells(self.line), strict=True))[column]
+        text = dict(zip(COLUMNS, cells_of(self.line), strict=True))[column]
         if column == "state":
             return f"● {text}"
         return text if form.reasons or column != "scheduler" else text.partition(" ")[0]
@@ -102,16 +102,16 @@ def main(arguments: Sequence[str]) -> int:
         document = {"output": str(output), "source": overview.source, "runs": [asdict(line) for line in lines]}
         print(json.dumps(document, indent=2))
     else:
-        show(lines, overview.source, Console())
+        print_table(lines, overview.source, Console())
     return 0
 
 
-def show(lines: Sequence[Line], source: str, console: Console) -> None:
+def print_table(lines: Sequence[Line], source: str, console: Console) -> None:
     """The table once."""
     if console.is_terminal:
         console.print(render_table(lines, source, console.width))
         return
-    for text in [*columns(lines), *failures(lines), _summary(lines, source)]:
+    for text in [*aligned_lines(lines), *failure_lines(lines), _summary(lines, source)]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -174,7 +174,7 @@ def follow_table(
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     lines = show_until_last(look, tell, REFRESH_SECONDS, clock)
-    show(lines, overview.source, console)
+    print_table(lines, overview.source, console)
     return lines
 
 
@@ -183,11 +183,11 @@ def render_table(lines: Sequence[Line], source: str, width: int, height: int = 0
 
     What does not fit is left out: runs that finished first, then those that failed; failures beyond a few.
     """
-    told = failures(lines)
+    told = failure_lines(lines)
     more = len(told) - _MOST_FAILURES if height else 0
     if more > 0:
         told = [*told[:_MOST_FAILURES], f"and {more} more"]
-    shown = fitting(lines, height - len(told) - _AROUND) if height else lines
+    shown = fitting_lines(lines, height - len(told) - _AROUND) if height else lines
     notes = [Text(text, "red", no_wrap=height > 0, overflow="ellipsis") for text in told]
     if len(shown) < len(lines):
         notes.append(Text(f"and {len(lines) - len(shown)} more runs", "bright_black"))
@@ -217,7 +217,7 @@ def _table(lines: Sequence[Line], width: int) -> Table:
     return table
 
 
-def fitting(lines: Sequence[Line], most: int) -> list[Line]:
+def fitting_lines(lines: Sequence[Line], most: int) -> list[Line]:
     """At most `most` rows, headings counted. If these are fewer: what is not over comes first, then what failed."""
     if len(lines) + len({line.sweep for line in lines} - {""}) <= most:
         return list(lines)
@@ -232,14 +232,14 @@ def _headings(lines: Sequence[Line]) -> list[str]:
     return [sweep for sweep, _ in groupby(lines, key=lambda line: line.sweep) if sweep]
 
 
-def columns(lines: Sequence[Line]) -> list[str]:
+def aligned_lines(lines: Sequence[Line]) -> list[str]:
     """The table as aligned text, a header first."""
-    rows = [COLUMNS, *(cells(line) for line in lines)]
+    rows = [COLUMNS, *(cells_of(line) for line in lines)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def cells(line: Line) -> tuple[str, ...]:
+def cells_of(line: Line) -> tuple[str, ...]:
     """One text for each of `COLUMNS`."""
     return (
         line.path,
@@ -254,7 +254,7 @@ def cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def failures(lines: Sequence[Line]) -> list[str]:
+def failure_lines(lines: Sequence[Line]) -> list[str]:
     """Why runs failed or were refused, a line each."""
     return [f"{line.path}: {line.failure}" for line in lines if line.failure]
 
@@ -297,6 +297,6 @@ def _read(arguments: Sequence[str]) -> tuple[Path, str, bool]:
     if not output.is_dir() and (given["output"] or not sweep):
         raise ConfigError("output", str(output), "a directory with runs", "submit one first, or name its output=…")
     if sweep:
-        root = manifest.find(sweep, output if given["output"] else None).root
+        root = manifest.find_sweep(sweep, output if given["output"] else None).root
         output, sweep = root.parent, root.name
     return output, sweep, "--json" in arguments

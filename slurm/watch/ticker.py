@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 from slurm.watch.display import (
     attempt_text,
-    figures,
+    figures_of,
     job_text,
     no_answer,
     nothing_runs,
-    silence,
+    silence_text,
     state_text,
     step_text,
 )
@@ -70,7 +70,7 @@ class Ticker:
     def _silence_lines(self, snapshot: Snapshot) -> Iterable[str]:
         silent, before, self._silent = set(snapshot.silent), self._silent, set(snapshot.silent)
         back = sorted(before - silent) if not snapshot.is_over else []
-        told = [f"  {silence(snapshot)}"] if silent - before else []
+        told = [f"  {silence_text(snapshot)}"] if silent - before else []
         return [*told, *(f"  rank {rank} shows signs of life again" for rank in back)]
 
     def _role_lines(self, snapshot: Snapshot) -> Iterable[str]:
@@ -94,4 +94,4 @@ def _known(snapshot: Snapshot) -> str:
     if snapshot.has_rollouts and (snapshot.progress is None or snapshot.progress.job != "rl"):
         loss = snapshot.numbers.get("loss")
         return "" if loss is None else f"  loss {loss:.3f}"
-    return "".join(f"  {name} {value}" for name, value, _ in figures(snapshot) if value != "—")
+    return "".join(f"  {name} {value}" for name, value, _ in figures_of(snapshot) if value != "—")

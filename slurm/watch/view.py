@@ -20,7 +20,7 @@ from rich.live import Live
 
 from pipeline.errors import RollcallError
 from pipeline.report.history import find_run
-from pipeline.system.outages import OUTAGE_SECONDS, insist, is_passing
+from pipeline.system.outages import OUTAGE_SECONDS, is_transient, retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Steady:
-    """A watcher whose last snapshot stands while the disk fails for a passing reason."""
+    """A watcher whose last snapshot stands while the disk fails for a transient reason."""
 
     def __init__(self, watcher: Watcher, clock: Clock) -> None:
         self._watcher, self._clock = watcher, clock
@@ -110,12 +110,12 @@ class _Steady:
     def look(self) -> Snapshot:
         """The run as it is now, or was when the disk last gave it; at first `OUTAGE_SECONDS` are waited for that."""
         if self._last is None:
-            self._last = insist("the run to be readable", self._watcher.look, OUTAGE_SECONDS, self._clock)
+            self._last = retry_transient("the run to be readable", self._watcher.look, OUTAGE_SECONDS, self._clock)
             return self._last
         try:
             self._last = self._watcher.look()
         except OSError as error:
-            if not is_passing(error):
+            if not is_transient(error):
                 raise
         return self._last
 

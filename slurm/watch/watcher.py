@@ -20,7 +20,7 @@ from pipeline.system import files
 from pipeline.system.waiting import CLOCK, Clock
 from slurm.registry import runs
 from slurm.scheduler.protocol import Scheduler
-from slurm.watch.snapshot import Job, Past, Snapshot, compose, past_of
+from slurm.watch.snapshot import Job, Past, Snapshot, compose_snapshot, past_of
 
 ASK_SECONDS = 10.0
 """How often the scheduler is asked at most."""
@@ -55,7 +55,7 @@ class Watcher:
         """When the scheduler answered last, or was silent, and what it said."""
 
     def look(self, live: bool | None = None) -> Snapshot:
-        """The run as it is now; `live` as in `snapshot`."""
+        """The run as it is now; `live` as in `read_snapshot`."""
         self._rows.read()
         self._config = self._config or kept_config(self._run)
         submitted = files.read_document(self._run.job, SubmittedJob)
@@ -67,7 +67,7 @@ class Watcher:
         finished, alive = self._run.finished.exists(), runs.is_live_here(self._run) if job is None else None
 
         def composed(job: Job | None) -> Snapshot:
-            return compose(
+            return compose_snapshot(
                 self._run.root.name,
                 attempt,
                 self._rows.rows,
@@ -119,7 +119,7 @@ class Watcher:
         return replace(job, live=found.live, word=found.word)
 
 
-def snapshot(run_dir: Path, live: bool | None = None) -> Snapshot:
+def read_snapshot(run_dir: Path, live: bool | None = None) -> Snapshot:
     """The run as it is now, its newest attempt, from its files.
 
     `live` is what the scheduler says of its job, if it was asked: whether it runs or may run again.

@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.config import LossConfig
 from pipeline.losses import LossTokens, total
 from tests.bench.tables import markdown
-from tests.integration.oracle import Shape, predictions
+from tests.support.oracle.arithmetic import Shape, predictions
 
 SHAPE = Shape(layers=2, heads=2, groups=1, size=32)
 VOCABULARY, SHORTEST, LONGEST = 256, 4, 256

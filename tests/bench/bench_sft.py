@@ -33,7 +33,7 @@ from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.spec import models_of
 from tests.bench.tables import judge, markdown
 from tests.fakes.chat_models import MARKED, make_chat_model
-from tests.integration.forked_ranks import run_ranks
+from tests.support.ranks.forked_ranks import run_ranks
 
 LR, WARM_UP, LIMIT = 1e-3, 2, 0.01
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "user", "assistant", "def", "1", "+", "2", "="]

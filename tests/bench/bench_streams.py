@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from pipeline.groups.records import Group, Sample, encode
+from pipeline.groups.records import Group, Sample, encode_record
 from pipeline.streams import Streams, connect
 from tests.bench.tables import judge, markdown
-from tests.integration.redis_attempts import a_config, a_redis, raw_client, redis_context
+from tests.support.servers.redis_attempts import a_config, a_redis, raw_client, redis_context
 
 SAMPLES, TOKENS, BULK = 8, 600, 16
 BUDGET = 1 << 29
@@ -106,7 +106,7 @@ def ours(streams: Streams, groups: list[Group], size: int) -> tuple[float, float
 
 def measure(groups: list[Group], rounds: int, folder: Path) -> Times:
     """Seconds of every way to move the groups, one figure a round."""
-    payloads = [encode(group) for group in groups]
+    payloads = [encode_record(group) for group in groups]
     times: Times = {}
     on_files = connect(redis_context(folder / "files", "7-0", 1, a_config(backend="files", budget_bytes=BUDGET)))
     with (
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     groups = [a_group(position) for position in range(given.groups)]
-    size = len(encode(groups[0]))
+    size = len(encode_record(groups[0]))
     print(f"{given.groups} groups of {SAMPLES} samples of {TOKENS} tokens, {size} bytes each; median of {given.rounds}")
     with tempfile.TemporaryDirectory() as folder:
         medians = {way: statistics.median(found) for way, found in measure(groups, given.rounds, Path(folder)).items()}

@@ -28,13 +28,13 @@ from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.losses import total
 from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
 from pipeline.training.dispatch.staging import CutBatch
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import collate
-from pipeline.training.workers.model import build
+from pipeline.training.workers.model import build_model
 from tests.bench.tables import judge, markdown
 
 LOSS, OPTIM = LossConfig(name="grpo"), OptimConfig()
@@ -59,7 +59,7 @@ def make_batch(rows: int, longest: int, vocabulary: int) -> Batch:
 
 
 def plain_step(model: ModelConfig, share: list[Batch], ranks: int) -> Step:
-    policy = build(model, seed=0)
+    policy = build_model(model, seed=0)
     adamw = torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -138,11 +138,11 @@ def inside(given: argparse.Namespace) -> None:
     """In each process of a world."""
     torch.set_num_threads(1)
     model = ModelConfig(path=given.model, init="random")
-    with joined("cpu", Deadlines()) as site:
+    with joined_world("cpu", Deadlines()) as site:
         if site.rank:
             site.serve()
             return
-        batch = make_batch(given.rows, given.longest, build(model, 0).vocabulary)
+        batch = make_batch(given.rows, given.longest, build_model(model, 0).vocabulary)
         dispatch, padded = Dispatch(site, Budget(TOKENS)), Dispatch(site, Budget(TOKENS, packed=False))
         dispatch.on_sites(make_plain, model, batch)
         times = measure(dispatch, ways(dispatch, padded, model, batch, given.compile), given.steps)

@@ -22,7 +22,7 @@ from pipeline.rollouts.client import InferenceClient
 from pipeline.training.workers.lora import add_adapters
 from pipeline.weights.sender import WeightSender
 from tests.bench.tables import markdown
-from tests.integration.servers import (
+from tests.support.servers.vllm import (
     SECRET,
     Model,
     Served,

@@ -22,7 +22,7 @@ from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Card, World
 from tests.cluster.slurm_cluster import ENDED, SlurmCluster
-from tests.integration.launched import ROOT, SMALL
+from tests.support.runs.launched import ROOT, SMALL
 
 SUBMIT_SECONDS = 120.0
 

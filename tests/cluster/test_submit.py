@@ -13,7 +13,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
-from tests.integration.launched import ROOT, SMALL
+from tests.support.runs.launched import ROOT, SMALL
 
 pytestmark = pytest.mark.cluster
 

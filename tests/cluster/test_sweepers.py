@@ -20,8 +20,8 @@ from slurm.launch.sweepers.objective import Objective
 from slurm.registry.manifest import Point, load_manifest
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
-from tests.integration.launched import ROOT, SMALL, STEPS
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import ROOT, SMALL, STEPS
 
 OBJECTIVE = Objective(("reward/mean",), window=6)
 STUDY = (

@@ -14,8 +14,8 @@ from pipeline.rundir.paths import RunPaths
 from tests.cluster.disturbances import PARTITIONS, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
-from tests.integration.job_cases import STEPS, events, write_job, write_model
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import STEPS, events, write_job, write_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.trial]
 LONG = 3000

@@ -12,7 +12,7 @@ from slurm.batch.executors import RunJob
 from slurm.scheduler.commands import SlurmCommands
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
-from tests.integration.launched import STEPS
+from tests.support.runs.launched import STEPS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config
 
 from pipeline.config import LossConfig
 from pipeline.rundir.paths import RunPaths
@@ -28,13 +27,14 @@ from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from tests.fakes.configs import make_config
-from tests.integration import checkpoint_worlds as worlds
-from tests.integration.forked_ranks import end_ranks, start_in
+from tests.support.models.tiny import write_tiny
+from tests.support.ranks import checkpoint_worlds as worlds
+from tests.support.ranks.forked_ranks import end_ranks, start_in
 
 CLOSE = 1e-5
 SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-    "tiny": {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    "tiny": {},
 }
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def killed_and_resumed(run: Path, ranks: int, device: str) -> None:
-    worlds.write_model(run / "model")
+    write_tiny(run / "model")
     first = start(ranks, worlds.world, worlds.first, run, "1-0", run / "first", False, device)
     try:
         wait_for("the second commit", (run / "first" / "reached").exists, 240)
@@ -71,7 +71,7 @@ def killed_and_resumed(run: Path, ranks: int, device: str) -> None:
 
 
 def timed(run: Path, ranks: int, device: str, shape: str) -> None:
-    Qwen3Config(**SHAPES[shape], **HEADS, tie_word_embeddings=True).save_pretrained(run / "model")
+    write_tiny(run / "model", **SHAPES[shape], **HEADS)
     finish(start(ranks, time_commits, run, device))
 
 

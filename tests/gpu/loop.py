@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from tests.gpu.ceilings import PROMPT, Halves, measure
+from tests.gpu.pulse import pulse
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.ceilings and "samples_per_second" in result:
         lower = min(result["alone"][name] for name in ("generation_samples_per_second", "training_samples_per_second"))
         result["efficiency"] = result["samples_per_second"] / lower
-    chosen.out.write_text(json.dumps(result | {"rows": rows}, indent=1))
+    beats = result.pop("pulse")
+    chosen.out.write_text(json.dumps(result | {"rows": rows, "pulse": beats}, indent=1))
     print(json.dumps(result, indent=1))
     return int(result["exit"])
 
@@ -112,16 +114,22 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     started, peak = time.monotonic(), dict[str, int]()
     process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
     code: int | None = None
-    while code is None and time.monotonic() - started < chosen.seconds:
-        try:
-            code = process.wait(LOOK_SECONDS)
-        except subprocess.TimeoutExpired:
-            for name, held in memory_of(process.pid).items():
-                peak[name] = max(peak.get(name, 0), held)
-    if code is None:
-        process.send_signal(2)
-        code = process.wait(120) or 124
-    return {"exit": code, "seconds": time.monotonic() - started, "host_gib": {k: v / 2**30 for k, v in peak.items()}}
+    with pulse(process.pid) as taken:
+        while code is None and time.monotonic() - started < chosen.seconds:
+            try:
+                code = process.wait(LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                for name, held in memory_of(process.pid).items():
+                    peak[name] = max(peak.get(name, 0), held)
+        if code is None:
+            process.send_signal(2)
+            code = process.wait(120) or 124
+    return {
+        "exit": code,
+        "seconds": time.monotonic() - started,
+        "host_gib": {name: held / 2**30 for name, held in peak.items()},
+        "pulse": taken.beats,
+    }
 
 
 def memory_of(pid: int) -> dict[str, int]:

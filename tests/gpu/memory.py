@@ -18,8 +18,8 @@ import torch
 
 from pipeline.config import ModelConfig
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined
-from pipeline.training.dispatch.release import release
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
+from pipeline.training.dispatch.release import release_device
 from pipeline.training.packing import Budget
 from pipeline.training.spec import ModelSpec
 from tests.gpu.speed import LOSS, OPTIM
@@ -75,7 +75,7 @@ def lead(site: Site, model: Path, load: Workload) -> list[dict[str, Any]]:
     dispatch.forward_backward("policy", batch, LOSS)
     dispatch.optim_step("policy")
     found.append(figures(dispatch, "policy after a further step, reference away"))
-    release(dispatch)  # which fails if more than libraries keep is held
+    release_device(dispatch)  # which fails if more than libraries keep is held
     found.append(figures(dispatch, "released"))
     return found
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=WORKLOADS, default="0.6b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     given = parser.parse_args()
-    with joined(given.device, Deadlines(operation=120, control=240, grace=5)) as site:
+    with joined_world(given.device, Deadlines(operation=120, control=240, grace=5)) as site:
         if site.rank:
             site.serve()
             return

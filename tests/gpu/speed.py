@@ -24,7 +24,7 @@ import torch
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=0, help="tokens of each row; 0: ragged")
     parser.add_argument("--rows", type=int, default=128, help="rows of a step, where they have one length")
     given = parser.parse_args()
-    with joined(given.device, Deadlines(operation=300, control=600, grace=5)) as site:
+    with joined_world(given.device, Deadlines(operation=300, control=600, grace=5)) as site:
         if site.rank:
             site.serve()
             return

@@ -27,7 +27,7 @@ def test_everything_passes_on_two_cpu_processes(tmp_path: Path) -> None:
     assert training.main(arguments) == 0
 
 
-@pytest.mark.trial  # what offload gives back is held on CPUs by tests/integration/dispatch_residency.py
+@pytest.mark.trial  # what offload gives back is held on CPUs by tests/support/ranks/dispatch_residency.py
 def test_offloaded_bytes_are_counted_and_come_back_on_a_cpu_too(tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--parts", "memory"]
     assert training.main(arguments) == 0

@@ -27,10 +27,10 @@ from tests.bench.tables import markdown
 from tests.gpu.jobs import config_of, look_at, write_queue
 from tests.gpu.speed import WAYS
 from tests.gpu.workload import WORKLOADS
-from tests.integration.training_cases import write_models
-from tests.integration.training_ranks import read_results
-from tests.integration.training_truth import CUDA_FLOAT32, Errors, errors, excess, loose_bounds
-from tests.integration.training_ways import MUTATIONS, Case, Dtype, Result, mutations
+from tests.support.oracle.cases import write_models
+from tests.support.oracle.truth import CUDA_FLOAT32, Errors, errors, excess, loose_bounds
+from tests.support.oracle.ways import MUTATIONS, Case, Dtype, Result, mutations
+from tests.support.ranks.training_ranks import read_results
 
 Outcome = tuple[bool, Any]
 SAME_LOSS = 0.002
@@ -72,7 +72,7 @@ def oracle(run: Run, name: str, dtype: Dtype, choice: str, most: float) -> Outco
         models, results = Path(folder), Path(folder) / "results"
         write_models(models)
         arguments = (str(models), str(results), "--cases", choice, "--device", run.device, "--dtype", dtype)
-        trouble = run.torchrun(name, "tests.integration.training_ranks", *arguments, most=most)
+        trouble = run.torchrun(name, "tests.support.ranks.training_ranks", *arguments, most=most)
         table, mutated = [], mutations(dtype)
         for key, result in read_results(results).items() if results.exists() else ():
             case = key if isinstance(key, Case) else mutated[key]  # type: ignore[index]

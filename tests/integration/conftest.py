@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import fsspec
 import pytest
 
-from tests.integration.redis_servers import redis_servers, taken_first
+from tests.support.servers.redis_binaries import redis_servers, taken_first
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
     from pipeline.training.dispatch.dispatch import Dispatch
-    from tests.integration.servers import Served
+    from tests.support.servers.vllm import Served
 
 
 @pytest.fixture(params=redis_servers())
@@ -24,8 +24,8 @@ def each_redis(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[list[Served]]":
-    """Two real vLLM servers of a tiny model, ended with these tests; see `tests.integration.servers`."""
-    from tests.integration.servers import two_servers
+    """Two real vLLM servers of a tiny model, ended with these tests; see `tests.support.servers.vllm`."""
+    from tests.support.servers.vllm import two_servers
 
     with two_servers(tmp_path_factory.mktemp("servers")) as ready:
         yield ready
@@ -34,7 +34,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[list[Served]]
 @pytest.fixture(scope="module")
 def dispatch() -> "Iterator[Dispatch]":
     """The dispatch of a world of this process alone; for tests of jobs, as the two after it."""
-    from tests.integration.job_cases import world_of_one
+    from tests.support.models.jobs import world_of_one
 
     with world_of_one() as made:
         yield made
@@ -43,7 +43,7 @@ def dispatch() -> "Iterator[Dispatch]":
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with weights."""
-    from tests.integration.job_cases import write_model
+    from tests.support.models.jobs import write_model
 
     path = tmp_path_factory.mktemp("model")
     write_model(path)
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(model: Path) -> "RunConfig":
     """The config of jobs that start from `model`."""
-    from tests.integration.job_cases import config_of
+    from tests.support.models.jobs import config_of
 
     return config_of(model)
 

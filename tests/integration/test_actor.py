@@ -19,10 +19,10 @@ from pipeline.system.process import Child, tail
 from pipeline.system.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
-from tests.integration.attempts import Attempt, an_attempt
-from tests.integration.policy_server import PolicyServer, a_policy_server, broken, disconnected, refused
-from tests.integration.redis_attempts import copy_of, go_back, running_redis
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.attempts import Attempt, an_attempt
+from tests.support.servers.policy_server import PolicyServer, a_policy_server, broken, disconnected, refused
+from tests.support.servers.redis_attempts import copy_of, go_back, running_redis
 
 pytestmark = pytest.mark.integration
 
@@ -175,7 +175,7 @@ def test_a_refused_request_fails_its_group_and_the_next_goes_on(trainer: Trainer
 
 
 def test_rewards_that_fail_are_counted_by_reason_and_training_goes_on(stack: ExitStack, tmp_path: Path) -> None:
-    trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:SometimesWrong")
+    trainer = a_trainer(stack, tmp_path, task="tests.support.tasks.failing_tasks:SometimesWrong")
     trainer.attempt.start("actor")
     trainer.begin()
     groups = trainer.take(LIMIT)
@@ -187,7 +187,7 @@ def test_rewards_that_fail_are_counted_by_reason_and_training_goes_on(stack: Exi
 
 
 def test_a_task_that_always_fails_stops_the_run_with_its_reason(stack: ExitStack, tmp_path: Path) -> None:
-    trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:AlwaysRaises", give_up_after=16)
+    trainer = a_trainer(stack, tmp_path, task="tests.support.tasks.failing_tasks:AlwaysRaises", give_up_after=16)
     child = trainer.attempt.start("actor")
     trainer.begin()
     assert "16 samples in a row failed" in failure_of(trainer, child)
@@ -208,7 +208,7 @@ def failure_of(trainer: Trainer, child: Child) -> str:
 def test_a_foreign_error_ends_the_process_with_its_traceback_while_rewards_hang_and_none_is_left(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    trainer = a_trainer(stack, tmp_path, task="tests.integration.failing_tasks:HangsThenBreaks")
+    trainer = a_trainer(stack, tmp_path, task="tests.support.tasks.failing_tasks:HangsThenBreaks")
     child = trainer.attempt.start("actor")
     trainer.begin()
     wait_for("rewards", lambda: sum(server.requests for server in trainer.servers) == LIMIT, WAIT_SECONDS)

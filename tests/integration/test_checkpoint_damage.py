@@ -12,7 +12,7 @@ from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.shards import RecordingWriter
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, DamagedError
-from tests.integration.checkpoint_cases import changed, commit, newest_step, tensors, torn
+from tests.support.runs.checkpoint_cases import changed, commit, newest_step, tensors, torn
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune, s
 from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, OvertakenError
-from tests.integration.checkpoint_cases import changed, checkpoint_names, commit, newest_step, tensors
+from tests.support.runs.checkpoint_cases import changed, checkpoint_names, commit, newest_step, tensors
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ from pipeline.checkpoints.state import decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError, DamagedError
 from pipeline.system.waiting import wait_for
-from tests.integration import checkpoint_processes as ranks
-from tests.integration.checkpoint_cases import Tree, changed, checkpoint_names, commit, newest_step, tensors, torn
-from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
 from tests.patience import WAIT_SECONDS
+from tests.support.ranks import checkpoint_processes as ranks
+from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.support.runs.checkpoint_cases import Tree, changed, checkpoint_names, commit, newest_step, tensors, torn
 
 pytestmark = pytest.mark.integration
 

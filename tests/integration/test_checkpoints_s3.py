@@ -14,10 +14,10 @@ from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError
 from pipeline.system.waiting import wait_for
-from tests.integration import checkpoint_processes as ranks
-from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
-from tests.integration.s3_server import BUCKET, an_s3_server
 from tests.patience import WAIT_SECONDS
+from tests.support.ranks import checkpoint_processes as ranks
+from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.support.servers.s3_server import BUCKET, an_s3_server
 
 pytestmark = pytest.mark.integration
 

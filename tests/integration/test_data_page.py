@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.rundir.metrics import read_rows
-from tests.integration.launched import ROOT
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 PAGE = ROOT / "docs" / "data.md"

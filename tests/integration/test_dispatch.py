@@ -12,12 +12,12 @@ import pytest
 
 from pipeline.config import ModelConfig, OptimConfig
 from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines, joined
+from pipeline.training.dispatch.ranks import Deadlines, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
-from tests.integration import dispatch_ranks, forked_ranks
-from tests.integration.training_cases import write_model
+from tests.support.oracle.cases import write_model
+from tests.support.ranks import dispatch_ranks, forked_ranks
 
 pytestmark = pytest.mark.integration
 DEATH = "a_rank_dies_in_an_operation"
@@ -62,7 +62,7 @@ def test_breakage(breakage: str, model: Path, tmp_path: Path) -> None:
 def test_torchrun_lets_the_controller_tell_of_a_rank_that_died(model: Path, tmp_path: Path) -> None:
     results = tmp_path / "outcome.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "tests.integration.dispatch_ranks", str(model), str(results), DEATH]
+    command = [*torchrun, "-m", "tests.support.ranks.dispatch_ranks", str(model), str(results), DEATH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert results.exists(), done.stderr[-4000:]
     assert read(results) == {DEATH: None}
@@ -110,7 +110,7 @@ def test_rows_that_would_see_each_other_packed_are_answered_as_alone(tmp_path: P
 def abort_in_the_world(rank: int, errors: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
-    with joined("cpu", Deadlines()):
+    with joined_world("cpu", Deadlines()):
         os.abort()
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.roles import inference
 from pipeline.world.plan import Placement
-from tests.integration import checkpoint_worlds as worlds
-from tests.integration.forked_ranks import run_ranks
-from tests.integration.offline_vllm import MOST
-from tests.integration.servers import tiny_config
+from tests.support.ranks import checkpoint_worlds as worlds
+from tests.support.ranks.forked_ranks import run_ranks
+from tests.support.servers.offline_vllm import MOST
+from tests.support.servers.vllm import tiny_config
 
 pytestmark = pytest.mark.integration
 CLOSE = 1e-4
@@ -37,7 +37,7 @@ def greedy(model: Path) -> list[tuple[list[int], list[float]]]:
     """Each prompt's greedy continuation by vLLM and the log-probabilities of its tokens."""
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.1", ports=(0,))
     environment = dict(os.environ) | inference.server_environment(tiny_config(model), place, "secret")
-    command = [sys.executable, "-m", "tests.integration.offline_vllm", str(model), json.dumps(PROMPTS)]
+    command = [sys.executable, "-m", "tests.support.servers.offline_vllm", str(model), json.dumps(PROMPTS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     answers: list[tuple[list[int], list[float]]] = json.loads(done.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ import pytest
 from pipeline.rollouts.server import ROUTE
 from pipeline.weights import fast_logprobs
 from pipeline.weights.fast_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
-from tests.integration.servers import SECRET, Served, model_directory, starting
+from tests.support.servers.vllm import SECRET, Served, model_directory, starting
 
 # Importing vLLM has torch say what of it is deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

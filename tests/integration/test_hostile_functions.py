@@ -18,8 +18,8 @@ from pipeline.tasks.chat import Chat
 from pipeline.tasks.pool import TaskPool
 from pipeline.tasks.worker import Setup
 from tests.fakes.configs import make_config
-from tests.integration.hostile_functions import FINE, HUNDRED, Provoking, reason_of
 from tests.patience import WAIT_SECONDS
+from tests.support.tasks.hostile_functions import FINE, HUNDRED, Provoking, reason_of
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +30,7 @@ SAMPLES = 10
 async def groups_of(count: int, notes: Path, seconds: float) -> list[Group]:
     """So many groups of ten samples, as an actor makes them, with real processes; `seconds` is what a call may take."""
     task = TaskConfig(name="arithmetic", seconds=seconds, memory_bytes=1 << 31, processes=4)
-    name = "tests.integration.hostile_functions:hostile"
+    name = "tests.support.tasks.hostile_functions:hostile"
     reward = RewardConfig(functions=(name,), options={"hostile": {"notes": str(notes)}})
     config = make_config(
         model={"path": str(TINY_TEXT), "max_length": 64}, rollout={"samples": SAMPLES, "max_tokens": 16}

@@ -14,7 +14,7 @@ from pipeline.system import folders
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute, execute_jobs
-from tests.integration.job_cases import STEPS, assert_same, config_of, events, write_job
+from tests.support.models.jobs import STEPS, assert_same, config_of, events, write_job
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,7 @@ from pipeline.system import files
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone.execute import execute
 from pipeline.training.workers.optimizer import Optimizer
-from tests.integration.job_cases import config_of, events, make_rows, write_job
+from tests.support.models.jobs import config_of, events, make_rows, write_job
 
 pytestmark = pytest.mark.integration
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.rundir.metrics import read_rows
-from tests.integration.job_cases import STEPS, assert_same, events, write_job
-from tests.integration.launched import Launched
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import STEPS, assert_same, events, write_job
+from tests.support.runs.launched import Launched
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 LONG = 300

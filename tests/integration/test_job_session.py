@@ -18,7 +18,7 @@ from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.standalone import execute as execution
 from tests.fakes.run_directory import FakeRun
-from tests.integration.job_cases import STEPS, config_of, events, write_job
+from tests.support.models.jobs import STEPS, config_of, events, write_job
 
 pytestmark = pytest.mark.integration
 Attempt = Callable[[str], RoleContext]

@@ -14,7 +14,7 @@ from pipeline.training.jobs import read_job
 from pipeline.training.standalone import execute as execution
 from pipeline.training.standalone.execute import execute_jobs
 from pipeline.training.standalone.state import JobState
-from tests.integration.job_cases import STEPS, events, write_job
+from tests.support.models.jobs import STEPS, events, write_job
 
 pytestmark = pytest.mark.integration
 SHORT = {"steps": 1, "batch": 2, "optim": {"lr": 1e-3}}
@@ -31,7 +31,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         (JobState, "commit", False),
         (Dispatch, "save_hf_model", True),
-        (execution, "release", True),
+        (execution, "release_device", True),
         (execution, "remove_packed", True),
     ],
 )

@@ -26,9 +26,9 @@ from pipeline.training.standalone.execute import execute, execute_jobs
 from pipeline.training.standalone.log import JobLog
 from pipeline.training.standalone.state import JobState
 from pipeline.training.workers.offload import local
-from pipeline.training.workers.worker import Worker
-from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
-from tests.integration.job_cases import (
+from pipeline.training.workers.worker import ModelWorker
+from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import (
     STEPS,
     assert_same,
     config_of,
@@ -36,8 +36,8 @@ from tests.integration.job_cases import (
     weights,
     write_job,
 )
-from tests.integration.job_ranks import KILLED_AT, execute_on_rank
-from tests.patience import WAIT_SECONDS
+from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.support.ranks.job_ranks import KILLED_AT, execute_on_rank
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +46,7 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-def moments_taken(worker: Worker) -> set[float]:
+def moments_taken(worker: ModelWorker) -> set[float]:
     """How many steps AdamW counts for its parameters."""
     assert worker.optimizer is not None
     return {float(state["step"]) for state in worker.optimizer.adamw.state.values()}
@@ -89,7 +89,7 @@ def test_demonstrations_need_no_packed_rows(dispatch: Dispatch, tmp_path: Path) 
 REMEMBERED: list[torch.UntypedStorage] = []
 
 
-def remember_storages(worker: Worker) -> None:
+def remember_storages(worker: ModelWorker) -> None:
     """The storages of a model and its moments: who holds them sees whether their bytes are given back."""
     assert worker.optimizer is not None
     REMEMBERED[:] = [
@@ -104,7 +104,7 @@ class Trace:
         self.seen: list[tuple[str, dict[str, bool]]] = []
         self._dispatch, self._data, self._output = dispatch, data, output
         self._watch(monkeypatch, Dispatch, "save_hf_model", "export")
-        self._watch(monkeypatch, execution, "release", "release")
+        self._watch(monkeypatch, execution, "release_device", "release")
         self._watch(monkeypatch, execution, "remove_packed", "remove data")
         self._watch(monkeypatch, JobLog, "write", "announce", only=lambda *args: args[1] == "finished")
 
@@ -160,7 +160,7 @@ def test_a_rank_that_still_holds_memory_is_not_announced(
     dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_job(tmp_path, "sft")
-    monkeypatch.setattr(Worker, "discard", lambda worker: None)
+    monkeypatch.setattr(ModelWorker, "discard", lambda worker: None)
     with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy, which nobody needs any more"):
         execute(file, dispatch, config)
     assert events(tmp_path / "sft.jsonl")[-1] == "failed"
@@ -279,13 +279,13 @@ def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_deca
     assert seen == [[((0.5, 0.75), 1e-4, 0.25), ((0.5, 0.75), 1e-4, 0.0)]] * 2
 
 
-def settings_seen(worker: Worker) -> list[tuple[Any, ...]]:
+def settings_seen(worker: ModelWorker) -> list[tuple[Any, ...]]:
     """Of matrices, and of vectors."""
     assert worker.optimizer is not None
     return [(tuple(each["betas"]), each["eps"], each["weight_decay"]) for each in worker.optimizer.adamw.param_groups]
 
 
-def progress_of(worker: Worker) -> dict[str, int]:
+def progress_of(worker: ModelWorker) -> dict[str, int]:
     assert worker.optimizer is not None
     return worker.optimizer.progress()
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.worker import Worker
-from tests.integration.forked_ranks import run_ranks
-from tests.integration.worker_cases import (
+from pipeline.training.workers.worker import ModelWorker
+from tests.support.ranks.forked_ranks import run_ranks
+from tests.support.ranks.worker_cases import (
     MICRO_BATCHES,
     OPTIM,
     assert_equal,
@@ -39,7 +39,7 @@ def read_train_and_write(rank: int, path: Path) -> None:
         dist.barrier()
         given = spec_of(source)
         read = ModelSpec("policy", given.model.model_copy(update={"init": "pretrained"}), OPTIM)
-        one, truth = Worker(read, mesh), load_file(source / "model.safetensors")
+        one, truth = ModelWorker(read, mesh), load_file(source / "model.safetensors")
         assert_equal(parameters(one), truth)
         one.save_hf_model(path.parent / "out")
         assert_equal(load_file(path.parent / "out" / "model.safetensors"), truth)

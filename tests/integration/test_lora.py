@@ -11,11 +11,12 @@ import torch
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
-from pipeline.rollouts.server import ROUTE, Completion, Request
+from pipeline.rollouts.server import ROUTE, Completion, GenerationRequest
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.training.workers.lora import add_adapters, is_trained, save_adapter
 from pipeline.weights.control import ServerControl
-from tests.integration.servers import (
+from tests.support.servers.traffic import APART, CLOSE, PROBE, check_purity, probe, run_traffic, straddling
+from tests.support.servers.vllm import (
     SECRET,
     Model,
     Served,
@@ -27,7 +28,6 @@ from tests.integration.servers import (
     parameters,
     publish_to_all,
 )
-from tests.integration.traffic import APART, CLOSE, PROBE, check_purity, probe, run_traffic, straddling
 
 pytestmark = pytest.mark.integration
 
@@ -110,7 +110,7 @@ def test_a_saved_adapter_is_what_vllm_loads_by_itself(server: Served, tmp_path: 
     tensors = {name: tensor.detach() for name, tensor in parameters(model)}
     save_adapter(tmp_path / "saved", tensors, ModelConfig(path=str(server.model), lora=LORA))
     ask(server, "/v1/load_lora_adapter", {"lora_name": "saved", "lora_path": str(tmp_path / "saved")})
-    request = json.loads(Request(PROBE, 1, 1.0, 24, []).body("salt"))
+    request = json.loads(GenerationRequest(PROBE, 1, 1.0, 24, []).body("salt"))
     (choice,) = json.loads(ask(server, ROUTE, request | {"model": "saved"}))["choices"]
     logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
     completion = Completion(tuple(choice["token_ids"]), logprobs, "length", 0, 0, server.endpoint, 0.0)

@@ -13,8 +13,8 @@ from pipeline.roles.preprocessor import prepare_group
 from pipeline.streams import Streams
 from pipeline.system.waiting import wait_for
 from tests.fakes.configs import make_config
-from tests.integration.attempts import Attempt, an_attempt
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.attempts import Attempt, an_attempt
 
 pytestmark = pytest.mark.integration
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, StreamError
-from pipeline.groups.records import Reissue, encode
+from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles import redis as role
 from pipeline.streams import Streams, connect
 from pipeline.streams.redis_data import ONE_FILE, inherit
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import wait_for
-from tests.integration.redis_attempts import (
+from tests.patience import WAIT_SECONDS
+from tests.support.servers.redis_attempts import (
     ADDRESS,
     a_config,
     a_redis,
@@ -28,7 +29,6 @@ from tests.integration.redis_attempts import (
     running_redis,
     wait_until_written,
 )
-from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 with_each_redis = pytest.mark.usefixtures("each_redis")
@@ -168,7 +168,7 @@ def test_a_reader_goes_on_with_what_is_there_when_redis_lost_what_it_read_last(
             streams.put("weights", b"12")
             with raw_client(context) as client:
                 late = f"{int(client.time()[0]) + 30}000-0"
-                client.xadd("rollcall:reissue", {"d": encode(numbers(2)[0]), "e": "0"}, id=late)
+                client.xadd("rollcall:reissue", {"d": encode_record(numbers(2)[0]), "e": "0"}, id=late)
             assert [entry.record.position for entry in reader.read(10, 5)] == [1, 2]
             child.kill()
         go_back(context, kept)
@@ -223,7 +223,7 @@ def test_a_torn_tail_of_the_data_loses_only_the_torn_write(tmp_path: Path) -> No
     with a_redis(tmp_path, "7-1") as (context, _), connect(context) as streams:
         assert left_in(streams) == [1]
         depth = streams.depth("reissue")
-        assert depth.bytes == depth.unread_bytes == len(encode(numbers(1)[0]))
+        assert depth.bytes == depth.unread_bytes == len(encode_record(numbers(1)[0]))
 
 
 @with_each_redis

@@ -18,8 +18,9 @@ import torch
 
 from pipeline.checkpoints import newest_committed
 from pipeline.system.waiting import wait_for
-from tests.integration import checkpoint_worlds as worlds
-from tests.integration.forked_ranks import end_ranks, run_ranks, start_ranks
+from tests.support.models.tiny import write_tiny
+from tests.support.ranks import checkpoint_worlds as worlds
+from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks
 
 pytestmark = pytest.mark.integration
 CLOSE, MOMENTS_CLOSE = 1e-6, 1e-5
@@ -33,7 +34,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     `first/` holds what it computed.
     """
     run = tmp_path_factory.mktemp("resume") / "run"
-    worlds.write_model(run / "model")
+    write_tiny(run / "model")
     processes = start_ranks(2, worlds.world, worlds.first, run, "1-0", run / "first")
     try:
         wait_for("the second commit to be under way", half_written(run, processes), 120)

@@ -12,8 +12,8 @@ from pipeline.report.samples import Filter, read_kept
 from pipeline.rundir.events import Events
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import RoleName
-from tests.integration.launched import PROMPTS, STEPS, Launched
 from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import PROMPTS, STEPS, Launched
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -133,7 +133,7 @@ def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize(("role", "rank"), [("redis", 0), ("actor", 0), ("inference", 2)])
+@pytest.mark.parametrize(("role", "rank"), [("redis", 0), ("actor", 0)])
 def test_a_role_that_is_killed_is_named_and_nothing_is_left(
     role: RoleName, rank: int, tmp_path: Path, launches: list[Launched]
 ) -> None:
@@ -146,6 +146,19 @@ def test_a_role_that_is_killed_is_named_and_nothing_is_left(
     failure = launched.failure()
     assert failure is not None
     assert (failure.role, failure.rank, failure.cause) == (f"{role}.0", rank, "killed by SIGKILL")
+
+
+def test_a_server_that_is_killed_is_started_again_and_its_run_goes_on(tmp_path: Path, launches: list[Launched]) -> None:
+    launched = Launched.start(tmp_path, "r", ONE_SERVER)
+    launches.append(launched)
+    launched.wait_for_step(3)
+    launched.kill_role("inference", 0)
+    assert launched.end() == 0, launched.output()
+    launched.assert_nothing_left()
+    assert_whole(launched)
+    assert len(launched.attempts) == 1
+    states = [state for role, state in launched.history() if role == "inference.0"]
+    assert states[:4] == ["starting", "ready", "starting", "ready"]
 
 
 def test_an_agent_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, launches: list[Launched]) -> None:

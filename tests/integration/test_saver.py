@@ -12,8 +12,8 @@ from pipeline.checkpoints import TrainerState, newest_committed, sharded
 from pipeline.checkpoints.background import Saver
 from pipeline.errors import CheckpointError
 from pipeline.system.waiting import wait_for
-from tests.integration.checkpoint_processes import Unsaveable
 from tests.patience import WAIT_SECONDS
+from tests.support.ranks.checkpoint_processes import Unsaveable
 
 pytestmark = pytest.mark.integration
 Tree = dict[str, Any]

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig, load_config
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import CheckpointError
 from pipeline.roles.context import RoleContext
-from pipeline.roles.session import Session
+from pipeline.roles.session import RunSession
 from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import RunPaths
 from pipeline.training.batches import Interrupted
@@ -22,7 +22,7 @@ from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
 from pipeline.training.jobs import Job
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
-from tests.integration.forked_ranks import run_ranks
+from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 ROWS, BATCH, EPOCHS, HELD_OUT, EVERY = 26, 4, 3, 4, 5
@@ -64,7 +64,7 @@ def attempt(rank: int, root: Path, tree: Mapping[str, Any], name: str, stop_afte
     world = made.meet()
     context = RoleContext(made.paths, config, world, world.of_role("trainer")[0])
 
-    class Stopped(Session):
+    class Stopped(RunSession):
         done = 0
 
         def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:

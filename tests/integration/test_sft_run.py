@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.rundir.metrics import read_rows
-from tests.integration.launched import Launched
+from tests.support.runs.launched import Launched
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 STEPS = 100

@@ -30,11 +30,11 @@ from slurm.node.supervisor import launch_of
 from slurm.node.vitals import Vitals
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
-from tests.integration import idle_ranks
-from tests.integration.attempts import an_attempt
-from tests.integration.redis_attempts import a_redis
-from tests.integration.servers import SECRET, START_SECONDS, model_directory, port_of, tiny_config
 from tests.patience import WAIT_SECONDS
+from tests.support.ranks import idle_ranks
+from tests.support.runs.attempts import an_attempt
+from tests.support.servers.redis_attempts import a_redis
+from tests.support.servers.vllm import SECRET, START_SECONDS, model_directory, port_of, tiny_config
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +43,7 @@ STOP_SECONDS = 20
 
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    *("-m", "tests.integration.idle_ranks"),
+    *("-m", "tests.support.ranks.idle_ranks"),
 )
 
 
@@ -276,4 +276,4 @@ def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pyte
 
 
 def an_agent(log: Path, command: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "tests.integration.an_agent", str(log), *command]
+    return [sys.executable, "-m", "tests.support.runs.an_agent", str(log), *command]

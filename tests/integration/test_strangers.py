@@ -6,7 +6,7 @@ from pipeline.errors import ForgedError
 from pipeline.training.dispatch.dispatch import lead_or_serve
 from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.packing import Budget
-from tests.integration.forked_ranks import run_ranks
+from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 PATIENCE = Deadlines(operation=20, control=20, commit=20, grace=1)

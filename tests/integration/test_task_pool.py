@@ -22,8 +22,8 @@ from pipeline.tasks.pool import TaskPool
 from pipeline.tasks.rewards import Score
 from pipeline.tasks.worker import Setup
 from tests.fakes.jumping_loop import pass_time, run_jumping
-from tests.integration.hostile_task import HANGING_PROMPT, LOCAL_PROMPT, REASONS
 from tests.patience import WAIT_SECONDS
+from tests.support.tasks.hostile_task import HANGING_PROMPT, LOCAL_PROMPT, REASONS
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +31,7 @@ DEADLINE = 3600.0
 PROMPT = ask("2+2")
 
 
-def a_setup(notes: Path, processes: int = 2, name: str = "tests.integration.hostile_task:Hostile") -> Setup:
+def a_setup(notes: Path, processes: int = 2, name: str = "tests.support.tasks.hostile_task:Hostile") -> Setup:
     task = TaskConfig(
         name=name, options={"notes": str(notes)}, processes=processes, seconds=DEADLINE, memory_bytes=1 << 31
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.rundir.metrics import read_rows, series
-from tests.integration.launched import ROOT
+from tests.support.runs.launched import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.trial, pytest.mark.timeout(3600)]
 

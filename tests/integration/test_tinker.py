@@ -13,7 +13,6 @@ import tinker
 import torch
 from tinker import types
 
-from tests.integration.job_cases import VOCABULARY, weights, write_model
 from tests.integration.tinker_client import (
     POLICY_LOSSES,
     adam,
@@ -26,6 +25,7 @@ from tests.integration.tinker_client import (
 from tests.integration.tinker_server import TinkerServer, serving
 from tests.integration.tinker_truth import Truth
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import VOCABULARY, weights, write_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 LOSSES = ("cross_entropy", *POLICY_LOSSES)

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
 from pipeline.losses import ValueObjective
-from tests.integration.oracle_losses import CLIPPED
-from tests.integration.training_cases import RECIPES, STEPS, make_rows, write_models
-from tests.integration.training_ranks import read_results
-from tests.integration.training_truth import FLOAT32, answers, errors, excess
-from tests.integration.training_ways import (
+from tests.support.oracle.cases import RECIPES, STEPS, make_rows, write_models
+from tests.support.oracle.losses import CLIPPED
+from tests.support.oracle.truth import FLOAT32, answers, errors, excess
+from tests.support.oracle.ways import (
     MUTATIONS,
     WORLDS,
     Case,
@@ -36,6 +35,7 @@ from tests.integration.training_ways import (
     cases,
     compiled_cases,
 )
+from tests.support.ranks.training_ranks import read_results
 
 pytestmark = pytest.mark.integration
 Results = Callable[[int], dict[object, Result]]
@@ -70,7 +70,7 @@ def run_ranks(
     models: Path, ranks: int, results: Path, choice: str = "some", seconds: float = 240
 ) -> dict[object, Result]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, "-m", "tests.integration.training_ranks", str(models), str(results), "--cases", choice]
+    command = [*torchrun, "-m", "tests.support.ranks.training_ranks", str(models), str(results), "--cases", choice]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr[-12000:]
     return read_results(results)

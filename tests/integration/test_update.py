@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import LossConfig, RunConfig
 from pipeline.errors import TrainingError
@@ -20,9 +19,10 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import models_of
 from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from tests.fakes.configs import make_config
-from tests.integration.job_cases import world_of_one
+from tests.support.models.jobs import world_of_one
+from tests.support.models.tiny import write_tiny
 
 pytestmark = pytest.mark.integration
 VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
@@ -36,21 +36,8 @@ def dispatch() -> Iterator[Dispatch]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    return write_tiny(tmp_path_factory.mktemp("model"), 0, vocab_size=VOCABULARY, **size)
 
 
 def a_config(path: Path, loss: dict[str, Any], rank: int = 0, **training: Any) -> RunConfig:
@@ -102,7 +89,7 @@ def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def taken(worker: Worker) -> int:
+def taken(worker: ModelWorker) -> int:
     return int(worker.state()["progress"]["taken"])
 
 
@@ -216,7 +203,7 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: D
     rows[3] = a_row([1, 2, 3], 1, float("nan"), 0)
     with pytest.raises(TrainingError, match="row 3: advantages holds a value that is not finite"):
         update.run(rows, 0)
-    assert update.whole
+    assert update.intact
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
 
@@ -230,13 +217,13 @@ def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_t
         update.run(unsampled, 0)
     with pytest.raises(TrainingError, match="row 0 has no behaviour, which a policy loss needs"):
         dispatch.forward_backward("policy", Batch.of(unsampled), LossConfig(name="grpo"))
-    assert update.whole
+    assert update.intact
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
     assert dispatch.forward_backward("policy", Batch.of(unsampled), SFT)["loss"] > 0
 
 
-def test_models_are_not_whole_when_a_step_ends_in_between(
+def test_models_are_not_intact_when_a_step_ends_in_between(
     dispatch: Dispatch, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo"}, mini_batches=2))
@@ -249,10 +236,10 @@ def test_models_are_not_whole_when_a_step_ends_in_between(
         return Dispatch.optim_step(dispatch, name)
 
     monkeypatch.setattr(dispatch, "optim_step", fail_second)
-    assert update.whole
+    assert update.intact
     with pytest.raises(TrainingError, match="the disk is full"):
         update.run(some_rows(), 0)
-    assert not update.whole
+    assert not update.intact
 
 
 def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: Dispatch, model: Path) -> None:
@@ -265,14 +252,14 @@ def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: 
     ended = {name: parameters(dispatch, name) for name in ("policy", "critic")}
     update = begun(dispatch, config)
     for name in names:
-        dispatch.pass_through(name, Worker.load_state, kept[name])
+        dispatch.pass_through(name, ModelWorker.load_state, kept[name])
     update = PolicyUpdate(dispatch, config)
     update.begin(config.optim, config.training.steps, 1)
     assert [update.run(some_rows(step), step) for step in (1, 2)] == uninterrupted
     assert all(alike(parameters(dispatch, name), ended[name]) for name in ended)
 
 
-def snapshot(worker: Worker) -> dict[str, Any]:
+def snapshot(worker: ModelWorker) -> dict[str, Any]:
     return copy.deepcopy(worker.state())
 
 

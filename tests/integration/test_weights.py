@@ -21,7 +21,20 @@ from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import ServerControl
 from pipeline.weights.sender import WeightSender
-from tests.integration.servers import (
+from tests.patience import WAIT_SECONDS
+from tests.support.servers.traffic import (
+    APART,
+    CLOSE,
+    PROBE,
+    Traffic,
+    check_purity,
+    client_of,
+    probe,
+    run_traffic,
+    sample,
+    straddling,
+)
+from tests.support.servers.vllm import (
     EOS,
     SECRET,
     Model,
@@ -34,19 +47,6 @@ from tests.integration.servers import (
     parameters,
     publish_to_all,
 )
-from tests.integration.traffic import (
-    APART,
-    CLOSE,
-    PROBE,
-    Traffic,
-    check_purity,
-    client_of,
-    probe,
-    run_traffic,
-    sample,
-    straddling,
-)
-from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
@@ -166,7 +166,7 @@ def test_a_trainer_killed_in_the_middle_of_an_update_leaves_a_server_that_the_ne
     before, after = (a_model(server.model, seed) for seed in (5, 6))
     with a_sender([server]) as sender:
         publish_to_all(sender, 0, before)
-    command = [sys.executable, "-m", "tests.integration.half_trainer", point, server.endpoint, str(server.model)]
+    command = [sys.executable, "-m", "tests.support.ranks.half_trainer", point, server.endpoint, str(server.model)]
     killed = subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).parents[2])
     assert killed.returncode == -signal.SIGKILL
     address, _, port = server.endpoint.rpartition(":")
@@ -274,7 +274,7 @@ def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> 
 def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
     from pipeline.config import InferenceConfig
     from pipeline.weights.link import MeetingPoint
-    from tests.integration.servers import port_of
+    from tests.support.servers.vllm import port_of
 
     with hold_port() as holder:
         meeting = MeetingPoint("127.0.0.2", port_of(holder), SECRET)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.forked_ranks import run_ranks
-from tests.integration.worker_cases import write_config
-from tests.integration.worker_scenarios import ALONE, TOGETHER, Scenario, copies_of_a_shard_count_once
+from tests.support.ranks.forked_ranks import run_ranks
+from tests.support.ranks.worker_cases import write_config
+from tests.support.ranks.worker_scenarios import ALONE, TOGETHER, Scenario, copies_of_a_shard_count_once
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tests.integration.job_cases import VOCABULARY
 from tests.integration.tinker_server import TinkerServer
+from tests.support.models.jobs import VOCABULARY
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 

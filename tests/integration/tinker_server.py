@@ -16,8 +16,8 @@ from pipeline.api.settings import Address, settings_of
 from pipeline.config import RunConfig
 from pipeline.system import files
 from pipeline.system.waiting import wait_for
-from tests.integration.job_cases import config_of
 from tests.patience import WAIT_SECONDS
+from tests.support.models.jobs import config_of
 
 
 @dataclass

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,7 @@ class Attempt:
     cluster: ClusterConfig
     scripts: dict[RoleName, str]
     gpus: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
+    restarts: int = 0
     ends: dict[int, End] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     supervisors: dict[int, Supervisor] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Attempt:
         return b"up" in self.paths.log(role, 0).read_bytes()
 
     def start(self) -> None:
-        config = compose_config(["experiment=demo"])
+        config = compose_config(["experiment=demo", f"inference.restarts={self.restarts}"])
         places = tuple(
             Placement(role=role, index=0, rank=rank, address="127.0.0.2", gpus=self.gpus.get(role, ()))
             for role, rank in RANKS.items()
@@ -114,6 +116,10 @@ class Attempt:
         entries = sorted((json.loads(line) for line in lines), key=lambda entry: entry["time"])
         return [(entry["role"], entry["state"]) for entry in entries]
 
+    def has_been(self, role: str, states: list[str]) -> bool:
+        """Whether these, in this order, are all states of the role so far."""
+        return [state for name, state in self.history() if name == role] == states
+
     def all_ready(self) -> bool:
         return self.ready() == {f"{role}.0" for role in RANKS}
 
@@ -135,6 +141,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         startup_seconds: float = 20,
         silence_seconds: float = 60,
         gpus: dict[RoleName, tuple[int, ...]] | None = None,
+        restarts: int = 0,
         **scripts: str,
     ) -> Attempt:
         cluster = ClusterConfig(
@@ -146,7 +153,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         )
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
-        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {})
+        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {}, restarts)
         monkeypatch.setattr(supervisor, "launch_of", made.launch)
         made.start()
         return made
@@ -185,6 +192,46 @@ def test_a_role_that_is_killed_fails_every_rank_and_is_named(attempt: Callable[.
     assert (failure.role, failure.rank, failure.cause) == ("inference.0", 2, "killed by SIGKILL")
     assert failure.last_lines == ("up",)
     assert ("redis.0", "stopped") in run.history()
+
+
+def test_a_server_that_was_ready_is_started_again_as_often_as_agreed(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(restarts=2)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    for states in (["starting", "ready"] * 2, ["starting", "ready"] * 3):
+        killed = run.pid_of("inference")
+        os.kill(killed, 9)
+        wait_for("a new server", partial(run.has_been, "inference.0", states), WAIT_SECONDS)
+        assert run.pid_of("inference") != killed
+    os.kill(run.pid_of("inference"), 9)
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert (failure.role, failure.cause) == ("inference.0", "killed by SIGKILL")
+    assert run.has_been("inference.0", ["starting", "ready"] * 3 + ["failed"])
+    assert run.paths.log("inference", 0).read_text() == "up\n" * 3
+    assert run.left() == set()
+
+
+def test_a_server_that_never_was_ready_and_other_roles_are_not_started_again(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(restarts=2, inference="import time; time.sleep(600)", startup_seconds=1.5)
+    assert run.join() == {"failed"}
+    assert run.has_been("inference.0", ["starting", "failed"])
+
+
+def test_a_server_that_hangs_is_started_again_and_one_that_does_not_come_back_ends_the_attempt(
+    attempt: Callable[..., Attempt],
+) -> None:
+    once = (
+        "import pathlib, sys\nat = pathlib.Path(sys.argv[1]).parent / 'once'\nif at.exists(): sys.exit(3)\nat.touch()"
+    )
+    run = attempt(restarts=2, silence_seconds=2, inference=f"{once}\n{BEATS}\nwork()")
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    os.kill(run.pid_of("inference"), signal.SIGSTOP)
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.cause == "exited with code 3"
+    assert [state for name, state in run.history() if name == "inference.0"].count("starting") == 3
 
 
 def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:

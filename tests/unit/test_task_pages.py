@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.tasks import ask, load_task
 from slurm.launch.compose import compose_config
-from slurm.launch.submit import check
+from slurm.launch.submit import check_submission
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,10 +50,10 @@ def test_the_options_of_the_page_reach_their_functions(tmp_path: Path, monkeypat
     (judge,) = (shlex.split(line) for line in (DOCS / "rewards.md").read_text().splitlines() if "judge={" in line)
     place = ["experiment=demo", f"output={tmp_path}"]
     mine = compose_config([*place, "reward.functions=[my_rewards:short]", option])
-    check(mine)
+    check_submission(mine)
     assert mine.reward.options == {"short": {"limit": 200}}
     judged = compose_config([*place, *judge[judge.index("…") + 1 :]])
-    check(judged)
+    check_submission(judged)
     assert judged.reward.options == {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "qwen"}}
 
 
@@ -75,7 +75,7 @@ def test_every_experiment_of_the_tiny_model_would_start(name: str, tmp_path: Pat
     if name == "reasoning_gym":
         pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
     config = compose_config([f"experiment={name}", "cluster=local", f"output={tmp_path}"])
-    check(config)
+    check_submission(config)
     task = load_task(config.task, config.seed)
     shown = [task.demonstration(index) for index in range(200)]
     right = sum(task.reward(each.prompt, each.answer) for each in shown)
@@ -92,5 +92,5 @@ def test_math_would_start_on_a_file_of_gsm8ks_form(tmp_path: Path) -> None:
         "model.max_length=512",
     ]
     config = compose_config(["experiment=math", *words, "model.init=random", f"output={tmp_path}"])
-    check(config)
+    check_submission(config)
     assert load_task(config.task, config.seed).prompt(0).columns == {"answer": "2 + 2 = 4\n#### 4"}

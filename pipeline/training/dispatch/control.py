@@ -30,7 +30,7 @@ class Control:
 
     def run(self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]], needs: Needs) -> list[Any]:
         """Run the operation, called `name` in reports, with each rank's arguments; its results in rank order."""
-        return self._run(name, operation, arguments, residency.plan(self.states, needs, self.colocated))
+        return self._run(name, operation, arguments, residency.plan_moves(self.states, needs, self.colocated))
 
     def everywhere(self, name: str, operation: Operation, *args: Any, needs: Needs | None = None) -> list[Any]:
         """`run` with the same arguments on every rank."""
@@ -39,7 +39,7 @@ class Control:
     def empty_device(self) -> None:
         """Have every part of every model leave the device."""
         moves = residency.empty_device(self.states)
-        self._run("offload_all", operations.nothing, [()] * self.site.ranks, moves)
+        self._run("offload_all", operations.do_nothing, [()] * self.site.ranks, moves)
 
     @contextmanager
     def beside(
@@ -56,7 +56,7 @@ class Control:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a failure of the operation, which becomes a report
-            self._end(operations.fail, (error,))
+            self._end(operations.raise_on_rank, (error,))
         except BaseException:
             self._end(rest, left)
             raise
@@ -67,7 +67,7 @@ class Control:
         """Show the ranks, if they have not heard from it for a while, and the agent that the controller lives."""
         heartbeat.beat()
         if self._clock.now() - self._heard > self.site.patience.control / 4:
-            self.everywhere("idle", operations.nothing)
+            self.everywhere("idle", operations.do_nothing)
 
     def close(self) -> None:
         """End `serve` on all ranks."""
@@ -78,11 +78,11 @@ class Control:
         self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]], moves: tuple[Move, ...]
     ) -> list[Any]:
         given = [(moves, operation, *each) for each in arguments]
-        orders = write_orders(operations.moved, given)
+        orders = write_orders(operations.run_after_moves, given)
         self._begin(name)
         self.states = residency.states_after(self.states, moves, known=False)
         self.site.send(orders)
-        outcomes = self._end(operations.moved, given[0])
+        outcomes = self._end(operations.run_after_moves, given[0])
         self.states = residency.states_after(self.states, moves)
         return outcomes
 

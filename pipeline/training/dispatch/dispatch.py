@@ -43,7 +43,7 @@ from pipeline.losses import Level, Objective, measures
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined
+from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.packing import Budget
@@ -51,7 +51,7 @@ from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
-from pipeline.training.workers.worker import ModelInfo, Worker
+from pipeline.training.workers.worker import ModelInfo, ModelWorker
 from pipeline.weights.wire import WeightLayout
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class Dispatch:
         needs: Needs = {name: "init_model"}
         info: ModelInfo = self._control.everywhere("init_model", operations.init_model, name, spec, needs=needs)[0]
         self._models[name], self._sizes[name] = info, self._site.ranks // spec.replicas
-        self._control.states |= residency.made(name, spec.optim is not None)
+        self._control.states |= residency.states_of_new(name, spec.optim is not None)
         return info
 
     def remove_model(self, name: str) -> None:
@@ -131,7 +131,7 @@ class Dispatch:
 
     def reset_optimizer(self, name: str, optim: OptimConfig, *, steps: int) -> None:
         """Start the next job on the same parameters with a fresh optimizer: no moments, no gradients, step 0."""
-        self._on_model("reset_optimizer", name, Worker.reset_optimizer, optim, steps, needs="reset_optimizer")
+        self._on_model("reset_optimizer", name, ModelWorker.reset_optimizer, optim, steps, needs="reset_optimizer")
 
     def copy_parameters(self, source: str, target: str) -> None:
         """Give `target` the parameters of `source`, a model of the same architecture; a critic takes the decoder."""
@@ -178,7 +178,7 @@ class Dispatch:
         """Forget staged rows."""
         self._check_staged(staged.number)
         del self._staged[staged.number]
-        self._control.everywhere("unstage", staging.drop, staged.number)
+        self._control.everywhere("unstage", staging.drop_rows, staged.number)
 
     def forward(self, name: str, data: Batch | CutBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
@@ -221,12 +221,12 @@ class Dispatch:
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
-        step = self._on_model("optim_step", name, Worker.optim_step, needs="optim_step")[0]
+        step = self._on_model("optim_step", name, ModelWorker.optim_step, needs="optim_step")[0]
         return {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
 
     def set_lr(self, name: str, lr: float) -> None:
         """Step at this rate from now on, whatever the schedule says."""
-        self._on_model("set_lr", name, Worker.set_lr, lr, needs="set_lr")
+        self._on_model("set_lr", name, ModelWorker.set_lr, lr, needs="set_lr")
 
     def prepare_weight_sync(self, name: str) -> None:
         """Bring what `full_parameters` gathers to the device."""
@@ -264,7 +264,11 @@ class Dispatch:
         self._control.everywhere("save_hf_model", operations.save_hf_model, name, path, needs=needs)
 
     def pass_through(
-        self, name: str, function: Callable[[Worker, *Ts], T], *args: *Ts, needs: residency.Purpose = "pass_through"
+        self,
+        name: str,
+        function: Callable[[ModelWorker, *Ts], T],
+        *args: *Ts,
+        needs: residency.Purpose = "pass_through",
     ) -> list[T]:
         """Run `function(worker, *args)` on every rank; its results in rank order.
 
@@ -283,7 +287,7 @@ class Dispatch:
 
     def memory(self) -> list[dict[str, Memory]]:
         """Bytes of every model, on each rank."""
-        return self._control.everywhere("memory", operations.memory)
+        return self._control.everywhere("memory", operations.device_memory)
 
     def offload_all(self) -> None:
         """Give the device memory of all models back; each comes back when it is needed."""
@@ -364,9 +368,9 @@ def lead_or_serve(
 ) -> None:
     """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
 
-    `secret` is what strangers do not know; see `joined`.
+    `secret` is what strangers do not know; see `joined_world`.
     """
-    with joined(device, patience or Deadlines(), secret) as site:
+    with joined_world(device, patience or Deadlines(), secret) as site:
         if site.rank != 0:
             site.serve()
             return
@@ -384,5 +388,5 @@ def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispat
     lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload, secret=secret)
 
 
-def _nothing(worker: Worker) -> None:
+def _nothing(worker: ModelWorker) -> None:
     pass

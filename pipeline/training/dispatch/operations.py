@@ -24,12 +24,12 @@ from pipeline.training.dispatch.residency import Move
 from pipeline.training.dispatch.staging import Data, micro_batches
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.offload import Memory, empty_cache
-from pipeline.training.workers.worker import ModelInfo, Worker
+from pipeline.training.workers.worker import ModelInfo, ModelWorker
 
 T = TypeVar("T")
 
 
-def moved(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -> Any:
+def run_after_moves(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -> Any:
     """Move parts of models, then run the operation."""
     for move in moves:
         worker = site.worker(move.name)
@@ -45,7 +45,7 @@ def moved(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -
 def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
     with heartbeat.during(f"making {name}", site.patience.commit):
-        site.workers[name] = Worker(spec, site.mesh_of(name, spec.replicas))
+        site.workers[name] = ModelWorker(spec, site.mesh_of(name, spec.replicas))
     return site.workers[name].info
 
 
@@ -100,11 +100,11 @@ def take_rest(site: Site, parameters: Iterator[tuple[str, Tensor]]) -> None:
         pass
 
 
-def fail(site: Site, error: Exception) -> None:
+def raise_on_rank(site: Site, error: Exception) -> None:
     raise error
 
 
-def memory(site: Site) -> dict[str, Memory]:
+def device_memory(site: Site) -> dict[str, Memory]:
     return {name: worker.memory() for name, worker in site.workers.items()}
 
 
@@ -112,5 +112,5 @@ def give_back_cache(site: Site) -> None:
     empty_cache(torch.device(site.device))
 
 
-def nothing(site: Site) -> None:
+def do_nothing(site: Site) -> None:
     pass

@@ -49,7 +49,7 @@ from pipeline.system import heartbeat
 from pipeline.system.signed import SignedStore, signed_objects
 from pipeline.system.waiting import wait_for
 from pipeline.training.rows import Batch
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 
 Operation = Callable[..., Any]
 """What every rank calls with its `Site` and its own arguments; importable by name, since it travels pickled."""
@@ -132,13 +132,13 @@ class Site:
     control: dist.ProcessGroup
     background: dist.ProcessGroup
     patience: Deadlines
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, ModelWorker] = field(default_factory=dict)
     staged: dict[int, list[Shares]] = field(default_factory=dict)
     saver: Saver = field(default_factory=Saver)
     number: int = 0
     _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
 
-    def worker(self, name: str) -> Worker:
+    def worker(self, name: str) -> ModelWorker:
         """The model of that name; `TrainingError` with the known names if there is none."""
         if name not in self.workers:
             raise TrainingError(f"no model {name!r}; there are: {', '.join(self.workers) or 'none'}")
@@ -238,7 +238,7 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 @contextmanager
-def joined(device: Device, patience: Deadlines, secret: str = "") -> Iterator[Site]:
+def joined_world(device: Device, patience: Deadlines, secret: str = "") -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;

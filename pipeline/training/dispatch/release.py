@@ -16,7 +16,7 @@ LIBRARIES_BYTES = 128 << 20
 """What libraries may keep of a CUDA device until their process ends: cuBLAS has workspaces of 64 MiB on an H200."""
 
 
-def release(dispatch: Dispatch) -> None:
+def release_device(dispatch: Dispatch) -> None:
     """Give the device memory of every model and optimizer back on every rank, drop the models, and see that it is so.
 
     Every rank has answered when this returns: that is the barrier. `TrainingError` names what is still held. Counted

@@ -5,8 +5,8 @@ moves of a plan everything that the operation needs is on the device and, when m
 that an operation which needs nothing moves nothing. Pure: states and operations go in, moves come out. Must not know
 how bytes move, nor how many ranks there are: all ranks are always in one state.
 
-    moves = plan(states, {"policy": "optim_step"}, colocated=True)
-    states = after(states, moves)
+    moves = plan_moves(states, {"policy": "optim_step"}, colocated=True)
+    states = states_after(states, moves)
 """
 
 from collections.abc import Iterable, Mapping
@@ -69,7 +69,7 @@ class Move:
     to: Place
 
 
-def plan(states: States, needs: Needs, colocated: bool) -> tuple[Move, ...]:
+def plan_moves(states: States, needs: Needs, colocated: bool) -> tuple[Move, ...]:
     """The moves before an operation: first what leaves, then what comes, so that there is room.
 
     Only colocated models leave. What has no state, a model that is yet to be made or one that has no optimizer, does
@@ -92,7 +92,7 @@ def states_after(states: States, moves: Iterable[Move], *, known: bool = True) -
     return {**states, **moved}
 
 
-def made(name: str, trained: bool) -> dict[Holding, State]:
+def states_of_new(name: str, trained: bool) -> dict[Holding, State]:
     """The states of a new model."""
     parts: tuple[Part, ...] = ("model", "optimizer") if trained else ("model",)
     return {(name, part): "device" for part in parts}

@@ -166,7 +166,7 @@ def put_column(
             shares[share] = [_amended(batch, column, of) for batch, of in zip(micro, given[share], strict=True)]
 
 
-def drop(site: Site, number: int) -> None:
+def drop_rows(site: Site, number: int) -> None:
     """On every rank: forget rows."""
     del site.staged[number]
 

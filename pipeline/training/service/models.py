@@ -30,8 +30,8 @@ from pipeline.training.queries import QueryRow
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import guests
 from pipeline.training.workers.optimizer import AdamSettings
-from pipeline.training.workers.queries import ask
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.queries import answer_queries
+from pipeline.training.workers.worker import ModelWorker
 
 log = logging.getLogger(__name__)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -115,7 +115,9 @@ class ServedModels:
         _refuse_foreign_tokens(rows, self._dispatch.models[slot.name].vocabulary)
         objective, budget = TokenSum(given.loss, given.settings), self._dispatch.budget
         needs: Any = "forward_backward" if given.backward else "forward"
-        outcomes = self._dispatch.pass_through(slot.name, ask, rows, objective, budget, given.backward, needs=needs)
+        outcomes = self._dispatch.pass_through(
+            slot.name, answer_queries, rows, objective, budget, given.backward, needs=needs
+        )
         client.pending = client.pending or given.backward
         answers: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(rows)
         for outcome in outcomes:
@@ -131,7 +133,7 @@ class ServedModels:
             raise Refused("optim_step without gradients: forward_backward comes first")
         slot = self._bring(id)
         settings = AdamSettings(given.lr, given.beta1, given.beta2, given.eps, given.weight_decay, given.clip_norm)
-        step = self._dispatch.pass_through(slot.name, Worker.optim_step, settings, needs="optim_step")[0]
+        step = self._dispatch.pass_through(slot.name, ModelWorker.optim_step, settings, needs="optim_step")[0]
         client.pending = False
         norm = {"grad_norm:mean": step.grad_norm, "lr:mean": step.lr, "skipped:sum": float(step.skipped)}
         return Stepped({name: value for name, value in norm.items() if np.isfinite(value)})
@@ -228,7 +230,7 @@ def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
     return config.model.model_copy(update={"lora": lora})
 
 
-def exchange(worker: Worker, leaving: str, coming: str, seed: int | None) -> None:
+def exchange(worker: ModelWorker, leaving: str, coming: str, seed: int | None) -> None:
     """On every rank: one adapter for another; with a seed, a fresh one comes."""
     if leaving:
         guests.park(worker, leaving)

@@ -68,9 +68,9 @@ class LearningAlone:
         self._skips = Skips()
 
     @property
-    def whole(self) -> bool:
-        """See `PolicyUpdate.whole`."""
-        return self._update.whole
+    def intact(self) -> bool:
+        """See `PolicyUpdate.intact`."""
+        return self._update.intact
 
     def begin(self, step: int) -> None:
         self._update.begin(self.job.optim, self.job.steps, step)

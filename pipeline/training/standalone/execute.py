@@ -28,9 +28,9 @@ from pipeline.errors import CheckpointError, DamagedError, OvertakenError, Rollc
 from pipeline.system import folders, heartbeat
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.release import release
+from pipeline.training.dispatch.release import release_device
 from pipeline.training.dispatch.saving import forget_models
-from pipeline.training.jobs import Job, Packed, RlJob, check_alone, read_job
+from pipeline.training.jobs import Job, PackedInput, RlJob, check_alone, read_job
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
@@ -41,7 +41,7 @@ from pipeline.training.standalone.packed import PackedRows, remove_packed
 from pipeline.training.standalone.queue import JobQueue
 from pipeline.training.standalone.state import JobState
 from pipeline.training.standalone.visible import await_everywhere
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 
 log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -180,8 +180,8 @@ class Execution:
             mend = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
             raise TrainingError(f"no optimizer step was taken, so there is no new model; {mend}")
         self._export()
-        release(self._dispatch)
-        if isinstance(job.inputs, Packed):
+        release_device(self._dispatch)
+        if isinstance(job.inputs, PackedInput):
             self._state.check()
             remove_packed(Path(job.inputs.folder))
 
@@ -205,7 +205,7 @@ class Execution:
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = Runner(self, training.checkpoint_every, machine)
         patience = self._dispatch.patience.commit
-        if not isinstance(job.inputs, Packed):
+        if not isinstance(job.inputs, PackedInput):
             with heartbeat.during("making the task", patience):
                 algorithm = algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse)
             runner.run(algorithm, done)
@@ -231,7 +231,7 @@ class Execution:
         self._told.write(event, **details)
 
     @property
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """See `runner.Book`."""
         return not self._dispatch.broken
 
@@ -264,23 +264,23 @@ def starting_from(job: Job, config: RunConfig) -> RunConfig:
 
 
 def _from_adapter(job: Job, model: ModelConfig) -> ModelConfig:
-    _insist(job, ADAPTER_FILES, "an adapter, which model.lora.rank asks for")
+    _require_files(job, ADAPTER_FILES, "an adapter, which model.lora.rank asks for")
     lora: LoraConfig = model.lora.model_copy(update={"adapter": job.checkpoint})
     return model.model_copy(update={"lora": lora})
 
 
 def _from_model(job: Job, model: ModelConfig) -> ModelConfig:
-    _insist(job, ("config.json", "*.safetensors"), "a model; for an adapter set model.lora.rank")
+    _require_files(job, ("config.json", "*.safetensors"), "a model; for an adapter set model.lora.rank")
     return model.model_copy(update={"path": job.checkpoint, "init": "pretrained"})
 
 
-def _insist(job: Job, patterns: tuple[str, ...], what: str) -> None:
+def _require_files(job: Job, patterns: tuple[str, ...], what: str) -> None:
     folder = Path(job.checkpoint)
     missing = [pattern for pattern in patterns if not list(folder.glob(pattern))]
     if missing:
         raise CheckpointError(f"checkpoint {folder} has no {', '.join(missing)}: expected {what}")
 
 
-def steps_taken(worker: Worker) -> int:
+def steps_taken(worker: ModelWorker) -> int:
     """Optimizer steps of this job that changed the model."""
     return worker.optimizer.taken if worker.optimizer else 0

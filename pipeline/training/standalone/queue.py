@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.system import files
-from pipeline.training.jobs import Job, Packed, read_job
+from pipeline.training.jobs import Job, PackedInput, read_job
 
 DONE, FAILED = "done", "failed"
 
@@ -97,5 +97,5 @@ def made_by(job: Job) -> set[str]:
 
 def needed_by(job: Job) -> set[str]:
     """What a job reads that another may have written."""
-    inputs = job.inputs.folder if isinstance(job.inputs, Packed) else ""
+    inputs = job.inputs.folder if isinstance(job.inputs, PackedInput) else ""
     return {path for path in (job.checkpoint, job.optimizer_state, inputs) if path}

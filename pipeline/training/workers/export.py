@@ -26,7 +26,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 _OWN = ("config.json", "adapter_config.json")
 
 
-def adapter_name(name: str) -> str:
+def adapter_parameter_name(name: str) -> str:
     """The name that an adapter's parameter has in a checkpoint of peft, from its name in the network."""
     found: str = _adapters().checkpoint_name(name)
     return found

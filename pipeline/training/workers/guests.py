@@ -22,7 +22,7 @@ from pipeline.errors import TrainingError
 from pipeline.training.workers import lora
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.shards import fill_shard
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 
 
 @dataclass
@@ -35,11 +35,11 @@ class Guest:
     progress: dict[str, int]
 
 
-_parked: "WeakKeyDictionary[Worker, dict[str, Guest]]" = WeakKeyDictionary()
+_parked: "WeakKeyDictionary[ModelWorker, dict[str, Guest]]" = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def park(worker: Worker, key: str) -> None:
+def park(worker: ModelWorker, key: str) -> None:
     """Keep the adapter that is on the model under this key; another may take its place now."""
     optimizer = _optimizer(worker)
     named = _trained(worker)
@@ -55,7 +55,7 @@ def park(worker: Worker, key: str) -> None:
 
 
 @torch.no_grad()
-def recall(worker: Worker, key: str) -> None:
+def recall(worker: ModelWorker, key: str) -> None:
     """Put the adapter of this key on the model; it is parked no longer. `TrainingError` if there is none."""
     guest = _guests(worker).pop(key, None)
     if guest is None:
@@ -69,7 +69,7 @@ def recall(worker: Worker, key: str) -> None:
 
 
 @torch.no_grad()
-def admit(worker: Worker, seed: int) -> None:
+def admit(worker: ModelWorker, seed: int) -> None:
     """Put a fresh adapter on the model, drawn from the seed: no moments, no gradients, no steps."""
     named = dict(worker.model.network.named_parameters())
     for name, tensor in lora.first_tensors(worker.model.network, worker.adapters, seed):
@@ -77,20 +77,20 @@ def admit(worker: Worker, seed: int) -> None:
     worker.restart_optimizer()
 
 
-def dismiss(worker: Worker, key: str) -> None:
+def dismiss(worker: ModelWorker, key: str) -> None:
     """Forget the adapter of this key."""
     _guests(worker).pop(key, None)
 
 
-def _guests(worker: Worker) -> dict[str, Guest]:
+def _guests(worker: ModelWorker) -> dict[str, Guest]:
     return _parked.setdefault(worker, {})
 
 
-def _trained(worker: Worker) -> dict[str, Tensor]:
+def _trained(worker: ModelWorker) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in worker.model.named_parameters() if parameter.requires_grad}
 
 
-def _optimizer(worker: Worker) -> Any:
+def _optimizer(worker: ModelWorker) -> Any:
     if worker.optimizer is None:
         raise TrainingError("this model is never trained: it takes no guests")
     return worker.optimizer

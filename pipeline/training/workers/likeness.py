@@ -24,7 +24,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, one_line
 from pipeline.training.rows import Batch, Row
 from pipeline.training.workers.collate import collate
-from pipeline.training.workers.model import PolicyModel, build
+from pipeline.training.workers.model import PolicyModel, build_model
 from pipeline.training.workers.small import SIZES, VOCABULARY, smaller
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def likeness(config: str) -> Likeness | str:
         (Path(folder) / "config.json").write_text(config)
         for size in SIZES:
             try:
-                return measure(smaller(AutoConfig.from_pretrained(folder), size))
+                return measure_likeness(smaller(AutoConfig.from_pretrained(folder), size))
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 (any family may refuse any size, in its own way)
@@ -87,11 +87,11 @@ def likeness(config: str) -> Likeness | str:
     return why
 
 
-def measure(config: Any) -> Likeness:
+def measure_likeness(config: Any) -> Likeness:
     """The likeness of a config's architecture; its model is built whole, so the config is a small one."""
     with TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
-        policy = build(ModelConfig(path=folder, init="random"), seed=0)
+        policy = build_model(ModelConfig(path=folder, init="random"), seed=0)
     assert isinstance(policy, PolicyModel)
     _redraw(policy)
     rows = _rows()

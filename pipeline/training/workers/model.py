@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 _WORDS = 8
 
 
-class Model(nn.Module):
+class DecoderModel(nn.Module):
     """A transformers decoder with a head on top; `network` is what transformers made, adapters included."""
 
     def __init__(self, network: Any) -> None:
@@ -76,7 +76,7 @@ class Model(nn.Module):
         return states_NE
 
 
-class PolicyModel(Model):
+class PolicyModel(DecoderModel):
     """A transformers causal model whose forward returns log-probabilities of given tokens."""
 
     @property
@@ -109,7 +109,7 @@ class PolicyModel(Model):
         return head_logprobs(hidden_NE, head.weight, wanted_N, temperature, with_entropy)
 
 
-class Critic(Model):
+class Critic(DecoderModel):
     """A decoder whose forward returns values: what is still to be earned after the tokens read so far.
 
     The head is one linear layer that starts at zero, so every value is 0 until something was learned.
@@ -132,7 +132,7 @@ class Critic(Model):
         return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
 
 
-def outline(config: ModelConfig, kind: Kind = "policy") -> Model:
+def outline(config: ModelConfig, kind: Kind = "policy") -> DecoderModel:
     """The model of a directory, float32, whose parameters are on the meta device; buffers have their values.
 
     Nothing in it is random: dropout is off. With `config.lora.rank` the policy has adapters, and only they have
@@ -165,7 +165,7 @@ def _without_dropout(module: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def fill(model: Model, weights: Weights, config: ModelConfig, seed: int, device: torch.device) -> None:
+def fill_model(model: DecoderModel, weights: Weights, config: ModelConfig, seed: int, device: torch.device) -> None:
     """Bring an outline, sharded or not, to the device, and give it its first weights; see `Weights.fill`.
 
     A value head starts at 0. Raises what `lora.first_tensors` raises.
@@ -185,14 +185,14 @@ def fill(model: Model, weights: Weights, config: ModelConfig, seed: int, device:
             fill_shard(named[name], tensor)
 
 
-def build(config: ModelConfig, seed: int, kind: Kind = "policy") -> Model:
-    """`outline` and `fill` at once: the whole model, on the CPU."""
+def build_model(config: ModelConfig, seed: int, kind: Kind = "policy") -> DecoderModel:
+    """`outline` and `fill_model` at once: the whole model, on the CPU."""
     model = outline(config, kind)
-    fill(model, Weights(config), config, seed, torch.device("cpu"))
+    fill_model(model, Weights(config), config, seed, torch.device("cpu"))
     return model
 
 
-def stored(model: Model, form: Form) -> Tensors:
+def stored(model: DecoderModel, form: Form) -> Tensors:
     """What a model directory holds of a model, by its names in the network of a directory: without adapters, and
     without a value head, but with the buffers that last."""
     prefix = form.decoder if isinstance(model, Critic) else ""
@@ -204,7 +204,7 @@ def stored(model: Model, form: Form) -> Tensors:
     return {name: tensor for name, tensor in found.items() if name in form.tensors}
 
 
-def recompute_activations(model: Model) -> None:
+def recompute_activations(model: DecoderModel) -> None:
     """Have the backward pass compute each layer's activations again instead of keeping them (Chen et al. 2016)."""
     if not model.decoder.supports_gradient_checkpointing:
         found = type(model.decoder).__name__
@@ -212,7 +212,7 @@ def recompute_activations(model: Model) -> None:
     model.decoder.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def compile_layers(model: Model) -> None:
+def compile_layers(model: DecoderModel) -> None:
     """Compile each layer in place, for all lengths at once: packed lines are as long as their rows happen to be.
 
     A layer is first compiled for the lengths that it meets, and again, then for any, when others come. All sizes of

@@ -19,7 +19,7 @@ from pipeline.training.workers.offload import local
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """What an optimizer step did: the gradient norm before clipping, the learning rate, whether it was skipped."""
 
     grad_norm: float
@@ -81,7 +81,7 @@ class Optimizer:
             raise TrainingError(f"a learning rate of {lr}; expected a finite number that is not negative")
         self._rate = lr
 
-    def step(self, settings: AdamSettings | None = None) -> Step:
+    def step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters.
 
         With `settings`, this step has them; the optimizer's own are not read, nor is its schedule.
@@ -109,7 +109,7 @@ class Optimizer:
         else:
             self.skipped += 1
         self.adamw.zero_grad(set_to_none=True)
-        return Step(norm, lr, not finite)
+        return OptimizerStep(norm, lr, not finite)
 
     def moments(self) -> list[Tensor]:
         """Every tensor that the optimizer keeps."""

@@ -25,7 +25,7 @@ from pipeline.training.packing import Budget
 from pipeline.training.queries import QueryRow
 from pipeline.training.workers.attention import Segments
 from pipeline.training.workers.transfer import to_device
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 
 _NOTHING = QueryRow(np.zeros(1, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
 """For a rank that has fewer micro-batches than others: it takes part in their collective operations."""
@@ -46,7 +46,9 @@ class Answers:
     loss: float
 
 
-def ask(worker: Worker, rows: Sequence[QueryRow], objective: TokenSum, budget: Budget, backward: bool) -> Answers:
+def answer_queries(
+    worker: ModelWorker, rows: Sequence[QueryRow], objective: TokenSum, budget: Budget, backward: bool
+) -> Answers:
     """The log-probabilities that the rows ask for and the loss over them; with `backward`, add its gradient to those
     that the model has. Collective: every rank has all rows."""
     shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget)
@@ -69,7 +71,7 @@ def ask(worker: Worker, rows: Sequence[QueryRow], objective: TokenSum, budget: B
     return Answers(answers.rows, answers.logprobs, loss)
 
 
-def _logprobs(worker: Worker, rows: Sequence[QueryRow], packed: bool) -> Tensor:
+def _logprobs(worker: ModelWorker, rows: Sequence[QueryRow], packed: bool) -> Tensor:
     lengths = [len(row) for row in rows]
     layout = packing.pack(lengths) if packed else packing.pad(lengths)
     tokens = np.zeros(len(layout.positions), np.int64)

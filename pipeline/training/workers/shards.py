@@ -16,7 +16,7 @@ from pipeline.training.workers.offload import local
 BLOCK_BYTES = 1 << 24
 
 
-def first_row(tensor: Tensor) -> int:
+def first_row_here(tensor: Tensor) -> int:
     """The number of this rank's first row; 0 of a tensor that is whole here."""
     if not isinstance(tensor, DTensor):
         return 0
@@ -29,7 +29,7 @@ def first_row(tensor: Tensor) -> int:
 def fill_shard(target: Tensor, source: Any) -> None:
     """Fill this rank's rows of `target` from `source`: a whole tensor, or what reads the rows that it is indexed with
     (`safe_open().get_slice`)."""
-    mine, first = local(target.detach()), first_row(target)
+    mine, first = local(target.detach()), first_row_here(target)
     if not mine.ndim:
         mine.copy_(source[...])
         return
@@ -40,7 +40,7 @@ def fill_shard(target: Tensor, source: Any) -> None:
 @torch.no_grad()
 def holds(target: Tensor, source: Any) -> bool:
     """Whether `source` has, in this rank's rows, the numbers that are in `target`."""
-    mine, first = local(target.detach()), first_row(target)
+    mine, first = local(target.detach()), first_row_here(target)
     pairs = ((mine[rows], source[first + rows.start : first + rows.stop]) for rows in _blocks(mine))
     return all(torch.equal(own, other.to(own)) for own, other in pairs)
 

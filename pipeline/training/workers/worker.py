@@ -1,9 +1,9 @@
 """One model with its optimizer, on one rank.
 
-Owns sharding (FSDP2), mixed precision, the loop over micro-batches, and the state that checkpoints and servers need.
-Promises sum semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the
-weights that the controller put into the batch are the only normalisation. Every method is a collective operation: all
-ranks call it with the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
+Owns the loop over micro-batches, the optimizer step, and the state that checkpoints and servers need. Promises sum
+semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the weights that the
+controller put into the batch are the only normalisation. Every method is a collective operation: all ranks call it with
+the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from pipeline.config import LoraConfig, OptimConfig
 from pipeline.errors import TrainingError
@@ -28,23 +28,22 @@ from pipeline.system import heartbeat
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate
-from pipeline.training.workers.export import adapter_name, refuse_unwritable, write_model
+from pipeline.training.workers.export import adapter_parameter_name, refuse_unwritable, write_model
+from pipeline.training.workers.fsdp import shard_model
 from pipeline.training.workers.loading import Weights
 from pipeline.training.workers.model import (
-    Model,
+    DecoderModel,
     PolicyModel,
     compile_layers,
-    fill,
+    fill_model,
     outline,
     recompute_activations,
     stored,
 )
 from pipeline.training.workers.offload import Memory, Movable, Part, allocated, empty_cache, local
-from pipeline.training.workers.optimizer import AdamSettings, Optimizer, Step
+from pipeline.training.workers.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.training.workers.shards import gathered
 from pipeline.weights.wire import WeightLayout
-
-LAYER_UNIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ModelInfo:
     flops_per_token: int
 
 
-class Worker:
+class ModelWorker:
     """A sharded model and, if it is trained, its AdamW.
 
     Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
@@ -76,7 +75,7 @@ class Worker:
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
         """Make the model's shapes, shard them over the one dimension of `mesh`, and fill the shards on the device.
 
-        Raises what `outline`, `Weights` and `fill` raise.
+        Raises what `outline`, `Weights` and `fill_model` raise.
         """
         self.device = torch.device(mesh.device_type)
         self._config = spec.model
@@ -89,9 +88,9 @@ class Worker:
         if spec.compile:
             compile_layers(self.model)
         self._reshard, self._broken = spec.reshard, False
-        _shard(self.model, mesh, self.compute, spec.reshard)
+        shard_model(self.model, mesh, self.compute, spec.reshard)
         weights = Weights(spec.model)
-        fill(self.model, weights, spec.model, spec.seed, self.device)
+        fill_model(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
         self.group, self.ranks = mesh.get_group(), mesh.size()
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
@@ -140,7 +139,7 @@ class Worker:
                 parts.append(sums)
         return measures.combine(_numbers(sums) for sums in parts)
 
-    def optim_step(self, settings: AdamSettings | None = None) -> Step:
+    def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """One step of AdamW with clipping; see `Optimizer.step`."""
         self._refuse_if_broken()
         return self._trainer().step(settings)
@@ -161,7 +160,7 @@ class Worker:
         own = self._trainer()
         self.reset_optimizer(own.config, own.steps)
 
-    def copy_from(self, other: "Worker") -> None:
+    def copy_from(self, other: "ModelWorker") -> None:
         """Take the parameters of another model of the same architecture, sharded alike.
 
         A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
@@ -275,7 +274,7 @@ class Worker:
             for name, parameter in self.model.named_parameters():
                 own_name = name.removeprefix("network.")
                 if parameter.requires_grad:
-                    yield adapter_name(own_name) if adapted else own_name, whole(parameter, dtype)
+                    yield adapter_parameter_name(own_name) if adapted else own_name, whole(parameter, dtype)
             return
         own = stored(self.model, self._form)
         for names in self._form.groups:
@@ -361,7 +360,7 @@ class Worker:
                 module.reshard()
 
 
-def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
+def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
     """What `copy_from` copies: all, or the decoder without adapters, under names that are alike in both models."""
     if whole:
         yield from model.named_parameters()
@@ -373,23 +372,6 @@ def _copied(model: Model, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
     return parameter.shape, local(parameter).shape
-
-
-def _shard(model: Model, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
-    """FSDP2 over each large layer and the root, with gradients summed, not averaged, over the ranks.
-
-    Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: gathering them one by one would save no memory
-    worth having, and every collective operation waits for the slowest rank. Without `reshard`, what was gathered stays
-    whole until the worker's method ends.
-    """
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    large = [layer for layer in model.layers if sum(p.numel() for p in layer.parameters()) >= LAYER_UNIT]
-    for module in (*large, model):
-        kept = None if module is model else reshard
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=kept)
-        sharded.set_reshard_after_backward(reshard)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:

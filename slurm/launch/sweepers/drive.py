@@ -39,8 +39,8 @@ from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher
 from slurm.launch.sweepers import launcher, optuna_studies
 from slurm.launch.sweepers.objective import Objective
-from slurm.launch.sweepers.settings import Settings, read_objective, read_settings, refuse_missing
-from slurm.launch.sweepers.study import Interrupted, Study
+from slurm.launch.sweepers.settings import SweeperCommand, read_objective, read_sweeper_command, refuse_missing
+from slurm.launch.sweepers.study import Study, StudyInterrupted
 from slurm.registry import manifest, runs
 
 _MOST_TRIED = 50
@@ -59,7 +59,7 @@ class Search:
         first: the config of a point, with the first value of every axis, and its plan.
     """
 
-    settings: Settings
+    settings: SweeperCommand
     paths: SweepPaths
     sweeper: Mapping[str, Any]
     objective: Objective
@@ -77,7 +77,7 @@ def search(
     clock: Clock = CLOCK,
 ) -> int:
     """Run the sweeper that these overrides name; 0, or 130 or 143 after a signal. Errors say what was wrong."""
-    settings = read_settings(overrides)
+    settings = read_sweeper_command(overrides)
     if detach:
         mend = "the sweeper chooses points in this process: start it with nohup, or in tmux"
         raise ConfigError("option", "--detach", "no sweeper", mend)
@@ -92,7 +92,7 @@ def search(
         study = Study(found.paths, settings.fixed, launch, found.objective, told, clock)
         try:
             _drive(hydra, found, study)
-        except Interrupted as end:
+        except StudyInterrupted as end:
             print(f"interrupted; the same command {_going_on(found)}", file=sys.stderr)
             return end.exit_code
     _tell_end(found)
@@ -101,13 +101,13 @@ def search(
 
 def _hydra() -> Hydra:
     """Hydra for `conf/`, with our launcher known to it."""
-    launcher.register()
+    launcher.register_launcher()
     hydra = Hydra.create_main_hydra2("submit", create_config_search_path(str(CONF.resolve())))
     GlobalHydra.instance().clear()  # each point is composed by itself, which refuses to be the second
     return hydra
 
 
-def _prepare(hydra: Hydra, settings: Settings, launch: PointLauncher) -> Search:
+def _prepare(hydra: Hydra, settings: SweeperCommand, launch: PointLauncher) -> Search:
     """The command, looked at from all sides; `ConfigError` for the first thing that is wrong."""
     refuse_missing(settings, hydra.config_loader.get_group_options("hydra/sweeper"))
     tree = _composed(hydra, [*prepare_fixed(settings.fixed), *settings.axes, *settings.hydra])
@@ -145,13 +145,13 @@ def _composed(hydra: Hydra, overrides: Sequence[str]) -> dict[str, Any]:
     return parts
 
 
-def _axes(settings: Settings, sweeper: Mapping[str, Any]) -> tuple[str, ...]:
+def _axes(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> tuple[str, ...]:
     """What the sweeper chooses from: what a file gives as its `params`, and what the command says."""
     params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     return split_axes([*params, *settings.fixed, *settings.axes])[1]
 
 
-def _tried(settings: Settings, sweeper: Mapping[str, Any]) -> list[RunConfig]:
+def _tried(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> list[RunConfig]:
     """Configs with each listed value, and both ends of each interval; the others at their first meanwhile."""
     ends = [ends_of(axis, _MOST_TRIED) for axis in _axes(settings, sweeper)]
     first = [values[0] for values in ends]
@@ -174,7 +174,7 @@ def _refuse_absent_job(objective: Objective, configs: Sequence[RunConfig]) -> No
             raise ConfigError("hydra.launcher.job", objective.job, expected, f"set it to {done[0]}")
 
 
-def _refuse_changed(paths: SweepPaths, settings: Settings) -> None:
+def _refuse_changed(paths: SweepPaths, settings: SweeperCommand) -> None:
     """Raise `RunStateError` when points that are there were made with other fixed values: they would not compare."""
     kept = manifest.load_manifest(paths)
     for point in kept.points if kept else ():
@@ -183,7 +183,7 @@ def _refuse_changed(paths: SweepPaths, settings: Settings) -> None:
             continue
         new = compose_config([*settings.fixed, *point.overrides])
         new = new.model_copy(update={"name": point.name, "output": paths.root})
-        if changes := differences(old, runs.settled(new)):
+        if changes := differences(old, runs.located_config(new)):
             mend = f"go on with it as it was, or give the new one another name (name={paths.root.name}-2)"
             expected = f"the values its points were made with, but {'; '.join(changes)}"
             raise RunStateError("name", paths.root.name, expected, mend)

@@ -50,7 +50,7 @@ class RollcallLauncher(BaseSubmititLauncher):  # type: ignore[misc]
         return [_returned(overrides, result) for overrides, result in zip(job_overrides, results, strict=True)]
 
 
-def register() -> None:
+def register_launcher() -> None:
     """Make the launcher known to Hydra, in this process."""
     RollcallLauncher.__module__ = MODULE
     sys.modules.setdefault(MODULE, sys.modules[__name__])

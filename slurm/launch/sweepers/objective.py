@@ -44,12 +44,12 @@ class Objective:
     def _mean(self, name: str, rows: list[Row]) -> float:
         values = [value for _, value in series(rows, name, self.job)][-self.window :]
         if not values:
-            mend = nearest(name, names_of(rows), "see docs/metrics.md")
+            mend = nearest(name, metric_names(rows), "see docs/metrics.md")
             raise SweepError(f"its {self.job} rows have no value of {name}" + (f"; {mend}" if mend else ""))
         return sum(values) / len(values)
 
 
-def names_of(rows: Iterable[Row]) -> list[str]:
+def metric_names(rows: Iterable[Row]) -> list[str]:
     """The metrics that have a value in any of these rows."""
     found = {name for row in rows for name, value in row.items() if value is not None}
     return sorted(found - set(_OF_A_ROW))

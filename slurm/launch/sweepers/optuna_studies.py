@@ -25,7 +25,7 @@ FILE = "study.db"
 
 
 @dataclass(frozen=True)
-class Kept:
+class StudyPlace:
     """Where a study is kept: in the sweep's directory, unless the command says where else."""
 
     storage: str | None
@@ -59,15 +59,15 @@ def refuse_grid(sweeper: Mapping[str, Any]) -> None:
         raise ConfigError("hydra/sweeper/sampler", "grid", "a sampler that chooses", mend)
 
 
-def kept_study(sweeper: Mapping[str, Any], given: Callable[[str], bool], directory: Path) -> Kept:
+def kept_study(sweeper: Mapping[str, Any], given: Callable[[str], bool], directory: Path) -> StudyPlace:
     """Where the study is, with what the command leaves open filled in."""
     storage = sweeper["storage"]
     if storage is None and not given("hydra.sweeper.storage"):
         storage = f"sqlite:///{directory / FILE}"
-    return Kept(storage, sweeper["study_name"] or directory.name)
+    return StudyPlace(storage, sweeper["study_name"] or directory.name)
 
 
-def take_up(kept: Kept, sweeper: Mapping[str, Any], directions: list[str]) -> dict[str, Any]:
+def take_up(kept: StudyPlace, sweeper: Mapping[str, Any], directions: list[str]) -> dict[str, Any]:
     """Have unfinished trials asked for again; what the sweeper has to be told differently: below `hydra.sweeper`.
 
     `ConfigError` for a storage that cannot be opened, or a study of other directions.
@@ -83,7 +83,7 @@ def take_up(kept: Kept, sweeper: Mapping[str, Any], directions: list[str]) -> di
     return told
 
 
-def _asked_again(kept: Kept, directions: list[str]) -> tuple[int, int]:
+def _asked_again(kept: StudyPlace, directions: list[str]) -> tuple[int, int]:
     """Queue what has no number yet; how many trials there were, and how many have one."""
     import optuna
     from optuna.trial import TrialState
@@ -109,7 +109,7 @@ def _asked_again(kept: Kept, directions: list[str]) -> tuple[int, int]:
     return len(known), len(settled)
 
 
-def _opened(kept: Kept, directions: list[str]) -> "Study | None":
+def _opened(kept: StudyPlace, directions: list[str]) -> "Study | None":
     """The study, if there is one yet."""
     import optuna
 

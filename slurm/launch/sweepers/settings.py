@@ -30,7 +30,7 @@ _UNSAID = ("_target_", "name", "submitit_folder")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweeperCommand:
     """A sweeper's command.
 
     Attributes:
@@ -53,11 +53,11 @@ def names_hydra(overrides: Sequence[str]) -> str:
     return next((text for text in overrides if _is_hydras(text)), "")
 
 
-def read_settings(overrides: Sequence[str]) -> Settings:
+def read_sweeper_command(overrides: Sequence[str]) -> SweeperCommand:
     """The command, split; `ConfigError` for what cannot be."""
     hydra = [text for text in overrides if _is_hydras(text)]
     fixed, axes = split_axes([text for text in overrides if not _is_hydras(text)])
-    settings = Settings(tuple(hydra), fixed, axes)
+    settings = SweeperCommand(tuple(hydra), fixed, axes)
     if not settings.given(SWEEPER):
         raise ConfigError(SWEEPER, None, "a sweeper for Hydra's keys", "add hydra/sweeper=optuna, or leave them out")
     for text in hydra:
@@ -70,11 +70,11 @@ def read_settings(overrides: Sequence[str]) -> Settings:
             mend = "sweep over the keys themselves: 'optim.lr=interval(1e-5,1e-3)'"
             raise ConfigError(key, value, "no space on the command line", mend)
     if not settings.given(LAUNCHER):
-        settings = Settings((f"{LAUNCHER}=rollcall", *hydra), fixed, axes)
+        settings = SweeperCommand((f"{LAUNCHER}=rollcall", *hydra), fixed, axes)
     return settings
 
 
-def refuse_missing(settings: Settings, installed: Sequence[str]) -> None:
+def refuse_missing(settings: SweeperCommand, installed: Sequence[str]) -> None:
     """Raise `ConfigError`, with the command that installs it, for a sweeper that is not among these."""
     for text in settings.hydra:
         value = text.partition("=")[2]

@@ -34,7 +34,7 @@ Result = float | list[float] | RollcallError
 """What a sweeper is told of a point: its number, a number for each objective, or why it has none."""
 
 
-class Interrupted(KeyboardInterrupt):
+class StudyInterrupted(KeyboardInterrupt):
     """The sweep was told to end, and what it had started is over. No sweeper takes it for the failure of a point."""
 
     def __init__(self, exit_code: int) -> None:
@@ -59,7 +59,7 @@ class Study:
         self._overview = Overview(paths.root.parent, paths.root.name, launch.scheduler)
 
     def __call__(self, asked: Sequence[Sequence[str]]) -> list[Result]:
-        """A result for each point, in their order, once all are over; `Interrupted` after a signal."""
+        """A result for each point, in their order, once all are over; `StudyInterrupted` after a signal."""
         self._leave_if_told({})
         looked = [self._look(overrides) for overrides in asked]
         failures = self._carry_out({one.point.name: one for one in looked if isinstance(one, PlannedPoint)})
@@ -150,7 +150,7 @@ class Study:
             return None
         if isinstance(job, HereJob) and code in INTERRUPTED:
             self._stop(jobs)
-            raise Interrupted(code)
+            raise StudyInterrupted(code)
         failures: dict[str, RollcallError] = {}
         if job.found:
             again = self._look(point.overrides)
@@ -162,12 +162,12 @@ class Study:
         return SweepError(f"{point}: {line.state}" + (f": {line.failure}" if line.failure else ""))
 
     def _leave_if_told(self, jobs: dict[str, PointJob]) -> None:
-        """After a signal, end these jobs and raise `Interrupted`."""
+        """After a signal, end these jobs and raise `StudyInterrupted`."""
         if self._told:
             if jobs:
                 print(f"{self._told[0].name}: what was started commits and stops …", file=sys.stderr, flush=True)
             self._stop(jobs)
-            raise Interrupted(exit_code(self._told[0]))
+            raise StudyInterrupted(exit_code(self._told[0]))
 
     def _stop(self, jobs: dict[str, PointJob]) -> None:
         """End what this command has started and what Slurm has of it; a second signal kills what runs here."""

@@ -1,79 +1,18 @@
 """The requeue as it is carried out: what is read, waited for, written and asked, in which order."""
 
-import errno
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
-from pipeline.checkpoints.state import TrainerState
-from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import commit
-from pipeline.errors import CheckpointError, DeadlineError, SchedulerError
+from pipeline.errors import SchedulerError
 from pipeline.rundir.documents import Finished, Outcome, SubmittedJob
 from pipeline.rundir.events import Events
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import AttemptPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from slurm.batch import requeue
-from slurm.batch.requeue import conclude_attempt
 from slurm.node.alive import lost_ranks
-from slurm.scheduler.protocol import RUNNING
-from tests.fakes.clock import FakeClock
-from tests.fakes.run_directory import FakeRun
-from tests.fakes.scheduler import FakeScheduler
-
-T = TypeVar("T")
-
-LATE_SECONDS = 70
-
-
-class Cluster:
-    """A run whose job 1 has one attempt after the other, on a scheduler in memory."""
-
-    def __init__(self, root: Path, **limits: int) -> None:
-        self.run = FakeRun(root / "run")
-        tree = self.run.config.model_dump(mode="json")
-        tree["cluster"] |= {"kind": "slurm"} | limits
-        files.write_document(self.run.paths.config, tree)
-        self.scheduler, self.restart = FakeScheduler(), -1
-        self.clock = FakeClock()
-        self.job = self.scheduler.submit(state=RUNNING)
-
-    def attempt(self) -> AttemptPaths:
-        """A new attempt begins, the first or one that was queued."""
-        self.restart += 1
-        assert self.scheduler.jobs[self.job].restarts == self.restart
-        self.scheduler.set(self.job, RUNNING)
-        return self.run.attempt(f"{self.job}-{self.restart}").paths
-
-    def leave(self, paths: AttemptPaths, *ranks: int) -> None:
-        for rank in ranks or range(4):
-            files.write_document(paths.down(f"agent.{rank}"), "left")
-
-    def commit(self, paths: AttemptPaths, step: int) -> None:
-        storage = Storage(str(self.run.paths.checkpoints))
-        commit(storage, TrainerState(job="rl", step=step), paths.attempt, {}, 1)
-
-    def end(self, code: int = 0) -> Outcome:
-        outcome = conclude_attempt(self.run.paths, self.scheduler, self.job, self.restart, code, self.clock)
-        paths = self.run.paths.attempt(self.run.identity.run_id, f"{self.job}-{self.restart}")
-        assert files.read_document(paths.outcome, Outcome) == outcome
-        return outcome
-
-
-def fail(paths: AttemptPaths, cause: str = "exited with code 1", time: float = 20.0) -> None:
-    failure = FirstFailure(role="trainer.0", rank=1, cause=cause, exit_code=1, time=time, log="")
-    files.create_document(paths.first_failure, failure)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path, max_restarts=5, max_failures=2, late_seconds=LATE_SECONDS)
+from tests.fakes.requeued_job import Cluster, fail
 
 
 def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> None:
@@ -120,52 +59,6 @@ def test_a_job_whose_node_died_is_requeued_whatever_srun_makes_of_it(cluster: Cl
     assert cluster.scheduler.requeued == [cluster.job]
 
 
-class LateDisk(FakeClock):
-    """A clock on which something appears after so many seconds, as on a disk that shows things late."""
-
-    def __init__(self, seconds: float, appear: Callable[[], object]) -> None:
-        super().__init__()
-        self._seconds, self._appear = seconds, appear
-
-    def sleep(self, seconds: float) -> None:
-        super().sleep(seconds)
-        if self.time >= self._seconds:
-            self._seconds = float("inf")
-            self._appear()
-
-
-def test_a_run_whose_end_is_seen_late_is_finished(cluster: Cluster) -> None:
-    paths = cluster.attempt()
-    finished = Finished(time=0.0, steps=1, attempt=paths.attempt)
-    cluster.clock = LateDisk(60.0, lambda: files.write_document(cluster.run.paths.finished, finished))
-    assert cluster.end(0).decision == "finished"
-    assert not cluster.scheduler.requeued
-    assert 60.0 <= cluster.clock.time < LATE_SECONDS
-
-
-def test_a_draining_that_is_seen_late_is_no_failure(cluster: Cluster) -> None:
-    paths = cluster.attempt()
-    cluster.clock = LateDisk(30.0, lambda: Events(paths).publish("draining", "agent.0", "SIGTERM"))
-    outcome = cluster.end(0)
-    assert (outcome.decision, outcome.failures) == ("requeued", 0)
-    assert outcome.reason == "told to end (SIGTERM, agent.0): it goes on from its newest commit"
-
-
-def test_agents_that_left_without_a_reason_are_not_waited_for_twice(cluster: Cluster) -> None:
-    cluster.leave(cluster.attempt())
-    outcome = cluster.end(0)
-    assert (outcome.decision, sum(cluster.clock.slept)) == ("stopped", pytest.approx(LATE_SECONDS))
-    assert "without a reason" in outcome.reason
-
-
-def test_a_failure_is_decided_without_waiting(cluster: Cluster) -> None:
-    paths = cluster.attempt()
-    fail(paths)
-    cluster.leave(paths)
-    assert cluster.end(1).decision == "stopped"
-    assert not cluster.clock.slept
-
-
 def test_a_time_limit_that_is_shorter_than_the_start_up_ends_the_job(cluster: Cluster) -> None:
     for failures, decision in ((1, "requeued"), (2, "stopped")):
         paths = cluster.attempt()
@@ -190,68 +83,6 @@ def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeyp
     outcome = files.read_document(paths.outcome, Outcome)
     assert outcome is not None
     assert outcome.decision == "finished"
-
-
-EIO = OSError(errno.EIO, "Input/output error")
-
-
-def failing(times: int, really: Callable[..., T], error: Exception = EIO) -> Callable[..., T]:
-    """The function, after a disk that failed so many times."""
-    left = iter(range(times))
-
-    def call(*arguments: Any) -> T:
-        if next(left, None) is not None:
-            raise error
-        return really(*arguments)
-
-    return call
-
-
-@pytest.mark.parametrize("what", ["read_document", "write_document"])
-def test_a_disk_that_fails_for_a_while_is_asked_again(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    paths = cluster.attempt()
-    Events(paths).publish("draining", "agent.0", "SIGTERM")
-    cluster.leave(paths)
-    monkeypatch.setattr(files, what, failing(5, getattr(files, what)))
-    assert cluster.end().decision == "requeued"
-    assert 0 < sum(cluster.clock.slept) < requeue.ANSWER_SECONDS
-
-
-def test_a_job_whose_outcome_cannot_be_written_is_requeued_all_the_same(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = cluster.attempt()
-    Events(paths).publish("draining", "agent.0", "SIGTERM")
-    cluster.leave(paths)
-    monkeypatch.setattr(files, "write_document", failing(10_000, files.write_document))
-    outcome = conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
-    assert outcome.decision == "requeued"
-    assert cluster.scheduler.requeued == [cluster.job]
-    assert sum(cluster.clock.slept) < 30, "KillWait is over before the requeue is asked for"
-    assert not paths.outcome.exists()
-    said = capsys.readouterr().out
-    assert str(paths.outcome) in said
-    assert "Input/output error" in said
-
-
-def test_checkpoints_that_cannot_be_listed_for_a_while_are_looked_at_again(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = cluster.attempt()
-    Events(paths).publish("draining", "agent.0", "SIGTERM")
-    cluster.leave(paths)
-    monkeypatch.setattr(Storage, "folders", failing(5, Storage.folders, CheckpointError("Input/output error")))
-    assert cluster.end().decision == "requeued"
-
-
-def test_a_run_directory_that_stays_unreadable_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster.attempt()
-    monkeypatch.setattr(files, "read_document", failing(10_000, files.read_document))
-    with pytest.raises(DeadlineError, match="Input/output error"):
-        conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
-    assert not cluster.scheduler.requeued
 
 
 def test_commits_are_what_keeps_a_failing_job_alive(cluster: Cluster) -> None:

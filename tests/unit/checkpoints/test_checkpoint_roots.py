@@ -16,7 +16,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.report.history import read_history
 from pipeline.report.page import page
 from pipeline.world.plan import World
-from slurm.batch.facts import gather
+from slurm.batch.facts import gather_facts
 from slurm.launch.cancel import _over
 from slurm.node.agent import _finish
 from tests.fakes.configs import make_config
@@ -66,7 +66,7 @@ def test_the_requeue_and_people_and_the_fence_look_at_the_url(run: FakeRun) -> N
     assert _over(run.paths) == "run: over; it had no checkpoint yet"
     Fence(root, "12-0").claim()
     save(root, 3, "12-0")
-    facts = gather(run.paths, paths, restart=0, ranks=1, code=1, late=0.0)
+    facts = gather_facts(run.paths, paths, restart=0, ranks=1, code=1, late=0.0)
     assert (facts.advanced, facts.trained) == (True, True)
     assert _over(run.paths) == f"run: over; it can be resumed from {Storage(root).url('rl-3/12-0')}"
     assert f"checkpoints in {root}" in page(read_history(run.paths.root, alive=False))

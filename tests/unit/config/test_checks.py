@@ -6,10 +6,10 @@ import pytest
 
 from pipeline.config.rules import check_config, check_run
 from pipeline.errors import ConfigError
-from slurm.launch.compose import compose_config, groups
+from slurm.launch.compose import compose_config, config_groups
 
 
-@pytest.mark.parametrize("loss", groups()["loss"])
+@pytest.mark.parametrize("loss", config_groups()["loss"])
 def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
     check_run(compose_config(["experiment=demo", f"loss={loss}"]))
 

@@ -1,6 +1,7 @@
 """Which model directories can be trained and served, and how they are kept."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -57,3 +58,15 @@ def test_the_heads_are_those_of_the_language_model_if_its_config_says(
 ) -> None:
     (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
     assert attention_heads(ModelConfig(path=str(base))) == heads
+
+
+def test_the_built_in_models_are_what_their_maker_writes(tmp_path: Path) -> None:
+    runpy.run_path(str(BUILT_IN / "make_tiny.py"))["main"](tmp_path)
+    for made in tmp_path.glob("*/*.json"):
+        here, there = (json.loads((root / made.relative_to(tmp_path)).read_text()) for root in (BUILT_IN, tmp_path))
+        for tree in (here, there):
+            tree.pop("transformers_version", None)
+        assert here == there, made.name
+    assert {folder.name for folder in tmp_path.iterdir()} == {f.name for f in BUILT_IN.iterdir() if f.is_dir()} - {
+        "__pycache__"
+    }

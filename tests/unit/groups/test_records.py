@@ -18,8 +18,8 @@ from pipeline.groups.records import (
     Record,
     Reissue,
     Sample,
-    decode,
-    encode,
+    decode_record,
+    encode_record,
 )
 
 numbers = st.integers(0, 2**40)
@@ -83,44 +83,44 @@ records = st.one_of(samples(), groups, prepared, results, requests, reissues)
 
 @given(records)
 def test_every_record_is_read_as_it_was_written(record: Record) -> None:
-    assert decode(encode(record), type(record)) == record
+    assert decode_record(encode_record(record), type(record)) == record
 
 
 @given(records, st.data())
 def test_a_torn_record_is_an_error(record: Record, data: st.DataObject) -> None:
-    wire = encode(record)
+    wire = encode_record(record)
     cut = data.draw(st.integers(0, len(wire) - 1))
     with pytest.raises(RecordError, match=f"{cut} bytes are no {type(record).__name__} record"):
-        decode(wire[:cut], type(record))
+        decode_record(wire[:cut], type(record))
 
 
 @given(st.binary(max_size=64))
 def test_random_bytes_are_never_a_record(data: bytes) -> None:
     with pytest.raises(RecordError):
-        decode(data, Group)
+        decode_record(data, Group)
 
 
 def test_a_record_of_another_kind_is_refused_by_name() -> None:
     with pytest.raises(RecordError, match="expected a Group record, found Reissue"):
-        decode(encode(Reissue(position=1, reason="old")), Group)
+        decode_record(encode_record(Reissue(position=1, reason="old")), Group)
 
 
 def test_a_record_of_another_version_is_refused() -> None:
     newer = Reissue(position=1, reason="old", version=WIRE_VERSION + 1)
     with pytest.raises(RecordError, match=f"version {WIRE_VERSION + 1}; this code reads version {WIRE_VERSION}"):
-        decode(encode(newer), Reissue)
+        decode_record(encode_record(newer), Reissue)
 
 
 def test_a_kind_that_this_code_does_not_know_is_refused() -> None:
     wire = msgspec.msgpack.encode({"kind": "telegram", "version": WIRE_VERSION})
     with pytest.raises(RecordError, match="telegram"):
-        decode(wire, Group)
+        decode_record(wire, Group)
 
 
 def test_a_missing_field_is_named() -> None:
     wire = msgspec.msgpack.encode({"kind": "reissue", "version": WIRE_VERSION, "position": 3})
     with pytest.raises(RecordError, match="reason"):
-        decode(wire, Reissue)
+        decode_record(wire, Reissue)
 
 
 def a_sample(tokens: int, sampled: int, logprobs: int) -> Sample:
@@ -136,7 +136,7 @@ def a_sample(tokens: int, sampled: int, logprobs: int) -> Sample:
 
 
 def test_arrays_come_back_with_their_type_and_values_and_cannot_be_written() -> None:
-    sample = decode(encode(a_sample(3, 3, 3)), Sample)
+    sample = decode_record(encode_record(a_sample(3, 3, 3)), Sample)
     sample.check()
     assert sample.token_array().tolist() == [0, 1, 2]
     assert sample.sampled_array().tolist() == [0, 1, 1]
@@ -169,7 +169,7 @@ POISON: dict[str, dict[str, Any]] = {
 def test_a_sample_that_makes_no_sense_is_refused_though_it_decodes(change: dict[str, Any]) -> None:
     good = a_sample(3, 3, 3)
     good.check()
-    poisoned = decode(encode(msgspec.structs.replace(good, **change)), Sample)
+    poisoned = decode_record(encode_record(msgspec.structs.replace(good, **change)), Sample)
     with pytest.raises(RecordError):
         poisoned.check()
     group = Group(position=0, prompt=0, samples=(good, poisoned))
@@ -197,10 +197,10 @@ def test_advantages_that_do_not_fit_and_samples_that_no_model_takes_are_refused(
 
 def test_a_position_below_zero_does_not_decode() -> None:
     with pytest.raises(RecordError, match="position"):
-        decode(encode(Reissue(position=-1, reason="x")), Reissue)
+        decode_record(encode_record(Reissue(position=-1, reason="x")), Reissue)
 
 
 def test_a_group_spends_few_bytes_besides_its_arrays() -> None:
     tokens = 600
     group = Group(position=1, prompt=1, samples=(a_sample(tokens, tokens, tokens),) * 8)
-    assert len(encode(group)) < 8 * (9 * tokens + 200)
+    assert len(encode_record(group)) < 8 * (9 * tokens + 200)

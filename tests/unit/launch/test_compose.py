@@ -6,20 +6,25 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig, known_keys
-from pipeline.config.identity import OPERATIONAL, differences, digest, is_operational
+from pipeline.config.identity import OPERATIONAL, differences, identity_digest, is_operational
 from pipeline.errors import ConfigError
 from pipeline.streams.redis import MORE_MEMORY
 from slurm.launch import compose
 
 
-@pytest.mark.parametrize("experiment", compose.groups()["experiment"])
+@pytest.mark.parametrize("experiment", compose.config_groups()["experiment"])
 def test_every_experiment_composes(experiment: str) -> None:
     assert isinstance(compose.compose_config([f"experiment={experiment}"]), RunConfig)
 
 
 @pytest.mark.parametrize(
     ("group", "choice"),
-    [(group, choice) for group, choices in compose.groups().items() for choice in choices if group != "experiment"],
+    [
+        (group, choice)
+        for group, choices in compose.config_groups().items()
+        for choice in choices
+        if group != "experiment"
+    ],
 )
 def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
     config = compose.compose_config(["experiment=demo", f"{group}={choice}"])
@@ -81,7 +86,7 @@ def test_configs_differ_by_named_keys() -> None:
     one = compose.compose_config(["experiment=demo"])
     other = compose.compose_config(["experiment=demo", "seed=3", "optim.lr=1e-3"])
     assert differences(one, other) == ["optim.lr: 0.0001 → 0.001", "seed: 0 → 3"]
-    assert digest(one) != digest(other)
+    assert identity_digest(one) != identity_digest(other)
 
 
 @pytest.mark.parametrize("name", OPERATIONAL)
@@ -111,7 +116,7 @@ def test_deadlines_and_sizes_do_not_make_another_run() -> None:
     changed = ["cluster.startup_seconds=900", "training.micro_batch_tokens=999", "resources.spares=1", "output=x"]
     other = compose.compose_config(["experiment=demo", *changed])
     assert differences(one, other) == []
-    assert digest(one) == digest(other)
+    assert identity_digest(one) == identity_digest(other)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_deadlines_and_sizes_do_not_make_another_run() -> None:
 def test_a_sweep_expands_as_hydra_would(
     overrides: list[str], base: tuple[str, ...], points: list[tuple[str, ...]]
 ) -> None:
-    assert compose.expand(overrides) == compose.Expansion(base, tuple(points))
+    assert compose.expand_sweep(overrides) == compose.Expansion(base, tuple(points))
 
 
 def test_the_points_are_those_of_hydras_own_sweeper() -> None:
@@ -149,7 +154,7 @@ def test_the_points_are_those_of_hydras_own_sweeper() -> None:
 
     overrides = ["seed=1", "optim.lr=1e-4,3e-4", "loss=grpo,gspo", "model.path='x y',z", "training.steps=range(2,9,3)"]
     theirs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)[0]
-    ours = compose.expand(overrides)
+    ours = compose.expand_sweep(overrides)
     assert len(theirs) == len(ours.points) == 24
     assert [sorted(point) for point in theirs] == [sorted([*ours.base, *point]) for point in ours.points]
 
@@ -170,7 +175,7 @@ def test_the_points_are_those_of_hydras_own_sweeper() -> None:
 )
 def test_what_cannot_be_swept_is_named_with_its_mend(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.expand([override])
+        compose.expand_sweep([override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -19,7 +19,7 @@ from pipeline.system.waiting import Clock
 from pipeline.world.plan import Plan
 from slurm.launch import following, submit
 from slurm.launch.sweepers.drive import search
-from slurm.launch.sweepers.settings import read_settings, refuse_missing
+from slurm.launch.sweepers.settings import read_sweeper_command, refuse_missing
 from slurm.registry import locks, manifest
 from tests.fakes.launch import FakeLaunch
 
@@ -318,7 +318,7 @@ def test_a_wrong_command_is_one_line_and_starts_nothing(
 
 
 def test_a_sweeper_that_an_extra_installs_is_named_with_its_command() -> None:
-    settings = read_settings(["hydra/sweeper=optuna"])
+    settings = read_sweeper_command(["hydra/sweeper=optuna"])
     with pytest.raises(
         ConfigError, match=r"expected an installed sweeper \(basic\); .*-m pip install -e '.*\[optuna\]'$"
     ):

@@ -15,7 +15,7 @@ from pipeline.errors import TrainingError
 from pipeline.losses import POLICY_LOSSES, SFT, LossTokens, ValueObjective, ValueTokens, total, total_value
 from pipeline.losses.penalties import ESTIMATORS
 from tests.fakes.configs import make_config
-from tests.integration.oracle_losses import divergence
+from tests.support.oracle.losses import divergence
 from tests.unit.losses.losses_by_hand import (
     BOUNDS,
     FORMULAS,

@@ -20,7 +20,7 @@ from pipeline.report.page import page, state, tiles, wall_seconds, write_report
 from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline
 from pipeline.rundir.metrics import FileStep, MetricSinks
 from pipeline.system import files
-from slurm.watch.watcher import snapshot
+from slurm.watch.watcher import read_snapshot
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeRun
 
@@ -307,7 +307,7 @@ def test_the_report_and_the_terminal_say_the_same(run: FakeRun, job: str, decisi
     if decision:
         attempt.conclude(decision, "so it was decided")
     with run.launched():
-        assert state(read_history(run.root)) == snapshot(run.root).state
+        assert state(read_history(run.root)) == read_snapshot(run.root).state
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])

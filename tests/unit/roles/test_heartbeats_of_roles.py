@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from pipeline.roles.context import RoleContext
 from pipeline.system import heartbeat
-from pipeline.system.outages import OUTAGE_SECONDS, insist
+from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.training.dispatch.control import Control
 from pipeline.training.dispatch.ranks import STOP, Deadlines, Site
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from pipeline.world.plan import Placement, World
 from slurm.node.supervisor import launch_of
 from tests.fakes.clock import FakeClock
@@ -82,7 +82,7 @@ def test_a_controller_that_waits_tells_that_it_does(heart: Heart, site: Site) ->
     assert heart.beats == 1
 
 
-def test_who_insists_on_a_disk_that_fails_is_never_silent_for_long(
+def test_who_retries_on_a_disk_that_fails_is_never_silent_for_long(
     heart: Heart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, beats = FakeClock(), [0.0]
@@ -92,12 +92,12 @@ def test_who_insists_on_a_disk_that_fails_is_never_silent_for_long(
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        insist("it", fail, OUTAGE_SECONDS, clock)
+        retry_transient("it", fail, OUTAGE_SECONDS, clock)
     assert clock.time == pytest.approx(OUTAGE_SECONDS)
     assert max(after - before for before, after in pairwise([*beats, clock.time])) < 3.0
 
 
-@pytest.mark.parametrize("ask", [Worker._values, partial(Worker._logprobs, temperature=1.0, entropy=False)])
+@pytest.mark.parametrize("ask", [ModelWorker._values, partial(ModelWorker._logprobs, temperature=1.0, entropy=False)])
 def test_every_micro_batch_is_progress(heart: Heart, ask: Callable[..., object]) -> None:
     micro = SimpleNamespace(tokens_BT=0, positions_BT=0, segments=0, predict_N=0)
     for _ in range(3):

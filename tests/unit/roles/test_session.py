@@ -14,7 +14,7 @@ from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.roles.context import RoleContext
-from pipeline.roles.session import Session
+from pipeline.roles.session import RunSession
 from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -51,7 +51,7 @@ class Waiting:
         world = attempt.meet()
         self.context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
         self.dispatch = OneRank()
-        session = Session(self.context, cast(Dispatch, self.dispatch))
+        session = RunSession(self.context, cast(Dispatch, self.dispatch))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
         self.finish = session._finish_commits
         self.durable: list[tuple[str, ...]] = []

@@ -12,8 +12,8 @@ from pipeline.errors import RolloutError, TaskError
 from pipeline.groups.records import EvalRequest, Group
 from pipeline.rollouts.evaluation import Evaluation
 from pipeline.rollouts.groups import FailureStreak, GroupBuilder
-from pipeline.rollouts.issue import Issue
 from pipeline.rollouts.meters import Share
+from pipeline.rollouts.positions import PositionQueue
 from pipeline.rollouts.rollout import Servers
 from pipeline.tasks import Episode, Policy, Prompt, Task, ask
 from pipeline.tasks.chat import Chat
@@ -277,12 +277,12 @@ def test_an_evaluation_without_failures_tells_none(caplog: pytest.LogCaptureFixt
 
 
 def test_missing_positions_are_issued_before_new_ones() -> None:
-    issue = Issue([5, 2], first_new=7)
+    issue = PositionQueue([5, 2], first_new=7)
     assert [issue.take() for _ in range(4)] == [2, 5, 7, 8]
 
 
 def test_a_refused_position_is_issued_again_once() -> None:
-    issue = Issue([], first_new=3)
+    issue = PositionQueue([], first_new=3)
     assert issue.again(1)
     assert not issue.again(1)
     assert not issue.again(3), "it was never issued"
@@ -290,7 +290,7 @@ def test_a_refused_position_is_issued_again_once() -> None:
 
 
 def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
-    issue = Issue([2], first_new=5)
+    issue = PositionQueue([2], first_new=5)
     assert [issue.take() for _ in range(4)] == [2, 5, 6, 7]
     issue.again(6)
     assert issue.lost([2, 4], 6, held={7}) == 2
@@ -298,7 +298,7 @@ def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
 
 
 def test_outstanding_counts_what_is_issued_and_not_settled() -> None:
-    issue = Issue([4], first_new=10)
+    issue = PositionQueue([4], first_new=10)
     assert issue.outstanding(settled=6) == 3
     issue.take()
     assert issue.outstanding(settled=6) == 4

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.groups.staleness import Gate
-from pipeline.rollouts.issue import Issue
+from pipeline.rollouts.positions import PositionQueue
 
 
 class World:
@@ -18,7 +18,7 @@ class World:
         """`slow`: the ticks of some positions; others take 1, or 1 to 3 when there is a `seed`."""
         self.gate, self.slow, self.slots = gate, slow, slots
         self.draw = Random(seed) if seed is not None else None
-        self.issue = Issue([], 0)
+        self.issue = PositionQueue([], 0)
         self.now = self.version = self.server = 0
         self.flying: dict[int, tuple[int, int]] = {}
         self.published: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from pipeline.streams import connect, redis
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline
 from tests.fakes.clock import FakeClock
-from tests.integration.redis_attempts import redis_context
+from tests.support.servers.redis_attempts import redis_context
 
 
 @pytest.fixture

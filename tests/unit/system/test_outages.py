@@ -9,7 +9,7 @@ import pytest
 from pipeline.roles.context import RoleContext
 from pipeline.rundir.events import Events, Listener
 from pipeline.rundir.paths import AttemptPaths
-from pipeline.system.outages import OUTAGE_SECONDS, Outbox, insist
+from pipeline.system.outages import OUTAGE_SECONDS, Outbox, retry_transient
 from tests.fakes.agents import RANKS, make_cluster
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Disk, Faults, View
@@ -32,20 +32,20 @@ def failing(times: int, error: OSError = EIO) -> Callable[[], str]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EDQUOT, errno.ETIMEDOUT, errno.ENOSPC])
 def test_what_may_pass_is_tried_again(number: int) -> None:
-    assert insist("it", failing(5, OSError(number, "")), 30, FakeClock()) == "done"
+    assert retry_transient("it", failing(5, OSError(number, "")), 30, FakeClock()) == "done"
 
 
 def test_what_does_not_pass_in_time_is_raised_as_it_is() -> None:
     clock = FakeClock()
     with pytest.raises(OSError, match="Input/output"):
-        insist("it", failing(10_000), 30, clock)
+        retry_transient("it", failing(10_000), 30, clock)
     assert clock.time == pytest.approx(30)
 
 
 def test_what_cannot_pass_is_raised_at_once() -> None:
     clock = FakeClock()
     with pytest.raises(PermissionError):
-        insist("it", failing(1, PermissionError(errno.EACCES, "")), 30, clock)
+        retry_transient("it", failing(1, PermissionError(errno.EACCES, "")), 30, clock)
     assert clock.time == 0
 
 

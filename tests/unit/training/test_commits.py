@@ -18,7 +18,7 @@ from pipeline.training.dispatch import saving
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.jobs import jobs_of
-from slurm.batch.facts import gather
+from slurm.batch.facts import gather_facts
 from tests.fakes.configs import make_config
 from tests.fakes.full_disk import room_for
 from tests.fakes.run_directory import FakeRun
@@ -129,7 +129,7 @@ def test_a_requeue_sees_the_progress_that_came_after_a_damaged_commit(run: FakeR
     rot(run, 150)
     second = Trainer(run, "12-1")
     second.commit(110)
-    facts = gather(run.paths, second.paths, 1, 4, 1, late=0.0)
+    facts = gather_facts(run.paths, second.paths, 1, 4, 1, late=0.0)
     assert facts.advanced
     assert facts.trained
 

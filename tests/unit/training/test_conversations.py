@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.training.conversations import Conversations, check_data, coloured, first_row
+from pipeline.training.conversations import Conversations, check_data, coloured, first_trainable_row
 from pipeline.training.rows import Row
 from tests.fakes.chat_models import MARKED, THINKING, make_chat_model
 from tests.fakes.configs import make_config
@@ -150,7 +150,7 @@ def test_what_is_dropped_is_neither_refused_nor_shown_first(tmp_path: Path) -> N
     path = write(tmp_path / "rows.jsonl", [talk(1, "2" * 100), talk(1, "word"), talk(2), talk(3)])
     dropping = config(path, invalid="drop", eval_rows=1)
     check_data(dropping)
-    found = first_row(dropping)
+    found = first_trainable_row(dropping)
     assert found is not None
     assert "2+2" in found[0].text
 
@@ -223,13 +223,13 @@ def test_a_template_without_a_mask_is_refused_with_the_mend(tmp_path: Path) -> N
 def test_the_first_row_is_shown_with_what_is_trained_in_green(tmp_path: Path) -> None:
     model = make_chat_model(tmp_path / "model", MARKED)
     path = write(tmp_path / "rows.jsonl", [{"messages": []}, talk(1, "two")])
-    found = first_row(config(path, model=str(model), invalid="drop"))
+    found = first_trainable_row(config(path, model=str(model), invalid="drop"))
     assert found is not None
     assert found[1] == ""
     assert coloured(found[0]) == (
         "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n\x1b[32mtwo<|im_end|>\x1b[0m\n"
     )
-    assert first_row(make_config()) is None
+    assert first_trainable_row(make_config()) is None
 
 
 def test_a_model_that_would_not_learn_to_stop_is_warned_of(tmp_path: Path) -> None:
@@ -237,6 +237,6 @@ def test_a_model_that_would_not_learn_to_stop_is_warned_of(tmp_path: Path) -> No
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' * add_generation_prompt }}"
     )
     model = make_chat_model(tmp_path / "model", template)
-    found = first_row(config(write(tmp_path / "rows.jsonl", [talk(1)]), model=str(model)))
+    found = first_trainable_row(config(write(tmp_path / "rows.jsonl", [talk(1)]), model=str(model)))
     assert found is not None
     assert found[1].startswith("what is trained ends with no token that ends a turn")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.training.dispatch.ranks import Deadlines, joined
+from pipeline.training.dispatch.ranks import Deadlines, joined_world
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def test_a_process_takes_the_device_of_its_local_rank_before_it_meets_the_others
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    with pytest.raises(ValueError, match="RANK expected"), joined("cuda", Deadlines()):
+    with pytest.raises(ValueError, match="RANK expected"), joined_world("cuda", Deadlines()):
         pass
     assert taken == [1]
 
@@ -28,5 +28,5 @@ def test_a_process_takes_the_device_of_its_local_rank_before_it_meets_the_others
 def test_a_process_without_a_device_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     said = r"process 1 .* no GPU: CUDA shows 1, .* lower resources\.trainer"
-    with pytest.raises(TrainingError, match=said), joined("cuda", Deadlines()):
+    with pytest.raises(TrainingError, match=said), joined_world("cuda", Deadlines()):
         pass

@@ -14,7 +14,7 @@ def test_a_model_whose_config_asks_for_dropout_is_trained_without(tmp_path: Path
         "gpt2", vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5
     )
     config.save_pretrained(tmp_path)
-    built = model.build(ModelConfig(path=str(tmp_path), init="random"), 0)
+    built = model.build_model(ModelConfig(path=str(tmp_path), init="random"), 0)
     assert built.training
     dropped = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]
     assert len(dropped) >= 3
@@ -28,7 +28,7 @@ def test_a_layer_that_keeps_a_probability_of_its_own_drops_nothing_either(tmp_pa
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model("seed_oss", **size, **heads, **tokens, residual_dropout=0.5)
     config.save_pretrained(tmp_path)
-    network = model.build(ModelConfig(path=str(tmp_path), init="random"), 0).network
+    network = model.build_model(ModelConfig(path=str(tmp_path), init="random"), 0).network
     assert network.training
     with torch.no_grad():
         first, second = (network(torch.arange(8)[None]).logits for _ in range(2))

@@ -11,12 +11,12 @@ from pipeline.config.rules import check_config
 from pipeline.errors import ConfigError
 from pipeline.system import folders
 from pipeline.training.jobs import (
-    Demonstrations,
+    DemonstrationsInput,
     Job,
-    Packed,
+    PackedInput,
     RlJob,
     SftJob,
-    Stream,
+    StreamInput,
     check_alone,
     jobs_of,
     read_job,
@@ -65,7 +65,7 @@ def refusal(path: Path) -> str:
 def test_paths_in_a_file_are_relative_to_it_and_urls_stay(tmp_path: Path) -> None:
     job = read_job(write(tmp_path, "a.json", RL))
     assert isinstance(job, RlJob)
-    assert job.inputs == Packed(folder=str(tmp_path / "data"))
+    assert job.inputs == PackedInput(folder=str(tmp_path / "data"))
     assert (job.checkpoint, job.output) == (str(tmp_path / "adapter-1"), str(tmp_path / "adapter-2"))
     assert job.optimizer_state == "s3://bucket/state"
     assert (job.steps, job.prompts, job.optim.lr) == (4, 2, 1e-3)
@@ -113,8 +113,8 @@ def test_a_run_has_its_two_jobs_in_the_same_form(tmp_path: Path) -> None:
     sft, rl = (read_job(tmp_path / "jobs" / f"{name}.json") for name in ("sft", "rl"))
     assert isinstance(sft, SftJob)
     assert isinstance(rl, RlJob)
-    assert (sft.inputs, sft.steps, sft.batch, sft.optim.lr) == (Demonstrations(), 5, 2, 0.5)
-    assert (rl.inputs, rl.steps, rl.prompts, rl.optim) == (Stream(), 7, 3, config.optim)
+    assert (sft.inputs, sft.steps, sft.batch, sft.optim.lr) == (DemonstrationsInput(), 5, 2, 0.5)
+    assert (rl.inputs, rl.steps, rl.prompts, rl.optim) == (StreamInput(), 7, 3, config.optim)
     assert rl.output == str(tmp_path / "model")
     assert rl.log == str(tmp_path / "metrics.jsonl")
 

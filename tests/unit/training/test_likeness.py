@@ -14,7 +14,7 @@ from docs import families
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.workers import attention, likeness
-from pipeline.training.workers.likeness import TOLERANCE, measure, packs
+from pipeline.training.workers.likeness import TOLERANCE, measure_likeness, packs
 from pipeline.training.workers.small import smaller
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -125,7 +125,7 @@ def test_what_cannot_be_seen_is_not_packed(
 def test_each_architecture_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model(tmp_path, "llama")
     packs(model, wanted=True)
-    monkeypatch.setattr(likeness, "measure", None)
+    monkeypatch.setattr(likeness, "measure_likeness", None)
     assert packs(model, wanted=True)
 
 
@@ -151,7 +151,7 @@ def test_every_way_of_a_measure_can_fail(monkeypatch: pytest.MonkeyPatch) -> Non
     """Attention across packed rows, seen by the packed way alone."""
     monkeypatch.setattr(attention, "_attend_packed", lambda *given: attention._attend(*given[:3], *given[4:]))
     config = CONFIG_MAPPING["qwen3"](**SIZE, **HEADS)
-    found = measure(config)
+    found = measure_likeness(config)
     assert found.packed > 10 * TOLERANCE
     assert found.padded < TOLERANCE / 100
 

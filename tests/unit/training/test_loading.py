@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.training.spec import Kind, ModelSpec
-from pipeline.training.workers import tensor_files, worker
-from pipeline.training.workers.model import build
+from pipeline.training.workers import fsdp, tensor_files, worker
+from pipeline.training.workers.model import build_model
 from pipeline.training.workers.offload import local
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from pipeline.weights.wire import Parameter, WeightLayout
 from tests.fakes.full_disk import room_for
 from tests.fakes.shards import rank_of
@@ -65,7 +65,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 def built(folder: Path, kind: Kind = "policy", **keys: Any) -> Any:
-    return build(ModelConfig(path=str(folder), **keys), 7, kind).network
+    return build_model(ModelConfig(path=str(folder), **keys), 7, kind).network
 
 
 @pytest.fixture
@@ -199,12 +199,12 @@ def any_model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return weights_in(tmp_path / "model", name, **keys)
 
 
-def shards(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Iterator[Worker]:
+def shards(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Iterator[ModelWorker]:
     """The policy as each rank of a world has it."""
-    monkeypatch.setattr(worker, "LAYER_UNIT", 1)
+    monkeypatch.setattr(fsdp, "LAYER_UNIT", 1)
     for rank in range(ranks):
         with rank_of(ranks, rank) as mesh:
-            yield Worker(ModelSpec("policy", ModelConfig(path=str(folder), **keys), seed=7), mesh)
+            yield ModelWorker(ModelSpec("policy", ModelConfig(path=str(folder), **keys), seed=7), mesh)
 
 
 def state_of(network: Any) -> dict[str, Tensor]:

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import InferenceConfig, ModelConfig
 from pipeline.system.process import hold_port
 from pipeline.training.spec import ModelSpec
-from pipeline.training.workers import loading, shards, worker
+from pipeline.training.workers import fsdp, loading, shards
 from pipeline.training.workers.offload import local
-from pipeline.training.workers.worker import Worker
+from pipeline.training.workers.worker import ModelWorker
 from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from tests.fakes.shards import rank_of
@@ -63,7 +63,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    monkeypatch.setattr(worker, "LAYER_UNIT", 1)
+    monkeypatch.setattr(fsdp, "LAYER_UNIT", 1)
     with rank_of(RANKS) as mesh:
         yield mesh
 
@@ -72,14 +72,14 @@ def spec_of(folder: Path, init: str = "pretrained") -> ModelSpec:
     return ModelSpec("policy", ModelConfig.model_validate({"path": str(folder), "init": init, "dtype": "bfloat16"}))
 
 
-def held_by(one: Worker) -> int:
+def held_by(one: ModelWorker) -> int:
     return sum(local(parameter.detach()).nbytes for parameter in one.model.parameters())
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_a_rank_that_loads_its_shards_holds_little_beside_them(folder: Path, mesh: DeviceMesh, init: str) -> None:
     with Held() as held:
-        one = Worker(spec_of(folder, init), mesh)
+        one = ModelWorker(spec_of(folder, init), mesh)
     assert held_by(one) < held.peak < held_by(one) + MARGIN * one.layout.bytes
 
 
@@ -100,20 +100,20 @@ def test_free_memory_goes_back_to_the_system_after_each_large_tensor(
     monkeypatch.setattr(loading, "fill_shard", put)
     monkeypatch.setattr(loading, "give_back_heap", give_back)
     monkeypatch.setattr(loading, "_LARGE", 4 * SIZE["vocab_size"] * SIZE["hidden_size"])
-    Worker(spec_of(folder, "random"), mesh)
+    ModelWorker(spec_of(folder, "random"), mesh)
     assert len(given_back) >= 2, "for the embedding and the head"
     assert len(given_back) < len(sources), "for none of the norms"
 
 
 def test_a_rank_that_writes_the_model_holds_a_tensor_at_a_time(folder: Path, mesh: DeviceMesh) -> None:
-    one = Worker(spec_of(folder), mesh)
+    one = ModelWorker(spec_of(folder), mesh)
     with Held() as held:
         one.save_hf_model(folder.parent / "out")
     assert held_by(one) < held.peak < held_by(one) + MARGIN * one.layout.bytes
 
 
 def test_the_first_version_for_the_servers_is_packed_a_tensor_at_a_time(folder: Path, mesh: DeviceMesh) -> None:
-    one = Worker(spec_of(folder), mesh)
+    one = ModelWorker(spec_of(folder), mesh)
     with hold_port() as holder:
         meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "s3cret")
         with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender, Held() as held:

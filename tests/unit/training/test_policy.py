@@ -104,10 +104,10 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def build_one(folder: Path, model_type: str, kind: Kind = "policy", **keys: Any) -> model.Model:
+def build_one(folder: Path, model_type: str, kind: Kind = "policy", **keys: Any) -> model.DecoderModel:
     tree = {"model_type": model_type, **SIZE, **HEADS, **TOKENS, **keys}
     (folder / "config.json").write_text(json.dumps(tree))
-    return model.build(ModelConfig(path=str(folder), init="random"), 0, kind)
+    return model.build_model(ModelConfig(path=str(folder), init="random"), 0, kind)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_critic_with_adapters_is_refused(tmp_path: Path) -> None:
     build_one(tmp_path, "qwen3")
     config = ModelConfig(path=str(tmp_path), init="random", lora=LoraConfig(rank=2))
     with pytest.raises(TrainingError, match=r"model\.lora\.rank of its spec must be 0"):
-        model.build(config, 0, "critic")
+        model.build_model(config, 0, "critic")
 
 
 def test_layers_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> None:

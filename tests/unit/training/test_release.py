@@ -10,7 +10,7 @@ import torch
 from pipeline.checkpoints.background import Saver
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.release import LIBRARIES_BYTES, release
+from pipeline.training.dispatch.release import LIBRARIES_BYTES, release_device
 
 
 class Ranks:
@@ -31,7 +31,7 @@ class Ranks:
 
 
 def released(ranks: Ranks) -> None:
-    release(cast(Dispatch, ranks))
+    release_device(cast(Dispatch, ranks))
 
 
 def test_a_tensor_that_no_model_knows_of_keeps_the_job_from_being_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from pipeline.training.dispatch.residency import (
     Purpose,
     State,
     empty_device,
-    made,
-    plan,
+    plan_moves,
     states_after,
+    states_of_new,
     without,
 )
 
@@ -38,39 +38,39 @@ def test_every_purpose_is_in_the_table() -> None:
 
 @given(all_states, all_needs, st.booleans())
 def test_what_an_operation_needs_is_on_the_device(states: dict[Holding, State], needs: Needs, colocated: bool) -> None:
-    found = states_after(states, plan(states, needs, colocated))
+    found = states_after(states, plan_moves(states, needs, colocated))
     assert all(found[held] == "device" for held in needed(needs))
 
 
 @given(all_states, all_needs.filter(needed))
 def test_colocated_models_have_nothing_else_on_the_device(states: dict[Holding, State], needs: Needs) -> None:
-    found = states_after(states, plan(states, needs, colocated=True))
+    found = states_after(states, plan_moves(states, needs, colocated=True))
     assert {held for held, state in found.items() if state != "offloaded"} == needed(needs)
 
 
 @given(all_states, all_needs)
 def test_models_that_are_not_colocated_never_leave(states: dict[Holding, State], needs: Needs) -> None:
-    assert all(move.to == "device" for move in plan(states, needs, colocated=False))
+    assert all(move.to == "device" for move in plan_moves(states, needs, colocated=False))
 
 
 @given(all_states, all_needs, st.booleans())
 def test_a_plan_moves_only_what_is_not_where_it_belongs(
     states: dict[Holding, State], needs: Needs, colocated: bool
 ) -> None:
-    moves = plan(states, needs, colocated)
+    moves = plan_moves(states, needs, colocated)
     assert all(states[move.name, move.part] != move.to for move in moves)
-    assert plan(states_after(states, moves), needs, colocated) == ()
+    assert plan_moves(states_after(states, moves), needs, colocated) == ()
 
 
 @given(all_states, all_needs, st.booleans())
 def test_room_is_made_before_anything_comes(states: dict[Holding, State], needs: Needs, colocated: bool) -> None:
-    going = [move.to == "device" for move in plan(states, needs, colocated)]
+    going = [move.to == "device" for move in plan_moves(states, needs, colocated)]
     assert going == sorted(going)
 
 
 @pytest.mark.parametrize("purpose", [name for name, parts in NEEDED.items() if not parts])
 def test_an_operation_that_needs_nothing_moves_nothing(purpose: Purpose) -> None:
-    assert plan(dict.fromkeys(HOLDINGS, "device"), {"policy": purpose}, colocated=True) == ()
+    assert plan_moves(dict.fromkeys(HOLDINGS, "device"), {"policy": purpose}, colocated=True) == ()
 
 
 @given(all_states)
@@ -80,27 +80,27 @@ def test_an_emptied_device_holds_nothing(states: dict[Holding, State]) -> None:
 
 def test_a_step_has_the_optimizer_on_the_device_too() -> None:
     states: dict[Holding, State] = dict.fromkeys(HOLDINGS, "offloaded")
-    states = states_after(states, plan(states, {"policy": "forward_backward"}, colocated=True))
-    assert plan(states, {"policy": "optim_step"}, colocated=True) == (Move("policy", "optimizer", "device"),)
+    states = states_after(states, plan_moves(states, {"policy": "forward_backward"}, colocated=True))
+    assert plan_moves(states, {"policy": "optim_step"}, colocated=True) == (Move("policy", "optimizer", "device"),)
 
 
 def test_a_new_model_evicts_the_others_and_has_nothing_to_bring() -> None:
-    states = made("policy", trained=True)
-    moves = plan(states, {"critic": "init_model"}, colocated=True)
+    states = states_of_new("policy", trained=True)
+    moves = plan_moves(states, {"critic": "init_model"}, colocated=True)
     assert moves == (Move("policy", "model", "offloaded"), Move("policy", "optimizer", "offloaded"))
 
 
 def test_a_move_that_may_not_have_ended_is_made_again_in_any_direction() -> None:
     move = Move("policy", "model", "device")
-    states = states_after(made("policy", trained=False), [move], known=False)
-    assert plan(states, {"policy": "forward"}, colocated=False) == (move,)
+    states = states_after(states_of_new("policy", trained=False), [move], known=False)
+    assert plan_moves(states, {"policy": "forward"}, colocated=False) == (move,)
     assert empty_device(states) == (Move("policy", "model", "offloaded"),)
 
 
 def test_a_model_without_an_optimizer_moves_without_one() -> None:
-    assert list(made("reference", trained=False)) == [("reference", "model")]
+    assert list(states_of_new("reference", trained=False)) == [("reference", "model")]
 
 
 def test_a_removed_model_has_no_states() -> None:
-    states = made("policy", trained=True) | made("critic", trained=True)
-    assert without(states, "policy") == made("critic", trained=True)
+    states = states_of_new("policy", trained=True) | states_of_new("critic", trained=True)
+    assert without(states, "policy") == states_of_new("critic", trained=True)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError, WeightSyncError
 from pipeline.training.batches import Interrupted
-from pipeline.training.jobs import Job, RlJob, RlSchedule, Stream
+from pipeline.training.jobs import Job, RlJob, RlSchedule, StreamInput
 from pipeline.training.runner import Runner
 from pipeline.training.speed import Machine, peak_flops, rates
 
@@ -17,7 +17,7 @@ from pipeline.training.speed import Machine, peak_flops, rates
 class Diary:
     """Remembers what a runner wrote, in order."""
 
-    whole = True
+    intact = True
     crowded = False
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Counting:
     """An algorithm that counts, and is interrupted where it is told to be."""
 
     def __init__(self, diary: Diary, steps: int, interrupt: str = "", error: type[RollcallError] = Interrupted) -> None:
-        self._job = RlJob(inputs=Stream(), schedule=RlSchedule(steps=steps, prompts=1))
-        self.whole = True
+        self._job = RlJob(inputs=StreamInput(), schedule=RlSchedule(steps=steps, prompts=1))
+        self.intact = True
         self._diary, self._interrupt, self._error = diary, interrupt, error
 
     @property
@@ -192,16 +192,16 @@ def test_what_is_done_is_committed_before_the_end_is_tried() -> None:
     assert lines[-1] == "commit 3 and wait"
 
 
-def test_an_error_commits_what_was_done_while_the_model_is_whole() -> None:
+def test_an_error_commits_what_was_done_while_the_model_is_intact() -> None:
     diary = Diary()
     with pytest.raises(WeightSyncError):
         Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == ["commit 4 and wait"]
 
 
-def test_an_error_commits_nothing_of_a_model_that_is_not_whole() -> None:
+def test_an_error_commits_nothing_of_a_model_that_is_not_intact() -> None:
     diary = Diary()
-    diary.whole = False
+    diary.intact = False
     with pytest.raises(WeightSyncError):
         Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == []
@@ -210,7 +210,7 @@ def test_an_error_commits_nothing_of_a_model_that_is_not_whole() -> None:
 def test_an_error_commits_nothing_in_the_middle_of_a_step() -> None:
     diary = Diary()
     algorithm = Counting(diary, 9, "follow up 4", WeightSyncError)
-    algorithm.whole = False
+    algorithm.intact = False
     with pytest.raises(WeightSyncError):
         Runner(diary, 10).run(algorithm, 0)
     assert commits(diary.lines) == []

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import TrainingError
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.jobs import Demonstrations, SftJob, SftSchedule
+from pipeline.training.jobs import DemonstrationsInput, SftJob, SftSchedule
 from pipeline.training.rows import Row
 from pipeline.training.sft import SupervisedFineTuning
 
@@ -35,7 +35,7 @@ def rows(step: int, count: int) -> Sequence[Row]:
 
 
 def fine_tuning(ranks: Ranks) -> SupervisedFineTuning:
-    job = SftJob(inputs=Demonstrations(), schedule=SftSchedule(steps=3, batch=2))
+    job = SftJob(inputs=DemonstrationsInput(), schedule=SftSchedule(steps=3, batch=2))
     return SupervisedFineTuning(job, cast(Dispatch, ranks), rows, lambda: None)
 
 
@@ -44,12 +44,12 @@ def test_a_step_is_one_optimizer_step_and_leaves_a_whole_model() -> None:
     algorithm.begin(0)
     algorithm.step(0)
     assert ranks.asked == ["reset_optimizer", "forward_backward", "optim_step"]
-    assert algorithm.whole
+    assert algorithm.intact
 
 
-@pytest.mark.parametrize(("failing", "whole"), [("forward_backward", True), ("optim_step", False)])
-def test_a_model_is_not_whole_when_its_optimizer_step_failed(failing: str, whole: bool) -> None:
+@pytest.mark.parametrize(("failing", "intact"), [("forward_backward", True), ("optim_step", False)])
+def test_a_model_is_not_intact_when_its_optimizer_step_failed(failing: str, intact: bool) -> None:
     algorithm = fine_tuning(Ranks(failing))
     with pytest.raises(TrainingError, match="failed on rank 1"):
         algorithm.step(0)
-    assert algorithm.whole is whole
+    assert algorithm.intact is intact

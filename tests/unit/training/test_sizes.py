@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3Config
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.training.workers.model import build, outline
+from pipeline.training.workers.model import build_model, outline
 from pipeline.training.workers.sizes import _kv, sizes_of
 
 SHAPE = {
@@ -32,7 +32,7 @@ def saved(folder: Path, config: object, **settings: object) -> ModelConfig:
 
 def kept(model: ModelConfig, tokens: int) -> float:
     """Bytes a token that autograd keeps in a real pass through the decoder, with the attention that is trained with."""
-    policy = build(model, seed=0)
+    policy = build_model(model, seed=0)
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     found: dict[int, torch.Tensor] = {}
 

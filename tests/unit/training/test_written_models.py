@@ -14,7 +14,7 @@ from pipeline.config import LoraConfig, ModelConfig
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.training.workers.export import refuse_unwritable, write_model
-from pipeline.training.workers.model import build
+from pipeline.training.workers.model import build_model
 from pipeline.weights.wire import WeightLayout
 
 GREEDY = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
@@ -38,7 +38,7 @@ def amend(file: Path, **keys: Any) -> None:
 def written(base: Path, dtype: str = "bfloat16") -> Path:
     """The directory that the policy of `base` becomes, without a step."""
     config = ModelConfig(path=str(base), dtype=dtype)  # type: ignore[arg-type]
-    network = build(config, 0).network
+    network = build_model(config, 0).network
     tensors = [(name, p.detach().to(getattr(torch, dtype))) for name, p in network.named_parameters()]
     refuse_unwritable(network, config)
     write_model(base.parent / "written", network, WeightLayout.of(tensors), tensors, config)
@@ -86,7 +86,7 @@ def test_what_could_not_be_written_at_the_end_is_refused(
     base: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig(path=str(base), lora=LoraConfig(rank=rank))
-    network = build(config, 0).network
+    network = build_model(config, 0).network
 
     def deny(source: Path, target: Path) -> None:
         raise PermissionError(f"{source} belongs to another")

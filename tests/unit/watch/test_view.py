@@ -12,11 +12,11 @@ from rich.console import Console
 
 from pipeline.report.state import Before, Ended, Running
 from pipeline.rundir.metrics import FileStep, MetricSinks
-from slurm.watch.display import COLOURS, MOST_ROLES, figures, most_telling, render_run, sparkline
+from slurm.watch.display import COLOURS, MOST_ROLES, figures_of, most_telling, render_run, sparkline
 from slurm.watch.snapshot import Progress, RoleLine, Snapshot
 from slurm.watch.ticker import LINE_SECONDS, Ticker
 from slurm.watch.view import ANSWER_SECONDS, follow_run, main, watch_run
-from slurm.watch.watcher import Watcher, snapshot
+from slurm.watch.watcher import Watcher, read_snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeAttempt, FakeRun
@@ -54,7 +54,7 @@ def role(number: int, state: str = "ready") -> RoleLine:
 
 
 def test_the_state_follows_the_life_of_a_run(run: FakeRun) -> None:
-    seen = [snapshot(run.root).state]
+    seen = [read_snapshot(run.root).state]
     attempt = run.attempt("local1-0")
     moments: list[Callable[[], object]] = [
         lambda: None,
@@ -66,7 +66,7 @@ def test_the_state_follows_the_life_of_a_run(run: FakeRun) -> None:
     ]
     for moment in moments:
         moment()
-        seen.append(snapshot(run.root).state)
+        seen.append(read_snapshot(run.root).state)
     assert seen == [
         "waiting", "meeting", "starting", "starting", "training", "stopping", "interrupted",
     ]  # fmt: skip
@@ -74,19 +74,19 @@ def test_the_state_follows_the_life_of_a_run(run: FakeRun) -> None:
 
 def test_a_finished_run_is_finished_and_a_failed_one_failed(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.tell("training_finished", "trainer.0")
-    assert (snapshot(run.root).state, snapshot(run.root).ended) == ("finishing", False)
+    assert (read_snapshot(run.root).state, read_snapshot(run.root).ended) == ("finishing", False)
     run.finish(60)
-    assert (snapshot(run.root).state, snapshot(run.root).ended) == ("finished", True)
+    assert (read_snapshot(run.root).state, read_snapshot(run.root).ended) == ("finished", True)
     run.paths.finished.unlink()
     attempt.fail("actor.0", 0)
-    assert (snapshot(run.root).state, snapshot(run.root).ended) == ("failed", True)
+    assert (read_snapshot(run.root).state, read_snapshot(run.root).ended) == ("failed", True)
 
 
 def test_the_numbers_are_those_of_the_last_step(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.meet()
     attempt.all_roles("starting", "ready")
     attempt.train("rl", range(31), seconds=2.0, eval_every=15)
-    now = snapshot(run.root)
+    now = read_snapshot(run.root)
     assert now.progress is not None
     assert (now.progress.job, now.progress.step, now.progress.steps) == ("rl", 30, 60)
     assert now.progress.seconds_left == pytest.approx(60.0)
@@ -99,7 +99,7 @@ def test_the_numbers_are_those_of_the_last_step(run: FakeRun, attempt: FakeAttem
 
 def test_the_warm_start_has_its_own_progress(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.train("sft", range(1, 11))
-    text = shown(snapshot(run.root))
+    text = shown(read_snapshot(run.root))
     assert "warm start" in text
     assert "10 / 20" in text
 
@@ -111,9 +111,9 @@ def test_sft_alone_shows_its_loss_and_nothing_of_what_is_sampled(tmp_path: Path)
     attempt.meet()
     attempt.all_roles("starting", "ready")
     attempt.train("sft", range(1, 11))
-    now = snapshot(run.root)
-    assert [name for name, *_ in figures(now)] == ["loss", "grad norm", "tokens/s"]
-    assert figures(now)[0][1] == f"{now.losses[-1]:.3f}"
+    now = read_snapshot(run.root)
+    assert [name for name, *_ in figures_of(now)] == ["loss", "grad norm", "tokens/s"]
+    assert figures_of(now)[0][1] == f"{now.losses[-1]:.3f}"
     assert "fine-tuning" in shown(now)
     assert "10 / 20" in shown(now)
 
@@ -124,14 +124,14 @@ def test_the_jobs_of_files_show_the_one_that_trains(tmp_path: Path) -> None:
     attempt = run.attempt("local1-0")
     attempt.meet()
     attempt.all_roles("starting", "ready")
-    assert "1 / 4" not in shown(snapshot(run.root))
+    assert "1 / 4" not in shown(read_snapshot(run.root))
     with MetricSinks(run.paths.metrics, attempt.paths.attempt, clock=lambda: run.now) as sinks:
         for step in range(1, 8):
             run.now += 2.0
             file, done, of = ("1-sft", step, 3) if step <= 3 else ("2-rl", step - 3, 10)
             sinks.log("train", file[2:], step, {"loss": 1.0 / step}, FileStep(file, 7, done, of))
     with run.launched():
-        now = snapshot(run.root)
+        now = read_snapshot(run.root)
     assert now.progress == Progress("rl", 4, 10, pytest.approx(12.0), "2-rl")
     assert len(now.losses) == 7
     for word in ("2-rl", "4 / 10 · 0:12 left", "0.143"):
@@ -148,7 +148,7 @@ def test_a_new_attempt_is_shown_from_its_name_on_and_never_the_old_ones_failure(
 
 
 def test_a_picture_can_be_drawn_of_nothing(tmp_path: Path) -> None:
-    assert "no job of this run was submitted" in shown(snapshot(tmp_path))
+    assert "no job of this run was submitted" in shown(read_snapshot(tmp_path))
 
 
 def test_a_run_whose_submission_was_refused_is_not_waited_for(
@@ -164,10 +164,10 @@ def test_a_run_whose_submission_was_refused_is_not_waited_for(
 
 def test_a_local_run_that_starts_again_is_not_interrupted_before_its_job_has_its_lock(run: FakeRun) -> None:
     run.paths.job_lock.touch()
-    assert snapshot(run.root).state == "waiting"
+    assert read_snapshot(run.root).state == "waiting"
     run.submit("local1", "local")
     run.attempt("local1-0").meet()
-    assert snapshot(run.root).state == "starting"
+    assert read_snapshot(run.root).state == "starting"
 
 
 def test_a_local_run_that_starts_again_after_a_failure_waits_for_its_new_attempt(
@@ -175,26 +175,26 @@ def test_a_local_run_that_starts_again_after_a_failure_waits_for_its_new_attempt
 ) -> None:
     attempt.fail("actor.0", 0)
     run.submit("local2", "local")
-    now = snapshot(run.root)
+    now = read_snapshot(run.root)
     assert (now.state, now.attempt, [past.end for past in now.past]) == ("waiting", "", ["failed"])
 
 
 def test_a_local_job_that_was_gone_before_its_first_attempt_is_interrupted(left: FakeRun) -> None:
     left.submit("local1", "local")
-    assert snapshot(left.root).state == "interrupted"
+    assert read_snapshot(left.root).state == "interrupted"
 
 
 def test_a_local_run_whose_processes_are_gone_is_interrupted_whatever_it_did_last(left: FakeRun) -> None:
     attempt = left.attempt("local1-0")
     attempt.meet()
     attempt.all_roles("starting", "ready")
-    now = snapshot(left.root)
+    now = read_snapshot(left.root)
     assert (now.state, now.ended) == ("interrupted", True)
     assert "● ready" not in shown(now), "nothing of it works any more"
 
 
 def test_before_its_first_step_a_run_shows_how_many_there_will_be(run: FakeRun) -> None:
-    assert "0 / 20" in shown(snapshot(run.root))
+    assert "0 / 20" in shown(read_snapshot(run.root))
 
 
 def test_the_columns_of_figures_stand_where_the_roles_end_and_do_not_drift(run: FakeRun, attempt: FakeAttempt) -> None:
@@ -202,9 +202,9 @@ def test_the_columns_of_figures_stand_where_the_roles_end_and_do_not_drift(run: 
         return next(line for line in shown(what).splitlines() if "tokens/s" in line).index("idle:")
 
     attempt.train("rl", range(1, 3))
-    before = column(snapshot(run.root))
+    before = column(read_snapshot(run.root))
     attempt.train("rl", range(3, 60), eval_every=5)
-    assert column(snapshot(run.root)) == before
+    assert column(read_snapshot(run.root)) == before
 
 
 def test_every_state_has_a_colour() -> None:
@@ -216,7 +216,7 @@ def test_the_picture_fits_its_terminal(run: FakeRun, attempt: FakeAttempt, width
     attempt.meet()
     attempt.all_roles("starting", "ready")
     attempt.fail("actor.0", 0)
-    assert max(len(line) for line in shown(snapshot(run.root), width).splitlines()) <= width
+    assert max(len(line) for line in shown(read_snapshot(run.root), width).splitlines()) <= width
 
 
 def test_many_roles_are_cut_to_those_that_are_not_ready() -> None:
@@ -234,10 +234,10 @@ def test_lines_have_no_control_codes_and_tell_each_thing_once(run: FakeRun, atte
     attempt.train("rl", range(1, 6))
     ticker, told = Ticker(), []
     for second in range(4):
-        told += ticker.lines(snapshot(run.root), float(second))
+        told += ticker.lines(read_snapshot(run.root), float(second))
     assert told[0] == "demo: training"
     assert sorted(told[1:-1]) == sorted(
-        f"  {line.name} on rank {line.rank}: ready" for line in snapshot(run.root).roles
+        f"  {line.name} on rank {line.rank}: ready" for line in read_snapshot(run.root).roles
     )
     assert told[-1].startswith("  training 5 / 60")
 
@@ -247,15 +247,15 @@ def test_progress_is_told_every_few_seconds_but_an_evaluation_and_the_end_at_onc
 ) -> None:
     ticker = Ticker()
     attempt.train("rl", range(1, 3))
-    assert len(ticker.lines(snapshot(run.root), 0.0)) == 2
+    assert len(ticker.lines(read_snapshot(run.root), 0.0)) == 2
     attempt.train("rl", range(3, 5))
-    assert ticker.lines(snapshot(run.root), 1.0) == []
+    assert ticker.lines(read_snapshot(run.root), 1.0) == []
     attempt.train("rl", range(5, 6), eval_every=5)
-    assert "held-out" in ticker.lines(snapshot(run.root), 2.0)[0]
+    assert "held-out" in ticker.lines(read_snapshot(run.root), 2.0)[0]
     attempt.train("rl", range(6, 8))
-    assert len(ticker.lines(snapshot(run.root), 2.0 + LINE_SECONDS)) == 1
+    assert len(ticker.lines(read_snapshot(run.root), 2.0 + LINE_SECONDS)) == 1
     attempt.train("rl", range(8, 9))
-    assert "8 / 60" in ticker.lines(snapshot(run.root), 3.0 + LINE_SECONDS, last=True)[0]
+    assert "8 / 60" in ticker.lines(read_snapshot(run.root), 3.0 + LINE_SECONDS, last=True)[0]
 
 
 def test_following_ends_when_the_caller_says_so_and_shows_the_last_moment(run: FakeRun, attempt: FakeAttempt) -> None:
@@ -347,7 +347,7 @@ def test_the_picture_waits_only_shortly_for_a_scheduler(left: FakeRun, monkeypat
 def test_looking_writes_nothing(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.meet()
     before = {file: file.stat().st_mtime_ns for file in run.root.rglob("*")}
-    snapshot(run.root)
+    read_snapshot(run.root)
     assert {file: file.stat().st_mtime_ns for file in run.root.rglob("*")} == before
 
 

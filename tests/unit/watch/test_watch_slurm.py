@@ -15,7 +15,7 @@ from slurm.watch.display import MOST_PAST, render_run
 from slurm.watch.snapshot import Past, Snapshot
 from slurm.watch.ticker import Ticker
 from slurm.watch.view import watch_run
-from slurm.watch.watcher import ASK_SECONDS, Watcher, snapshot
+from slurm.watch.watcher import ASK_SECONDS, Watcher, read_snapshot
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeAttempt, FakeRun
@@ -62,18 +62,18 @@ def shown(what: Snapshot, width: int = 110) -> str:
 
 
 def test_a_job_is_queued_until_its_first_attempt_exists(run: FakeRun) -> None:
-    now = snapshot(run.root)
+    now = read_snapshot(run.root)
     assert (now.state, now.ended, now.attempt) == ("queued", False, "")
     assert "queued as job 1 …" in shown(now)
     assert "job 1 · no attempt yet" in shown(now)
     run.attempt("1-0")
-    assert snapshot(run.root).state == "meeting"
+    assert read_snapshot(run.root).state == "meeting"
 
 
 def test_a_run_that_is_submitted_again_is_queued_and_the_earlier_job_is_history(run: FakeRun) -> None:
     an_attempt(run, "1-0", range(1, 5)).fail("actor.0", 0)
     run.submit("2")
-    now = snapshot(run.root)
+    now = read_snapshot(run.root)
     assert (now.state, now.attempt, now.failure) == ("queued", "", None)
     assert [(past.name, past.end) for past in now.past] == [("1-0", "failed")]
 
@@ -96,7 +96,7 @@ def test_what_the_outcome_and_the_scheduler_say_of_an_attempt_that_was_told_to_e
     run: FakeRun, decision: Decision, live: bool | None, state: str
 ) -> None:
     preempted(run, "1-0", range(1, 5), decision)
-    assert snapshot(run.root, live).state == state
+    assert read_snapshot(run.root, live).state == state
 
 
 @pytest.mark.parametrize(
@@ -117,21 +117,21 @@ def test_what_they_say_of_an_attempt_that_failed(
     attempt.fail("actor.0", 0)
     if decision:
         attempt.conclude(decision, "actor.0 was killed")
-    assert snapshot(run.root, live).state == state
+    assert read_snapshot(run.root, live).state == state
 
 
 def test_an_attempt_that_drains_is_stopping_until_its_outcome_is_known(run: FakeRun) -> None:
     attempt = an_attempt(run, "1-0", range(1, 5))
     attempt.tell("draining", "agent.0", "SIGTERM")
     attempt.all_roles("stopping", "stopped")
-    assert snapshot(run.root).state == "stopping"
+    assert read_snapshot(run.root).state == "stopping"
 
 
 def test_the_attempt_is_shown_with_its_restart_and_those_before_it_with_their_ends(run: FakeRun) -> None:
     preempted(run, "1-0", range(1, 5))
     an_attempt(run, "1-1", range(5, 9)).tell("draining", "agent.0", "SIGTERM")
     an_attempt(run, "1-2", range(9, 12))
-    now = snapshot(run.root)
+    now = read_snapshot(run.root)
     assert now.state == "training"
     text = shown(now)
     assert "attempt 1-2 · restart 2 of 100" in text
@@ -147,7 +147,7 @@ def test_the_attempt_is_shown_with_its_restart_and_those_before_it_with_their_en
 def test_only_the_last_attempts_are_shown_and_the_others_counted(run: FakeRun) -> None:
     for restart in range(MOST_PAST + 3):
         preempted(run, f"1-{restart}", range(restart + 1, restart + 2))
-    text = shown(snapshot(run.root))
+    text = shown(read_snapshot(run.root))
     assert "3 earlier" in text
     assert "1-2 " not in text
     assert "1-3 " in text
@@ -158,18 +158,18 @@ def test_a_rank_without_signs_of_life_is_named_with_its_roles_and_the_state_stay
     attempt.live(3, time.time() - 95)
     attempt.live(1, time.time())
     attempt.leave(2)
-    now = snapshot(run.root)
+    now = read_snapshot(run.root)
     assert (now.state, list(now.silent)) == ("training", [1])
     text = shown(now)
     assert "no sign of life from rank 1 (1:35): the node or its filesystem hangs" in text
     assert [role.name for role in now.roles if role.silent] == [role.name for role in now.roles if role.rank == 1]
     attempt.live(3, time.time() - SILENT_SECONDS + 5)
-    assert snapshot(run.root).silent == {}
+    assert read_snapshot(run.root).silent == {}
 
 
 def test_nobody_expects_signs_of_life_from_an_attempt_that_is_over(run: FakeRun) -> None:
     preempted(run, "1-0", range(1, 5)).live(3, time.time() - 1000)
-    assert snapshot(run.root).silent == {}
+    assert read_snapshot(run.root).silent == {}
 
 
 def test_the_scheduler_is_asked_only_in_doubt_and_not_at_every_look(run: FakeRun, scheduler: FakeScheduler) -> None:
@@ -261,15 +261,15 @@ def test_a_job_that_stopped_without_a_failure_says_why(run: FakeRun) -> None:
     attempt = an_attempt(run, "1-0", range(1, 5))
     attempt.tell("draining", "agent.0", "SIGTERM")
     attempt.conclude("stopped", "rank 1 was lost")
-    assert "demo: failed: rank 1 was lost" in Ticker().lines(snapshot(run.root), 0.0)
+    assert "demo: failed: rank 1 was lost" in Ticker().lines(read_snapshot(run.root), 0.0)
 
 
 def test_green_is_only_what_shows_that_it_lives(run: FakeRun) -> None:
     attempt = an_attempt(run, "1-0", range(1, 5))
     attempt.live(3, time.time())
-    assert green(snapshot(run.root)) > 0
+    assert green(read_snapshot(run.root)) > 0
     attempt.live(3, time.time() - 95)
-    assert green(snapshot(run.root)) == 0
+    assert green(read_snapshot(run.root)) == 0
 
 
 def green(what: Snapshot) -> int:
@@ -344,22 +344,22 @@ def test_watching_ends_with_a_job_that_stopped(run: FakeRun) -> None:
 def test_lines_tell_of_silence_once_and_of_its_end(run: FakeRun) -> None:
     attempt, ticker = an_attempt(run, "1-0", range(1, 5)), Ticker()
     attempt.live(2, time.time())
-    before = ticker.lines(snapshot(run.root), 0.0)
+    before = ticker.lines(read_snapshot(run.root), 0.0)
     assert not any("sign" in line for line in before)
     attempt.live(2, time.time() - 90)
-    (line,) = ticker.lines(snapshot(run.root), 0.0)
+    (line,) = ticker.lines(read_snapshot(run.root), 0.0)
     assert line.startswith("  no sign of life from ranks 0 (1:30), 1 (1:30)")
-    assert ticker.lines(snapshot(run.root), 0.0) == []
+    assert ticker.lines(read_snapshot(run.root), 0.0) == []
     attempt.live(1, time.time())
-    assert ticker.lines(snapshot(run.root), 0.0) == ["  rank 0 shows signs of life again"]
+    assert ticker.lines(read_snapshot(run.root), 0.0) == ["  rank 0 shows signs of life again"]
 
 
 def test_each_attempt_tells_its_roles_anew(run: FakeRun) -> None:
     ticker = Ticker()
     preempted(run, "1-0", range(1, 5))
-    ticker.lines(snapshot(run.root), 0.0)
+    ticker.lines(read_snapshot(run.root), 0.0)
     an_attempt(run, "1-1", range(5, 9))
-    told = ticker.lines(snapshot(run.root), 0.0)
+    told = ticker.lines(read_snapshot(run.root), 0.0)
     assert [line for line in told if "trainer.0" in line] == ["  trainer.0 on rank 1: ready"]
 
 

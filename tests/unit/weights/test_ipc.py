@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from pipeline.errors import WeightSyncError
 from pipeline.system.signed import SignedStore
 from pipeline.system.waiting import Deadline
-from pipeline.weights import ipc, meeting
+from pipeline.weights import gpu_group, ipc
 from pipeline.weights.ipc import IpcGroup, Mapping
 from pipeline.weights.nccl import NcclGroup
 from pipeline.weights.wire import SERVER, TRAINER, announce, announced_gpu
@@ -166,8 +166,8 @@ def test_members_on_one_gpu_share_its_memory_and_others_use_nccl(
     monkeypatch.setattr(NcclGroup, "__init__", lambda self, *arguments: None)
     store = HashStore()
     announce(store, "g", gpus[1])
-    monkeypatch.setattr(meeting, "gpu_of", lambda device: gpus[0])
-    trainer = meeting.meet(store, "g", TRAINER, CPU, announced_gpu(store, "g"), soon())
-    monkeypatch.setattr(meeting, "gpu_of", lambda device: gpus[1])
-    server = meeting.meet(store, "g", SERVER, CPU, gpus[0], soon())
+    monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[0])
+    trainer = gpu_group.join_gpu_group(store, "g", TRAINER, CPU, announced_gpu(store, "g"), soon())
+    monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[1])
+    server = gpu_group.join_gpu_group(store, "g", SERVER, CPU, gpus[0], soon())
     assert type(trainer) is type(server) is kind

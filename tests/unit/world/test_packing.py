@@ -11,7 +11,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import PlanError, RendezvousError
 from pipeline.world.assignment import assign, check_world
 from pipeline.world.plan import Card, Plan, World, make_plan
-from slurm.launch.compose import compose_config, groups
+from slurm.launch.compose import compose_config, config_groups
 from tests.fakes.configs import make_config
 from tests.fakes.ranks import ATTEMPT, RUN, make_cards
 
@@ -145,7 +145,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
-@pytest.mark.parametrize("group", [name for name in groups()["resources"] if name.startswith("gpus")])
+@pytest.mark.parametrize("group", [name for name in config_groups()["resources"] if name.startswith("gpus")])
 def test_a_shipped_group_composes_and_fills_its_gpus(group: str, cluster: str) -> None:
     config = compose_config(["experiment=demo", f"cluster={cluster}", f"resources={group}"])
     plan = make_plan(config)

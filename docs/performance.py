@@ -1,0 +1,180 @@
+"""The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
+
+Owns how the results of `tests.gpu.loop`, `tests.gpu.weights` and `tests.gpu.generation` in docs/performance/ are shown.
+It measures nothing. With `--check` it fails if the page has other tables than it would write; pictures are not
+compared, since every release of matplotlib draws a little differently.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE, RAW = HERE / "performance.md", HERE / "performance"
+BEGIN, END = "<!-- made by python -m docs.performance: {} -->\n", "<!-- end -->\n"
+SHOWN_SECONDS = 40.0
+"""Of a run, in its pictures."""
+STEPS_SHOWN = 4
+DRAWN = "loop-4b-4xh200"
+"""The run in the pictures."""
+Result = dict[str, Any]
+Row = dict[str, str]
+"""A row of a table, by the titles of its columns."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    chosen = parser.parse_args(arguments)
+    page = PAGE.read_text()
+    made = page
+    for name, table in TABLES.items():
+        made = _replaced(made, name, _written(table()))
+    if chosen.check:
+        if made != page:
+            print(f"{PAGE.name} is not what docs/performance/ gives: python -m docs.performance writes it")
+        return int(made != page)
+    PAGE.write_text(made)
+    _draw(_results("loop")[DRAWN])
+    return 0
+
+
+def loops() -> list[Row]:
+    """Whole runs beside their halves alone."""
+    return [_loop(result, result["command"], result.get("alone", {})) for result in _results("loop").values()]
+
+
+def _loop(result: Result, asked: Result, alone: Result) -> Row:
+    return {
+        "model": asked["shape"].upper(),
+        "GPUs: train + serve": _gpus(asked),
+        "completions": str(asked["tokens"]) if asked["ends"] == 1 else f"long tail, up to {asked['tokens']}",
+        "max_lag": str(asked["lag"]),
+        "samples/s": f"{result['samples_per_second']:.1f}",
+        "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
+        "trainer alone": _number(alone.get("training_samples_per_second"), ".1f"),
+        "plain loop alone": _number(alone.get("plain_training_samples_per_second"), ".1f"),
+        "of the lower half": _number(result.get("efficiency"), ".2f"),
+        "s a step": f"{128 / result['samples_per_second']:.2f}",
+        "of it training": f"{result['seconds/train']:.2f}",
+        "weights hold it up": f"{result['sync/start_seconds']:.2f}",
+        "s to the first step": f"{result['start_seconds']:.0f}",
+    }
+
+
+def weights() -> list[Row]:
+    """Updates while a server generates."""
+    return [_weights(result, result["under_updates"]) for result in _results("weights").values()]
+
+
+def _weights(result: Result, rows: list[Result]) -> Row:
+    return {
+        "model": result["command"]["shape"].upper(),
+        "GPUs of the server": str(result["command"]["tensor"]),
+        "GB": f"{result['bytes'] / 1e9:.2f}",
+        "ms, idle": f"{statistics.median(result['idle_update_ms']):.0f}",
+        "ms, under load": f"{statistics.median(row['update_ms'] for row in rows):.0f}",
+        "worst": f"{max(row['update_ms_max'] for row in rows):.0f}",
+        "updates": str(sum(row["updates"] for row in rows)),
+        "tokens/s of undisturbed": ", ".join(f"{row['ratio']:.2f}" for row in rows),
+        "tokens looked at": f"{sum(row['tokens'] for row in rows):,}",
+        "torn": str(result["torn"]),
+    }
+
+
+def generation() -> list[Row]:
+    """What log-probabilities cost."""
+    return [_rate(result, row) for result in _results("generation").values() for row in result["rows"]]
+
+
+def _rate(result: Result, row: Result) -> Row:
+    return {
+        "model": result["shape"].upper() + ("" if row["fast_logprobs"] else ", vLLM's own way"),
+        "requests at a time": str(row["requests"]),
+        "tokens/s with log-probabilities": f"{row['with'] / 1e3:.1f}k",
+        "without": f"{row['without'] / 1e3:.1f}k",
+        "ratio": f"{row['ratio']:.2f}",
+    }
+
+
+TABLES = {"loops": loops, "weights": weights, "generation": generation}
+
+
+def _results(kind: str) -> dict[str, Result]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RAW.glob(f"{kind}-*.json"))}
+
+
+def _gpus(asked: Result) -> str:
+    if asked["share"]:
+        return f"{asked['trainers']}, shared"
+    servers = f"{asked['servers']} × {asked['tensor']}" if asked["tensor"] > 1 else f"{asked['servers']}"
+    return f"{asked['trainers']} + {servers}" + (f", {asked['per_gpu']} a GPU" if asked["per_gpu"] > 1 else "")
+
+
+def _written(rows: Sequence[Row]) -> str:
+    """A table; every column but the first holds numbers."""
+    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _replaced(page: str, name: str, body: str) -> str:
+    begin = BEGIN.format(name)
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{PAGE}: expected a line {begin.strip()!r} and after it {END.strip()!r}")
+    return before + begin + body + END + after
+
+
+def _draw(result: Result) -> None:
+    """Both pictures of one run: what its server made over time, and a few steps of both GPUs."""
+    from matplotlib import pyplot
+
+    steps = [row for row in result["rows"] if row["kind"] == "train" and row["job"] == "rl"]
+    first = steps[len(steps) // 3]["time"]
+    last = min(first + SHOWN_SECONDS, steps[-1]["time"])
+    shown = [row for row in steps if first <= row["time"] <= last]
+    beats = [beat for beat in result["pulse"] if first <= beat["time"] <= last]
+    pairs = list(pairwise(beats))
+    rates = [(then["tokens"] - now["tokens"]) / (then["time"] - now["time"]) / 1e3 for now, then in pairs]
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 4.5), sharex=True, layout="constrained")
+    for row in shown:
+        upper.axvline(row["time"] - first, color="tab:orange", linewidth=0.8, alpha=0.7)
+    upper.plot([then["time"] - first for _, then in pairs], rates, color="tab:blue")
+    upper.set(ylabel="1,000 tokens/s", ylim=(0, None), title="The server; lines: new weights")
+    lower.plot([beat["time"] - first for beat in beats], [beat["running"] for beat in beats], color="tab:green")
+    lower.set(ylabel="samples at work", xlabel="seconds", ylim=(0, None))
+    figure.savefig(RAW / "tokens.svg", metadata={"Date": None})
+
+    figure, axes = pyplot.subplots(figsize=(9, 2.2), layout="constrained")
+    few = shown[:STEPS_SHOWN]
+    begin = few[0]["time"] - few[0]["seconds/step"]
+    for row in few:
+        start = row["time"] - row["seconds/step"] - begin
+        data, train, hand = row["seconds/data"], row["seconds/train"], row["sync/start_seconds"]
+        axes.broken_barh([(start, data)], (10, 8), color="lightgray")
+        axes.broken_barh([(start + data, train)], (10, 8), color="tab:blue")
+        axes.broken_barh([(start + data + train, hand)], (10, 8), color="tab:orange")
+        axes.axvline(row["time"] - begin, ymax=0.45, color="tab:orange", linewidth=0.8)
+    end = few[-1]["time"] - begin
+    axes.broken_barh([(0, end)], (0, 8), color="tab:green", alpha=0.6)
+    axes.set(xlim=(0, end), xlabel="seconds", yticks=(4, 14), yticklabels=("serves", "trains"))
+    colors = {"waits for rows": "lightgray", "trains": "tab:blue", "hands weights over": "tab:orange"}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    handles.append(pyplot.Rectangle((0, 0), 1, 1, color="tab:green", alpha=0.6))
+    names = [*colors, "generates, without a pause"]
+    axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=4, frameon=False)
+    figure.savefig(RAW / "steps.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Runs and sweeps that a table shows."""
+
+from pathlib import Path
+
+from pipeline.rundir.paths import SweepPaths
+from pipeline.system import files
+from slurm.registry import manifest, runs
+from slurm.registry.manifest import SweepManifest
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+from tests.fakes.scheduler import FakeScheduler
+
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
+
+
+def make_run(folder: Path, steps: int = 0, job: str = "1") -> FakeRun:
+    run = FakeRun(folder, make_config(name=folder.name, training=TRAINING))
+    if steps:
+        attempt = run.attempt(f"{job}-0")
+        attempt.meet()
+        attempt.all_roles("starting", "ready")
+        attempt.train("rl", range(1, steps + 1), eval_every=10)
+    return run
+
+
+def make_sweep(folder: Path, *overrides: str) -> SweepManifest:
+    sweep = manifest.extended(None, [], [[text] for text in overrides])
+    files.write_document(SweepPaths(folder).manifest, sweep)
+    return sweep
+
+
+def queued(run: FakeRun, scheduler: FakeScheduler, state: str = "RUNNING", reason: str = "") -> str:
+    job = scheduler.submit(run.root.name, state=state)
+    scheduler.set(job, state, reason)
+    runs.record_job(run.paths, "slurm", job)
+    return job

@@ -1,0 +1,1 @@
+"""What tests share: processes, servers, models and what they must answer."""

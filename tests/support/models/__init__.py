@@ -1,0 +1,1 @@
+"""Tiny models, and jobs and workers that train them."""

@@ -1,0 +1,1 @@
+"""The trainer's arithmetic once more, and how the ranks' results are compared with it."""

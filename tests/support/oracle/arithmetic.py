@@ -1,0 +1,183 @@
+"""The trainer's arithmetic once more: one process, float64, one row and one token at a time.
+
+Shares no code with `pipeline`: its own Qwen3 forward from the published architecture, its own adapters and value head,
+its own losses (`oracle_losses`), denominators and AdamW. Slow and plain on purpose; nothing is packed, padded, cut,
+sharded or reduced.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tests.support.oracle.losses import Goal, Sequence64, mean, policy_losses, value_losses
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the forward needs to know of the architecture; `scale` is alpha / rank of the adapters."""
+
+    layers: int
+    heads: int
+    groups: int
+    size: int
+    theta: float = 10_000.0
+    eps: float = 1e-6
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adam:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+
+@dataclass
+class Training:
+    """What some steps did: the loss and the gradients before each step, and the parameters after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Parameters] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=dict)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def rotated(x: Tensor, theta: float) -> Tensor:
+    """x [T, heads, D]: each head's vector turned by position: pairs (i, i + half) by position / theta^(i / half)."""
+    half = x.shape[-1] // 2
+    rates = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * rates
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+
+def linear(p: Mapping[str, Tensor], name: str, x: Tensor, shape: Shape) -> Tensor:
+    """x [T, in] by the layer's matrix, to which an adapter adds alpha / rank · B A."""
+    matrix = p[f"{name}.weight"]
+    if f"{name}.lora_A.weight" in p:
+        matrix = matrix + shape.scale * p[f"{name}.lora_B.weight"] @ p[f"{name}.lora_A.weight"]
+    return x @ matrix.T
+
+
+def attention(p: Mapping[str, Tensor], prefix: str, x: Tensor, shape: Shape) -> Tensor:
+    """x: [T, E] of one row; each token sees itself and those before it."""
+    length = len(x)
+    query = linear(p, f"{prefix}.q_proj", x, shape).view(length, shape.heads, shape.size)
+    key = linear(p, f"{prefix}.k_proj", x, shape).view(length, shape.groups, shape.size)
+    value = linear(p, f"{prefix}.v_proj", x, shape).view(length, shape.groups, shape.size)
+    query = rotated(normed(query, p[f"{prefix}.q_norm.weight"], shape.eps), shape.theta)
+    key = rotated(normed(key, p[f"{prefix}.k_norm.weight"], shape.eps), shape.theta)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    heads = []
+    for head in range(shape.heads):
+        group = head * shape.groups // shape.heads
+        scores = query[:, head] @ key[:, group].T / math.sqrt(shape.size)
+        heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ value[:, group])
+    return linear(p, f"{prefix}.o_proj", torch.cat(heads, -1), shape)
+
+
+def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tensor:
+    """The last hidden states after each prefix of one row: [T, E]."""
+    x = p["model.embed_tokens.weight"][torch.tensor(tokens)]
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}"
+        x = x + attention(p, f"{name}.self_attn", normed(x, p[f"{name}.input_layernorm.weight"], shape.eps), shape)
+        y = normed(x, p[f"{name}.post_attention_layernorm.weight"], shape.eps)
+        gate, up = linear(p, f"{name}.mlp.gate_proj", y, shape), linear(p, f"{name}.mlp.up_proj", y, shape)
+        x = x + linear(p, f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up, shape)
+    return normed(x, p["model.norm.weight"], shape.eps)
+
+
+def predictions(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape, temperature: float) -> Tensor:
+    """Log-probabilities of every token of the vocabulary after each prefix of one row: [T, V]."""
+    head = p.get("lm_head.weight", p["model.embed_tokens.weight"])
+    logits = states(p, tokens, shape) @ head.T / temperature
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
+def values(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tensor:
+    """What a critic says after each prefix of one row: [T]."""
+    return (states(p, tokens, shape) * p["head.weight"][0]).sum(-1) + p["head.bias"][0]
+
+
+def answers(p: Mapping[str, Tensor], row: Sequence64, shape: Shape, goal: Goal) -> list[float]:
+    """What `forward` must return for a row: the number of each counted token, 0 elsewhere."""
+    with torch.no_grad():
+        if goal.name == "value":
+            given = values(p, row.tokens, shape)
+            found = [given[t - 1] for t in range(1, len(row.tokens))]
+        else:
+            table = predictions(p, row.tokens, shape, goal.temperature)
+            found = [table[t - 1, row.tokens[t]] for t in range(1, len(row.tokens))]
+    return [0.0] + [float(x) if counted else 0.0 for x, counted in zip(found, row.counted[1:], strict=True)]
+
+
+def losses_of(p: Mapping[str, Tensor], row: Sequence64, shape: Shape, goal: Goal) -> list[Tensor]:
+    """The loss of each counted token of a row, unweighted, in order."""
+    if goal.name == "value":
+        return value_losses(values(p, row.tokens, shape), row, goal)
+    return policy_losses(predictions(p, row.tokens, shape, goal.temperature), row, goal)
+
+
+def batch_loss(p: Mapping[str, Tensor], rows: Sequence[Sequence64], shape: Shape, goal: Goal) -> Tensor:
+    """The mean of means that `goal.normalise` names, over all rows at once."""
+    of_rows = [losses_of(p, row, shape, goal) for row in rows]
+    if goal.normalise == "fixed":
+        return mean([loss for losses in of_rows for loss in losses], len(rows) * goal.max_length)
+    if goal.normalise == "token":
+        return mean([loss for losses in of_rows for loss in losses])
+    if goal.normalise == "sequence":
+        return mean([mean(losses) for losses in of_rows if losses])
+    prompts: dict[int, list[Tensor]] = {}
+    for row, losses in zip(rows, of_rows, strict=True):
+        prompts.setdefault(row.prompt, []).extend(losses)
+    return mean([mean(losses) for losses in prompts.values() if losses])
+
+
+def train(
+    start: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor],
+    rows: Sequence[Sequence64],
+    shape: Shape,
+    goal: Goal,
+    adam: Adam,
+    steps: int,
+) -> Training:
+    """`steps` steps of AdamW with a constant rate on the same rows; the `frozen` parameters stay as they are."""
+    p = {name: value.double().clone().requires_grad_() for name, value in start.items()}
+    fixed = {name: value.double() for name, value in frozen.items()}
+    first = {name: torch.zeros_like(value) for name, value in p.items()}
+    second = {name: torch.zeros_like(value) for name, value in p.items()}
+    done = Training()
+    for step in range(1, steps + 1):
+        loss = batch_loss({**fixed, **p}, rows, shape, goal)
+        slopes = dict(zip(p, torch.autograd.grad(loss, list(p.values())), strict=True))
+        norm = math.sqrt(sum(float((slope * slope).sum()) for slope in slopes.values()))
+        done.losses.append(loss.item())
+        done.gradients.append(slopes)
+        done.norms.append(norm)
+        scale = min(1.0, adam.clip_norm / (norm + 1e-6))
+        with torch.no_grad():
+            for name, value in p.items():
+                slope = slopes[name] * scale
+                first[name] = adam.beta1 * first[name] + (1 - adam.beta1) * slope
+                second[name] = adam.beta2 * second[name] + (1 - adam.beta2) * slope * slope
+                if value.ndim > 1:
+                    value *= 1 - adam.lr * adam.weight_decay
+                corrected = first[name] / (1 - adam.beta1**step)
+                spread = (second[name] / (1 - adam.beta2**step)).sqrt()
+                value -= adam.lr * corrected / (spread + adam.eps)
+    done.parameters = {name: value.detach() for name, value in p.items()}
+    return done

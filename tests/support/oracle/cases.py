@@ -1,0 +1,148 @@
+"""What the oracle and the ranks compute both: the recipes (what is trained for), the model, and the rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
+from pipeline.losses import SFT, Objective, ValueObjective
+from pipeline.training.rows import Batch, Normalise, Row
+from pipeline.training.spec import ModelSpec
+from tests.support.models.tiny import VOCABULARY, write_tiny
+
+STEPS = 3
+LAYERS, HEADS, GROUPS, SIZE = 2, 2, 1, 32
+ALPHA, MAX_LENGTH = 6.0, 12
+OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
+Arrays = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a model is trained for.
+
+    Attributes:
+        objective, normalise, temperature: of the loss.
+        proximal: whether the ratio is taken over other log-probabilities than those of the sampling policy.
+        lora: rank of the adapters that alone are trained; 0: all parameters are.
+    """
+
+    objective: Objective
+    normalise: Normalise
+    temperature: float = 1.0
+    proximal: bool = False
+    lora: int = 0
+
+    @property
+    def model(self) -> Literal["policy", "critic"]:
+        return "critic" if isinstance(self.objective, ValueObjective) else "policy"
+
+
+def _loss(name: str, **settings: object) -> LossConfig:
+    return LossConfig.model_validate({"name": name, **settings})
+
+
+RECIPES: dict[str, Recipe] = {
+    "reinforce": Recipe(_loss("reinforce", ratio_cap=1.2), "fixed", 1.3),
+    "ppo": Recipe(_loss("ppo", kl=0.2, entropy=0.1), "prompt", 0.8, proximal=True),
+    "grpo": Recipe(_loss("grpo", clip_low=0.2, clip_high=0.3), "token", 0.8),
+    "gspo": Recipe(_loss("gspo", clip_low=0.1, clip_high=0.2), "sequence"),
+    "dr_grpo": Recipe(_loss("dr_grpo", kl=0.1, kl_estimator="k2"), "fixed"),
+    "dapo": Recipe(_loss("dapo", clip_high=0.28, correction="truncate", correction_cap=1.3), "token", proximal=True),
+    "cispo": Recipe(_loss("cispo", correction="mask", correction_cap=1.4, entropy=0.1), "token", 0.9, proximal=True),
+    "rloo": Recipe(_loss("rloo", ratio_cap=1.5), "sequence", 1.1),
+    "reinforce_pp": Recipe(_loss("reinforce_pp", kl=0.3, kl_in="reward", kl_estimator="k1"), "token"),
+    "dro": Recipe(_loss("dro", beta=0.2, kl=0.1, kl_estimator="k1"), "prompt", proximal=True),
+    "sft": Recipe(SFT, "token"),
+    "value": Recipe(ValueObjective(clip=0.4), "token"),
+    "value_free": Recipe(ValueObjective(clip=0.0), "sequence"),
+    "lora": Recipe(_loss("grpo", entropy=0.05), "token", 0.8, lora=2),
+    "lora_sft": Recipe(SFT, "prompt", lora=3),
+}
+
+
+def write_models(folder: Path) -> None:
+    """The model whose head is its embedding, and one with a head of its own."""
+    write_model(folder / "tied", tied=True)
+    write_model(folder / "untied", tied=False)
+
+
+def write_model(path: Path, tied: bool) -> None:
+    """A tiny Qwen3 whose weights are large enough that attention and positions matter."""
+    size = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE}
+    write_tiny(path, 5, **size, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2)
+
+
+def model_config(path: Path, lora: int = 0) -> ModelConfig:
+    return ModelConfig(path=str(path), init="pretrained", lora=LoraConfig(rank=lora, alpha=ALPHA))
+
+
+def policy_spec(path: Path, **changed: Any) -> ModelSpec:
+    return ModelSpec(**{"kind": "policy", "model": model_config(path), "optim": OPTIM, "steps": STEPS, **changed})
+
+
+def make_rows(name: str = "grpo") -> list[Row]:
+    """Nine ragged rows of three prompts: one counts nothing, one has several turns, one an advantage for each token."""
+    recipe, draw = RECIPES[name], np.random.default_rng(3)
+    rows = []
+    for index, length in enumerate((3, 11, 2, 7, 5, 9, 4, 6, 8)):
+        mask = np.ones(length, np.uint8)
+        mask[: 1 + index % 2] = 0
+        if index == 4:
+            mask[:] = 0
+        if index == 5:
+            mask[3:6] = 0
+        tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
+        of_tokens = draw.normal(size=(5, length)).astype(np.float32)
+        behaviour = of_tokens[0] * 0.7 - 3
+        row = Row(
+            tokens=tokens,
+            mask=mask,
+            advantages=of_tokens[1] if index == 8 else float(of_tokens[1, 0]),
+            behaviour=behaviour,
+            proximal=behaviour + of_tokens[2] * 0.4 if recipe.proximal else None,
+            reference=of_tokens[3] * 0.7 - 3,
+            values=of_tokens[4] if recipe.model == "critic" else None,
+            returns=of_tokens[2] + of_tokens[4] if recipe.model == "critic" else None,
+            prompt=index // 3,
+        )
+        rows.append(row)
+    return rows
+
+
+def make_batch(name: str = "grpo") -> Batch:
+    recipe = RECIPES[name]
+    return Batch.of(make_rows(name), recipe.normalise, temperature=recipe.temperature, max_length=MAX_LENGTH)
+
+
+def drawn(name: str, shape: Sequence[int]) -> NDArray[np.float32]:
+    """The numbers that a parameter which no file has (a value head, adapters) starts with: none of them 0."""
+    return (np.random.default_rng(crc32(name.encode())).normal(size=shape) * 0.2).astype(np.float32)
+
+
+def start_of(recipe: Recipe, path: Path) -> tuple[Arrays, Arrays]:
+    """Trained and frozen parameters before the first step, under Hugging Face names (adapters: as peft ends them)."""
+    file: Arrays = load_file(path / "model.safetensors")
+    if recipe.lora:
+        return _adapters(file, recipe.lora), file
+    if recipe.model == "critic":
+        width = file["model.norm.weight"].shape[0]
+        file.pop("lm_head.weight", None)
+        return file | {"head.weight": drawn("head.weight", (1, width)), "head.bias": drawn("head.bias", (1,))}, {}
+    return file, {}
+
+
+def _adapters(file: Arrays, rank: int) -> Arrays:
+    made: Arrays = {}
+    for name, matrix in file.items():
+        if name.endswith("_proj.weight"):
+            layer = name.removesuffix(".weight")
+            for part, shape in (("lora_A", (rank, matrix.shape[1])), ("lora_B", (matrix.shape[0], rank))):
+                made[f"{layer}.{part}.weight"] = drawn(f"{layer}.{part}.weight", shape)
+    return made

@@ -1,0 +1,164 @@
+"""Errors that the comparison with the oracle must notice, each put into a running worker.
+
+A mutation patches what this process runs until `restore`; `seen` counts how often it changed something, so that one
+that no longer bites is told from one that goes unnoticed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import pipeline.losses
+from pipeline.training import packing
+from pipeline.training.packing import Bins, Budget, Layout
+from pipeline.training.rows import Batch
+from pipeline.training.workers import collate, model, worker
+from pipeline.training.workers.attention import Segments
+from pipeline.training.workers.offload import Part, local
+from pipeline.training.workers.worker import ModelWorker
+from tests.support.oracle.ways import Mutation
+
+seen: Counter[str] = Counter()
+"""What happened in this process since `take_seen`."""
+_patches = ExitStack()
+
+
+def patch(target: object, name: str, substitute: object) -> None:
+    _patches.enter_context(mock.patch.object(target, name, substitute))
+
+
+def mutate(rank: ModelWorker, mutation: Mutation) -> None:
+    MUTATE[mutation](rank)
+
+
+def restore(rank: ModelWorker) -> None:
+    """Undo every mutation."""
+    _patches.close()
+
+
+def local_normalisation(rank: ModelWorker) -> None:
+    """Each micro-batch takes the mean over its own tokens, and the means are averaged."""
+    whole = worker.collate
+
+    def locally(batch: Batch, *others: Any) -> object:
+        seen["mutated"] += batch.counted > 0
+        return whole(replace(batch, weights=(1 / max(1, batch.counted) / 6,) * len(batch.rows)), *others)
+
+    patch(worker, "collate", locally)
+
+
+def dropped_micro_batch(rank: ModelWorker) -> None:
+    split = packing.split_rows
+
+    def dropping(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
+        first, *others = split(lengths, ranks, budget)
+        seen["mutated"] += len(first[-1]) > 0
+        return [[*first[:-1], []], *others]
+
+    patch(packing, "split_rows", dropping)
+
+
+def duplicated_shard(rank: ModelWorker) -> None:
+    split = packing.split_rows
+
+    def twice(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
+        seen["mutated"] += ranks > 1
+        return [split(lengths, ranks, budget)[0]] * ranks
+
+    patch(packing, "split_rows", twice)
+
+
+def averaged_gradients(rank: ModelWorker) -> None:
+    for module in rank.model.modules():
+        if isinstance(module, worker.FSDPModule):
+            seen["mutated"] += 1
+            module.set_gradient_divide_factor(2.0)
+
+
+def leaking_attention(rank: ModelWorker) -> None:
+    """The rows of a packed line count as one."""
+
+    class OneSegment(Segments):
+        @classmethod
+        def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+            seen["mutated"] += len(lengths) > 1
+            return Segments.of([sum(lengths)], device)
+
+    patch(collate, "Segments", OneSegment)
+
+
+def wrong_positions(rank: ModelWorker) -> None:
+    """Positions restart one token late. (Never restarting is invisible: rotary embeddings see differences only.)"""
+    pack = packing.pack
+
+    def late(lengths: Sequence[int]) -> Layout:
+        layout = pack(lengths)
+        moved = np.roll(layout.positions, 1)
+        seen["mutated"] += not np.array_equal(moved, layout.positions)
+        return replace(layout, positions=moved)
+
+    patch(packing, "pack", late)
+
+
+def shifted_targets(rank: ModelWorker) -> None:
+    logprobs = model.head_logprobs
+
+    def shifted(hidden: Tensor, weight: Tensor, targets: Tensor, *others: Any) -> object:
+        moved = targets.roll(1)
+        seen["mutated"] += not torch.equal(moved, targets)
+        return logprobs(hidden, weight, moved, *others)
+
+    patch(model, "head_logprobs", shifted)
+
+
+def stale_parameters(rank: ModelWorker) -> None:
+    """What comes back from outside the device is what left it first."""
+    _stale("model", lambda rank: [p.detach() for p in rank.model.parameters()])
+
+
+def stale_moments(rank: ModelWorker) -> None:
+    _stale("optimizer", lambda rank: rank.optimizer.moments() if rank.optimizer else [])
+
+
+def _stale(part: Part, tensors_of: Callable[[ModelWorker], list[Tensor]]) -> None:
+    load = ModelWorker.load
+    first: dict[int, list[Tensor]] = {}
+
+    def stale(rank: ModelWorker, loaded: Part) -> None:
+        load(rank, loaded)
+        if loaded == part:
+            tensors = [local(tensor) for tensor in tensors_of(rank)]
+            for tensor, old in zip(tensors, first.setdefault(id(rank), [t.clone() for t in tensors]), strict=True):
+                seen["mutated"] += not torch.equal(tensor, old)
+                tensor.copy_(old)
+
+    patch(ModelWorker, "load", stale)
+
+
+def forgotten_correction(rank: ModelWorker) -> None:
+    def uncorrected(loss_N: Tensor, *others: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        seen["mutated"] += 1
+        return loss_N, {}
+
+    patch(pipeline.losses, "corrected", uncorrected)
+
+
+MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
+    "local_normalisation": local_normalisation,
+    "dropped_micro_batch": dropped_micro_batch,
+    "duplicated_shard": duplicated_shard,
+    "averaged_gradients": averaged_gradients,
+    "leaking_attention": leaking_attention,
+    "wrong_positions": wrong_positions,
+    "shifted_targets": shifted_targets,
+    "stale_parameters": stale_parameters,
+    "stale_moments": stale_moments,
+    "forgotten_correction": forgotten_correction,
+}

@@ -1,0 +1,186 @@
+"""The ways in which the ranks compute the recipes: cases, what came of one, and the mutations."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.losses import Level
+from pipeline.training.packing import Budget
+from tests.support.oracle.cases import RECIPES, Arrays
+
+WORLDS = (1, 2, 4)
+Dtype = Literal["float32", "bfloat16"]
+_NAMED = ("layers", "reshard", "offload", "checkpointing", "compile", "staged")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute a recipe.
+
+    Attributes:
+        recipe: its name in `RECIPES`.
+        tokens, rows, packed: the budget of a micro-batch.
+        layers: whether each layer is an FSDP unit of its own.
+        offload: whether a reference model and a second trained model compete for the device.
+        reshard, checkpointing, compile, replicas, dtype: as in `ModelSpec`.
+        staged: whether the rows are sent once for all steps.
+        level: of the metrics.
+        tied: whether the model's head is its embedding.
+    """
+
+    recipe: str
+    tokens: int = 96
+    rows: int | None = None
+    packed: bool = True
+    layers: bool = False
+    reshard: bool = False
+    offload: bool = False
+    checkpointing: bool = False
+    compile: bool = False
+    staged: bool = False
+    replicas: int = 1
+    level: Level = "basic"
+    dtype: Dtype = "float32"
+    tied: bool = True
+
+    def model(self, folder: Path) -> Path:
+        """Where `write_models` put the case's model."""
+        return folder / ("tied" if self.tied else "untied")
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(tokens=self.tokens, rows=self.rows, packed=self.packed)
+
+    def __str__(self) -> str:
+        limit = f"{self.tokens}tokens" if self.rows is None else f"{self.rows}rows"
+        words = [self.recipe, "packed" if self.packed else "padded", limit]
+        words += [name for name in _NAMED if getattr(self, name)]
+        words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
+        words += [] if self.tied else ["untied"]
+        return "-".join(words)
+
+
+BUDGETS = [(96, 1, True), (96, 1, False), (96, 2, True), (96, 2, False), (24, None, True), (24, None, False)]
+"""By number of rows and by tokens; packed and padded take turns."""
+SWITCHES: tuple[dict[str, bool], ...] = (
+    {"layers": True},
+    {"offload": True},
+    {"checkpointing": True},
+    {"offload": True, "checkpointing": True, "layers": True, "staged": True},
+    {"layers": True, "reshard": True},
+)
+
+
+def cases(ranks: int) -> list[Case]:
+    """Every recipe on 2 ranks packed and padded, and each way on one of 1 and 4 ranks too, by number of rows or by
+    tokens; and each switch with several recipes, among them always one with a critic or with adapters."""
+    turn = WORLDS.index(ranks)
+    return [*_plain(turn), *_switched(turn), *_replicated(ranks)]
+
+
+def _plain(turn: int) -> Iterator[Case]:
+    for number, recipe in enumerate(RECIPES):
+        for place in ((0,), (2, 5), (1,))[turn]:
+            tokens, rows, packed = BUDGETS[(number + place) % len(BUDGETS)]
+            level: Level = ("basic", "with_entropy", "none")[(number + place) % 3]
+            yield Case(recipe, tokens, rows, packed, staged=place > 2, level=level)
+
+
+def _switched(turn: int) -> Iterator[Case]:
+    plain = [name for name, recipe in RECIPES.items() if recipe.model == "policy" and not recipe.lora]
+    other = ["value", "lora", "value_free"]
+    for number, switches in enumerate(SWITCHES):
+        for recipe in (plain[(3 * number + turn) % len(plain)], other[(number + turn) % len(other)]):
+            packed, tied = (number + turn) % 2 == 0, 0 < number < 3
+            yield Case(recipe, rows=2, packed=packed, tied=tied, **switches)  # type: ignore[arg-type]
+
+
+def _replicated(ranks: int) -> Iterator[Case]:
+    if ranks > 1:
+        for recipe in ("ppo", "value", "lora"):
+            yield Case(recipe, rows=2, replicas=2, offload=recipe == "ppo")
+
+
+def all_cases(ranks: int) -> list[Case]:
+    """The product of recipes, budgets, and what changes the computation, but for `compile`; rows are staged in two
+    cases of five, and replicated also where there are ranks for it."""
+    switches = product(RECIPES, BUDGETS, *[(False, True)] * 3, [1, 2] if ranks > 1 else [1])
+    return [
+        Case(recipe, *budget, layers=a, offload=b, checkpointing=c, staged=number % 5 > 2, replicas=replicas)
+        for number, (recipe, budget, a, b, c, replicas) in enumerate(switches)
+    ]
+
+
+def compiled_cases(ranks: int) -> list[Case]:
+    """Every recipe compiled, packed and padded."""
+    return [
+        Case(recipe, rows=2, packed=packed, compile=True, checkpointing=number % 2 > 0, offload=number % 3 > 1)
+        for number, recipe in enumerate(RECIPES)
+        for packed in (True, False)
+    ]
+
+
+def few_compiled_cases(ranks: int) -> list[Case]:
+    """Some of them: compilation takes its time."""
+    return [case for case in compiled_cases(ranks) if case.recipe in ("grpo", "value", "lora", "cispo")]
+
+
+@dataclass
+class Result:
+    """What the ranks computed in one case.
+
+    Attributes:
+        start: trained parameters before the first step.
+        answers: what `forward` said of each row before it.
+        metrics, gradients: of each step.
+        parameters: trained parameters after the last step.
+        seen: evidence that switches and mutations did something: how often, over all ranks.
+    """
+
+    start: Arrays = field(default_factory=dict)
+    answers: list[NDArray[np.float32]] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    gradients: list[Arrays] = field(default_factory=list)
+    parameters: Arrays = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+Mutation = Literal[
+    "local_normalisation",
+    "dropped_micro_batch",
+    "duplicated_shard",
+    "averaged_gradients",
+    "leaking_attention",
+    "wrong_positions",
+    "shifted_targets",
+    "stale_parameters",
+    "stale_moments",
+    "forgotten_correction",
+]
+PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
+OFFLOADED = replace(PACKED, offload=True)
+MUTATIONS: dict[Mutation, Case] = {
+    "local_normalisation": PADDED,
+    "dropped_micro_batch": PACKED,
+    "duplicated_shard": PACKED,
+    "averaged_gradients": PADDED,
+    "leaking_attention": PACKED,
+    "wrong_positions": PACKED,
+    "shifted_targets": PADDED,
+    "stale_parameters": OFFLOADED,
+    "stale_moments": OFFLOADED,
+    "forgotten_correction": Case("dapo", rows=2),
+}
+
+
+def mutations(dtype: Dtype) -> dict[Mutation, Case]:
+    """The mutations with this compute type; in bf16 on losses without jumps, whose bounds are close enough to tell."""
+    if dtype == "float32":
+        return MUTATIONS
+    smooth = {"grpo": "sft", "dapo": "cispo"}
+    return {name: replace(case, dtype=dtype, recipe=smooth[case.recipe]) for name, case in MUTATIONS.items()}

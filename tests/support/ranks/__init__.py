@@ -1,0 +1,1 @@
+"""What processes of a torch world run for tests, importable by name."""

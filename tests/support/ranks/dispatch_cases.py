@@ -1,0 +1,41 @@
+"""What the scenarios of `dispatch_ranks` have in common."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import LossConfig, OptimConfig
+from pipeline.errors import TrainingError
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Deadlines
+from pipeline.training.packing import Budget
+from pipeline.training.rows import Batch
+from tests.support.oracle.cases import make_batch, policy_spec
+
+Scenario = Callable[[Dispatch, Path], None]
+GRPO = LossConfig(name="grpo", clip_low=0.2, clip_high=0.3)
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=1)
+PATIENCE = Deadlines(operation=30, control=4, grace=1)
+BUDGET = Budget(96)
+
+
+def fresh(dispatch: Dispatch, path: Path, seed: int = 0) -> Batch:
+    dispatch.init_model("policy", policy_spec(path, optim=OPTIM, seed=seed, steps=10))
+    return make_batch("grpo")
+
+
+def parameters(dispatch: Dispatch, name: str = "policy") -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in dispatch.full_parameters(name)}
+
+
+def step(dispatch: Dispatch, batch: Batch) -> dict[str, float]:
+    return dispatch.forward_backward("policy", batch, GRPO) | dispatch.optim_step("policy")
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the `TrainingError` that the call must raise."""
+    with pytest.raises(TrainingError) as refused:
+        call()
+    return str(refused.value)

@@ -1,0 +1,43 @@
+"""A trainer that is killed in the middle of an update.
+
+python -m tests.support.ranks.half_trainer <point> <server> <model>
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from pipeline.config import InferenceConfig
+from pipeline.system.process import hold_port
+from pipeline.system.waiting import Deadline
+from pipeline.weights.control import ServerControl
+from pipeline.weights.link import Link, MeetingPoint, Payload
+from pipeline.weights.wire import WeightLayout, host_store
+from tests.support.servers.vllm import SECRET, TRAINER, a_model, parameters, port_of
+
+
+def main(point: str, server: str, model: str) -> None:
+    """Meet the server, begin an update, and die when half of the bytes are sent, or when the server is paused."""
+    tensors = parameters(a_model(Path(model), seed=0))
+    layout = WeightLayout.of(tensors)
+    deadline = Deadline("half an update", 60)
+    with hold_port() as holder, ServerControl(server, SECRET) as control:
+        meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
+        store = host_store(TRAINER, meeting.port, SECRET, 60)
+        link = Link(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
+        (group,) = link._meet(control, Payload(1, layout, layout.pack(tensors), {}), deadline)
+        control.post("/start_weight_update", deadline)
+        if point == "sending":
+            group.send(1, torch.zeros(layout.bytes // 2, dtype=torch.uint8), deadline)
+        else:
+            group.send(1, layout.pack(tensors), deadline)
+            control.post("/pause?mode=keep&clear_cache=false", deadline)
+        os.kill(os.getpid(), signal.SIGKILL)
+        del store
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,28 @@
+"""What each process of torchrun runs for `test_shield`: a trainer's world that is ready and then idle.
+
+torchrun --nproc-per-node 2 -m tests.support.ranks.idle_ranks
+"""
+
+import os
+import time
+
+from pipeline.system import heartbeat, process
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.ranks import end_with_lost_ranks
+from pipeline.training.packing import Budget
+
+READY = "all ranks have met"
+
+
+def lead(dispatch: Dispatch) -> None:
+    print(READY, flush=True)
+    while True:
+        dispatch.idle()
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    process.die_with_parent()
+    heartbeat.start(int(os.environ["LOCAL_RANK"]))
+    end_with_lost_ranks()
+    lead_or_serve(lead, Budget(64))

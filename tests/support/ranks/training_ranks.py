@@ -1,0 +1,230 @@
+"""What each process of torchrun runs for `test_training_oracle`: cases and mutations, by the real dispatch.
+
+torchrun --nproc-per-node N -m tests.support.ranks.training_ranks MODELS RESULTS [--cases …] [--device …] [--dtype …]
+"""
+
+import argparse
+import gc
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
+from pipeline.training.spec import ModelSpec
+from pipeline.training.workers import attention, fsdp
+from pipeline.training.workers.worker import ModelWorker
+from tests.support.oracle import mutations as training_mutations
+from tests.support.oracle.cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
+from tests.support.oracle.ways import (
+    Case,
+    Mutation,
+    Result,
+    all_cases,
+    cases,
+    compiled_cases,
+    few_compiled_cases,
+    mutations,
+)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as the oracle has it: that of the Hugging Face model, adapters below it."""
+    name = name.removeprefix("network.").removeprefix("base_model.model.").replace(".default.", ".")
+    return name if name.startswith(("model.", "head.", "lm_head.")) else f"model.{name}"
+
+
+def gradients(rank: ModelWorker) -> Arrays:
+    """The accumulated gradients, whole."""
+    whole = {name: p.grad.full_tensor() for name, p in rank.model.named_parameters() if isinstance(p.grad, DTensor)}
+    return {plain_name(name): tensor.float().cpu().numpy() for name, tensor in whole.items()}
+
+
+def parameters(dispatch: Dispatch, name: str) -> Arrays:
+    """The trained parameters, whole."""
+    dispatch.prepare_weight_sync(name)
+    whole = {plain_name(key): tensor.float().cpu().numpy().copy() for key, tensor in dispatch.full_parameters(name)}
+    dispatch.finish_weight_sync(name)
+    return whole
+
+
+def set_layer_unit(rank: ModelWorker, parameters: int) -> None:
+    fsdp.LAYER_UNIT = parameters
+
+
+def begin(rank: ModelWorker) -> None:
+    """Give value heads and adapters the numbers of the oracle, and watch what the switches do."""
+    for name, parameter in rank.model.named_parameters():
+        plain = plain_name(name)
+        if plain.startswith("head.") or ".lora_" in plain:
+            assert isinstance(parameter, DTensor)
+            whole = torch.from_numpy(drawn(plain, parameter.shape)).to(rank.device)
+            with torch.no_grad():
+                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+    training_mutations.seen.clear()
+    training_mutations.seen["units"] = sum(isinstance(module, FSDPModule) for module in rank.model.modules())
+    mesh = next(p.device_mesh for p in rank.model.parameters() if isinstance(p, DTensor))
+    training_mutations.seen["shards"] = mesh.size()
+    torch._dynamo.utils.counters.clear()
+
+
+def watch(rank: ModelWorker) -> None:
+    """Count attention that is computed inside of a backward pass, and by the kernel for packed rows."""
+    seen, kernel = training_mutations.seen, attention.varlen_attn
+
+    def before(*_: object) -> None:
+        seen["recomputed"] += torch._C._current_graph_task_id() != -1
+
+    def counted(*given: Any, **options: Any) -> Any:
+        seen["kernel"] += 1
+        return kernel(*given, **options)
+
+    training_mutations.patch(attention, "varlen_attn", counted)
+    for module in rank.model.modules():
+        if type(module).__name__ == "Qwen3Attention":
+            module.register_forward_pre_hook(before)
+
+
+def end(rank: ModelWorker) -> Counter[str]:
+    """What was seen in this process."""
+    training_mutations.restore(rank)
+    training_mutations.seen["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return training_mutations.seen.copy()
+
+
+def run_case(site: Site, models: Path, case: Case, mutation: Mutation | None = None) -> Result:
+    """Controller: the case from the first parameters to the last."""
+    recipe, name, result = RECIPES[case.recipe], RECIPES[case.recipe].model, Result()
+    dispatch, batch = Dispatch(site, case.budget, colocated=case.offload), make_batch(case.recipe)
+    init_models(dispatch, case.model(models), case)
+    dispatch.pass_through(name, begin)
+    if not case.compile:
+        dispatch.pass_through(name, watch)
+    result.start = parameters(dispatch, name)
+    result.answers = dispatch.forward(name, batch)
+    if mutation is not None:
+        dispatch.pass_through(name, training_mutations.mutate, mutation)
+    staged = dispatch.stage([batch]) if case.staged else None
+    for _ in range(STEPS):
+        if case.offload:
+            compete(dispatch, case, result)
+        data = batch if staged is None else staged[0]
+        metrics = dispatch.forward_backward(name, data, recipe.objective, level=case.level)
+        result.gradients.append(dispatch.pass_through(name, gradients)[0])
+        result.metrics.append(metrics | dispatch.optim_step(name))
+    if staged is not None:
+        dispatch.unstage(staged)
+    if case.offload:
+        dispatch.offload_all()
+    result.parameters = parameters(dispatch, name)
+    finish(dispatch, name, result)
+    return result
+
+
+def spec_of(case: Case, path: Path) -> ModelSpec:
+    """The model that the case trains."""
+    recipe = RECIPES[case.recipe]
+    return policy_spec(
+        path,
+        kind=recipe.model,
+        model=model_config(path, recipe.lora).model_copy(update={"dtype": case.dtype}),
+        activation_checkpointing=case.checkpointing,
+        compile=case.compile,
+        reshard=case.reshard,
+        replicas=case.replicas,
+    )
+
+
+def init_models(dispatch: Dispatch, path: Path, case: Case) -> None:
+    """The model of the case; when it is to be offloaded, two others that want the device as well."""
+    name, spec = RECIPES[case.recipe].model, spec_of(case, path)
+    for other in ("reference", "rival") if case.offload else ():
+        dispatch.init_model(other, spec_of(Case("sft", dtype=case.dtype), path))
+    dispatch.init_model(name, spec)
+    if case.layers:
+        dispatch.pass_through(name, set_layer_unit, 1)
+        dispatch.init_model(name, spec)
+        dispatch.pass_through(name, set_layer_unit, 1 << 20)
+
+
+def compete(dispatch: Dispatch, case: Case, result: Result) -> None:
+    """Let the other models compute and step, and see that the case's model made room for them."""
+    name, sft = RECIPES[case.recipe].model, RECIPES["sft"]
+    dispatch.forward("reference", make_batch("sft"))
+    dispatch.forward_backward("rival", make_batch("sft"), sft.objective)
+    dispatch.optim_step("rival")
+    held = [of_rank[name] for of_rank in dispatch.memory()]
+    away = sum(memory.model == memory.optimizer == 0 for memory in held)
+    result.seen["evicted"] = result.seen.get("evicted", 0) + away
+
+
+def finish(dispatch: Dispatch, name: str, result: Result) -> None:
+    """Collect what was seen, and remove all models."""
+    for counted in dispatch.pass_through(name, end):
+        for key, count in counted.items():
+            result.seen[key] = result.seen.get(key, 0) + count
+    for model in tuple(dispatch.models):
+        dispatch.remove_model(model)
+
+
+def lead(site: Site, models: Path, chosen: Sequence[Case], mutations: Mapping[Mutation, Case], results: Path) -> None:
+    """Controller: every mutation, then every case, each written to `results` as soon as it is there."""
+    with results.open("wb") as file:
+        for mutation, case in mutations.items():
+            pickle.dump((mutation, run_case(site, models, case, mutation)), file)
+        for case in chosen:
+            pickle.dump((case, run_case(site, models, case)), file)
+            file.flush()
+
+
+def read_results(path: Path) -> dict[object, Result]:
+    """What `lead` wrote, also if it was cut off."""
+    found: dict[object, Result] = {}
+    with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            name, result = pickle.load(file)
+            found[name] = result
+    return found
+
+
+CHOICES: dict[str, Callable[[int], list[Case]]] = {
+    "some": cases,
+    "all": all_cases,
+    "compiled": compiled_cases,
+    "few_compiled": few_compiled_cases,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--cases", choices=CHOICES, default="some")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.freeze()  # removing a model collects garbage, which need not look at all of torch each time
+    with joined_world(given.device, Deadlines(operation=60, control=120, grace=2)) as site:
+        if site.rank:
+            site.serve()
+            return
+        adapters = find_spec("peft") is not None
+        every = CHOICES[given.cases](site.ranks)
+        chosen = [replace(case, dtype=given.dtype) for case in every if adapters or not RECIPES[case.recipe].lora]
+        mutated = mutations(given.dtype) if given.cases == "some" and site.ranks == 2 else {}
+        lead(site, given.models, chosen, mutated, given.results)
+        Dispatch(site, Case("sft").budget).close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""What the ranks of `test_worker` do: each scenario is run by all ranks of a world of one or two, and asserts."""
+
+import json
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import OptimConfig
+from pipeline.errors import ConfigError, TrainingError
+from pipeline.losses import SFT, ValueObjective
+from pipeline.training.workers import attention, fsdp, model
+from pipeline.training.workers.worker import ModelWorker
+from tests.support.ranks.worker_cases import (
+    ENTROPY,
+    MICRO_BATCHES,
+    OPTIM,
+    WORDS,
+    Counted,
+    assert_equal,
+    assert_rows,
+    batch_of,
+    parameters,
+    spec_of,
+    train,
+    world,
+    write_config,
+)
+
+
+def offloaded_in_the_middle_it_trains_to_the_same_bits(rank: int, path: Path) -> None:
+    with world() as mesh:
+        stayed, moved = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path), mesh)
+        for step in range(3):
+            for each in (stayed, moved):
+                each.forward_backward(MICRO_BATCHES, True, SFT)
+            moved.offload("model")
+            moved.offload("optimizer")
+            memory = moved.memory()
+            assert (memory.model, memory.optimizer) == (0, 0)
+            moved.load("model")
+            moved.load("optimizer")
+            assert moved.memory().model == stayed.memory().model > 0
+            assert moved.memory().optimizer == stayed.memory().optimizer > 0
+            assert stayed.optim_step() == moved.optim_step(), step
+        assert_equal(parameters(moved), parameters(stayed))
+
+
+def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> None:
+    attend = Counted(attention.attend)
+    attention.AttentionInterface.register(attention.ATTENTION, attend)
+    with world() as mesh:
+        for unit in (1, 1 << 20):
+            fsdp.LAYER_UNIT = unit
+            seen = []
+            for again in (False, True):
+                one = ModelWorker(spec_of(path, activation_checkpointing=again), mesh)
+                attend.calls = 0
+                seen.append((train(one, steps=1), attend.calls, parameters(one)))
+            (plain, once, trained), (repeated, twice, retrained) = seen
+            assert (plain, once) == (repeated, 2 * len(MICRO_BATCHES))
+            assert twice == 2 * once
+            assert_equal(trained, retrained)
+
+
+def sharded_again_after_every_pass_it_gathers_more_and_trains_alike(rank: int, path: Path) -> None:
+    gather = param_group.foreach_all_gather = Counted(param_group.foreach_all_gather)
+    fsdp.LAYER_UNIT = 1
+    with world() as mesh:
+        seen, units = [], 3
+        for reshard in (False, True):
+            one = ModelWorker(spec_of(path, reshard=reshard), mesh)
+            gather.calls = 0
+            numbers, trained = train(one, steps=1), gather.calls
+            answers, answered = one.forward(MICRO_BATCHES, True), gather.calls - trained
+            assert all(isinstance(each, DTensor) for each in one.model.parameters())
+            seen.append((numbers, *answers))
+            if reshard:
+                assert min(trained, answered) > len(MICRO_BATCHES) * (units - 1)
+            else:
+                assert trained == answered == units
+        for some, others in zip(*seen, strict=True):
+            np.testing.assert_allclose(some, others, rtol=1e-5)
+
+
+def a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more(rank: int, path: Path) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if attend.calls == 3:  # in the last layer of the second micro-batch
+            raise ValueError("an error")
+        return attend(*args, **kwargs)
+
+    attend = Counted(attention.attend)
+    with world() as mesh:
+        one = ModelWorker(spec_of(path), mesh)
+        attention.AttentionInterface.register(attention.ATTENTION, failing)
+        with pytest.raises(ValueError, match="an error"):
+            one.forward_backward(MICRO_BATCHES, True, SFT)
+        for use in (lambda: train(one), lambda: one.forward(MICRO_BATCHES, True), one.optim_step, one.state):
+            with pytest.raises(TrainingError, match="make it anew"):
+                use()
+
+
+def compiled_layers_are_whole_graphs_and_agree(rank: int, path: Path) -> None:
+    """Captured as for the real compiler, which takes a minute on a CPU, but run as captured."""
+    compile_ = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self: compile_(self, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+    with world() as mesh:
+        plain, compiled = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path, compile=True), mesh)
+        np.testing.assert_allclose(train(compiled), train(plain), rtol=1e-6)
+        answers = [np.concatenate(each.forward(MICRO_BATCHES, True)) for each in (plain, compiled)]
+        np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+
+
+def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
+    def no_vocabulary(*args: Any) -> None:
+        raise AssertionError("a critic has no vocabulary head")
+
+    model.head_logprobs = no_vocabulary  # type: ignore[assignment]
+    with world() as mesh:
+        critic = ModelWorker(spec_of(path, "critic"), mesh)
+        assert all((values == 0).all() for values in critic.forward(MICRO_BATCHES, True))
+        train(critic, objective=ValueObjective(clip=10.0))
+        packed, padded = (critic.forward(MICRO_BATCHES[:1], each) for each in (True, False))
+        for one, other in zip(packed, padded, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        assert (packed[0][1:] != 0).all()
+        assert packed[0][0] == 0
+        changed = batch_of(3, 9, 7)
+        changed.rows[1].tokens[4:] += 1
+        changed.rows[1].tokens[4:] %= WORDS
+        values = critic.forward([changed], True)
+        assert (values[1][:5] == packed[1][:5]).all()
+        assert (np.abs(values[1][5:] - packed[1][5:]) > 1e-6).all()
+
+
+def a_critic_learns_the_returns(rank: int, path: Path) -> None:
+    with world() as mesh:
+        critic = ModelWorker(spec_of(path, "critic", optim=OptimConfig(lr=2e-2)), mesh)
+        seen = train(critic, 20, ValueObjective(clip=0.0))
+        assert seen[-2] < 0.3 * seen[0]
+
+
+def a_model_without_an_optimizer_only_answers(rank: int, path: Path) -> None:
+    with world() as mesh:
+        reference = ModelWorker(spec_of(path, optim=None), mesh)
+        for refused in (
+            lambda: reference.forward_backward(MICRO_BATCHES, True, SFT),
+            reference.optim_step,
+            lambda: reference.set_lr(0.1),
+            lambda: reference.reset_optimizer(OPTIM, 3),
+        ):
+            with pytest.raises(TrainingError, match="never trained"):
+                refused()
+        assert reference.memory().optimizer == 0
+        assert reference.state().keys() == {"model"}
+        policy = ModelWorker(spec_of(path), mesh)
+        assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
+
+
+def a_copy_answers_as_its_source(rank: int, path: Path) -> None:
+    with world() as mesh:
+        policy, reference = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path, optim=None), mesh)
+        train(policy)
+        reference.copy_from(policy)
+        assert_rows(reference.forward(MICRO_BATCHES, True), policy.forward(MICRO_BATCHES, True))
+        before = reference.forward(MICRO_BATCHES, True)
+        train(policy)
+        assert_rows(reference.forward(MICRO_BATCHES, True), before)
+        assert (policy.forward(MICRO_BATCHES, True)[0][1:] != before[0][1:]).all()
+
+
+def a_critic_copies_the_decoder(rank: int, path: Path) -> None:
+    with world() as mesh:
+        for lora in (0, 2):
+            policy, critic = (
+                ModelWorker(spec_of(path, lora=lora), mesh),
+                ModelWorker(spec_of(path, "critic", seed=7), mesh),
+            )
+            critic.copy_from(policy)
+            decoder = {name.replace(".base_layer.", "."): p for name, p in policy.model.decoder.named_parameters()}
+            for name, p in critic.model.decoder.named_parameters():
+                assert torch.equal(p.full_tensor(), decoder[name].full_tensor()), name
+        other = write_config(path.parent / f"other{rank}", num_hidden_layers=3)
+        with pytest.raises(TrainingError, match=r"no layers\.2\..* of the same shape"):
+            ModelWorker(spec_of(other, "critic"), mesh).copy_from(policy)
+
+
+def a_loss_of_another_kind_of_model_is_refused(rank: int, path: Path) -> None:
+    with world() as mesh:
+        with pytest.raises(TrainingError, match="'sft' is not one of a critic"):
+            ModelWorker(spec_of(path, "critic"), mesh).forward_backward(MICRO_BATCHES, True, SFT)
+        with pytest.raises(TrainingError, match="'value' is not one of a policy"):
+            ModelWorker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueObjective(0.2))
+        with pytest.raises(TrainingError, match="no Hugging Face form"):
+            ModelWorker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
+
+
+def a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_trained(rank: int, path: Path) -> None:
+    def deny(source: Path, target: Path) -> None:
+        raise PermissionError(f"{source} belongs to another")
+
+    with world() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "copy2", deny)
+        with pytest.raises(ConfigError, match="belongs to another"):
+            ModelWorker(spec_of(path), mesh)
+        ModelWorker(spec_of(path, optim=None), mesh)
+        ModelWorker(spec_of(path, "critic"), mesh)
+
+
+def to_look_at_the_state_before_the_first_step_changes_nothing(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one, other = ModelWorker(spec_of(path), mesh), ModelWorker(spec_of(path), mesh)
+        other.state()
+        assert train(one) == train(other)
+        assert_equal(parameters(one), parameters(other))
+
+
+def a_rate_that_is_set_takes_the_place_of_the_schedule(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one = ModelWorker(spec_of(path, optim=OptimConfig(lr=1.0, warmup_steps=9)), mesh)
+        one.set_lr(0.25)
+        one.forward_backward(MICRO_BATCHES, True, SFT)
+        assert one.optim_step().lr == 0.25
+        one.reset_optimizer(OPTIM, 4)
+        one.forward_backward(MICRO_BATCHES, True, SFT)
+        assert one.optim_step().lr == OPTIM.lr
+        for wrong in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(TrainingError, match="learning rate"):
+                one.set_lr(wrong)
+
+
+def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one, base = ModelWorker(spec_of(path, lora=2), mesh), ModelWorker(spec_of(path), mesh)
+        assert_rows(one.forward(MICRO_BATCHES, True), base.forward(MICRO_BATCHES, True))
+        frozen = {name: p.full_tensor() for name, p in one.model.named_parameters() if not p.requires_grad}
+        train(one)
+        sent, kept = parameters(one), one.state()["model"]
+        assert len(sent) == len(kept) == 2 * 7 * 2
+        assert all(".lora_A." in name or ".lora_B." in name for name in (*sent, *kept))
+        assert all(name.startswith("base_model.model.model.layers.") for name in sent)
+        assert any(tensor.abs().max() > 0 for name, tensor in sent.items() if ".lora_B." in name)
+        for name, p in one.model.named_parameters():
+            assert p.requires_grad or torch.equal(p.full_tensor(), frozen[name])
+        other = ModelWorker(spec_of(path, lora=2), mesh)
+        train(other, steps=1)
+        other.load_state(deepcopy(one.state()))
+        assert train(other) == train(one)
+        assert one.info.parameters == base.info.parameters + sum(tensor.numel() for tensor in sent.values())
+        assert base.info.flops_per_token < 1.5 * one.info.flops_per_token < 1.5 * base.info.flops_per_token
+
+
+def copies_of_a_shard_count_once(rank: int, path: Path) -> None:
+    """Two ranks that hold the same model and get the same rows compute what one rank does."""
+    with world(shards=1) as mesh:
+        seen = train(ModelWorker(spec_of(path), mesh))
+        name = f"seen{rank}of{dist.get_world_size()}.json"
+    (path.parent / name).write_text(json.dumps(seen))
+
+
+def sixteen_bits_compute_near_thirty_two(rank: int, path: Path) -> None:
+    with world() as mesh:
+        half, whole = ModelWorker(spec_of(path, dtype="bfloat16"), mesh), ModelWorker(spec_of(path), mesh)
+        for one, other in zip(*(each.forward(MICRO_BATCHES, True) for each in (half, whole)), strict=True):
+            np.testing.assert_allclose(one, other, atol=0.15)
+            assert (one[1:] != other[1:]).any()
+        np.testing.assert_allclose(train(half), train(whole), rtol=0.05)
+        assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+        assert {tensor.dtype for tensor in parameters(half).values()} == {torch.bfloat16}
+
+
+def entropy_is_measured_when_it_is_asked_for(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one = ModelWorker(spec_of(path), mesh)
+        sums = {
+            level: one.forward_backward(MICRO_BATCHES, True, ENTROPY, level=level)
+            for level in ("none", "basic", "with_entropy")
+        }
+        assert sums["none"].keys() == {"loss"}
+        assert "entropy" not in sums["basic"]
+        counted = sum(batch.counted for batch in MICRO_BATCHES)
+        assert 0 < sums["with_entropy"]["entropy"] < counted * np.log(WORDS)
+        assert sums["none"]["loss"] == sums["basic"]["loss"] == sums["with_entropy"]["loss"]
+
+
+def offloaded_bytes_return_to_the_system(rank: int, path: Path) -> None:
+    """44 MB of parameters and 88 MB of moments: all but a twentieth goes and comes, twice, and the answers stay."""
+    large = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 4000, "head_dim": 64}
+    big = write_config(path.parent / "big", **large, tie_word_embeddings=True, num_attention_heads=8)
+    with world() as mesh:
+        one = ModelWorker(spec_of(big), mesh)
+        train(one, steps=1)
+        before, answers = one.memory(), one.forward(MICRO_BATCHES, True)
+        assert before.model > 40 << 20
+        assert before.optimizer > 80 << 20
+        for _ in range(2):
+            one.empty_cache()
+            full = one.memory().allocated
+            for part, size in (("model", before.model), ("optimizer", before.optimizer)):
+                held = one.memory().allocated
+                one.offload(part)  # type: ignore[arg-type]
+                assert held - one.memory().allocated > 0.95 * size, part
+            one.load("optimizer")
+            one.load("model")
+            assert abs(one.memory().allocated - full) < 0.05 * (before.model + before.optimizer)
+            assert_rows(one.forward(MICRO_BATCHES, True), answers)
+
+
+Scenario = Callable[[int, Path], None]
+ALONE: list[Scenario] = [
+    activations_are_computed_again_with_the_same_bits,
+    compiled_layers_are_whole_graphs_and_agree,
+    a_value_is_that_of_the_tokens_before,
+    a_loss_of_another_kind_of_model_is_refused,
+    a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_trained,
+    a_rate_that_is_set_takes_the_place_of_the_schedule,
+    sixteen_bits_compute_near_thirty_two,
+    entropy_is_measured_when_it_is_asked_for,
+    offloaded_bytes_return_to_the_system,
+    copies_of_a_shard_count_once,
+]
+TOGETHER: list[Scenario] = [
+    offloaded_in_the_middle_it_trains_to_the_same_bits,
+    activations_are_computed_again_with_the_same_bits,
+    sharded_again_after_every_pass_it_gathers_more_and_trains_alike,
+    a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more,
+    a_model_without_an_optimizer_only_answers,
+    a_copy_answers_as_its_source,
+    a_critic_copies_the_decoder,
+    to_look_at_the_state_before_the_first_step_changes_nothing,
+    only_adapters_are_trained_kept_and_sent,
+    a_critic_learns_the_returns,
+]

@@ -1,0 +1,1 @@
+"""Runs and attempts of them, as users and agents start them."""

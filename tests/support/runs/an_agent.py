@@ -1,0 +1,12 @@
+"""An agent with one role, for tests that kill it: `python -m tests.support.runs.an_agent LOG COMMAND …`."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from pipeline.system.process import Child
+
+if __name__ == "__main__":
+    Child(sys.argv[2:], Path(sys.argv[1]), dict(os.environ))
+    time.sleep(600)

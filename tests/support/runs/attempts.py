@@ -1,0 +1,78 @@
+"""A whole attempt for tests: a world with a real Redis, in which roles are started as agents start them."""
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.roles.context import RoleContext
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.streams import Streams, connect
+from pipeline.system import files
+from pipeline.system.process import Child, hold_port, tail
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Placement, RoleName, World
+from slurm.node.supervisor import launch_of
+from tests.support.servers.redis_attempts import ADDRESS, running_redis
+
+READY_SECONDS = 120
+STOP_SECONDS = 5
+
+
+@dataclass
+class Attempt:
+    """One attempt whose Redis runs; other roles are started on demand and stopped at its end."""
+
+    paths: AttemptPaths
+    config: RunConfig
+    world: World
+    children: list[Child] = field(default_factory=list)
+    redis: Child = field(init=False)
+
+    def context(self, role: RoleName) -> RoleContext:
+        """The place of the first of a role."""
+        (place, *_) = self.world.of_role(role)
+        return RoleContext(self.paths, self.config, self.world, place)
+
+    def connect(self) -> Streams:
+        """The attempt's streams, as one of its roles sees them."""
+        return connect(self.context("redis"))
+
+    def start(self, role: RoleName, variables: Mapping[str, str] | None = None) -> Child:
+        """The process of a role, ready; `variables` are further ones of its environment."""
+        context = self.context(role)
+        self.paths.status(context.placement.name).unlink(missing_ok=True)
+        asked = launch_of(context)
+        child = Child(asked.argv, self.paths.log(role, 0), {**os.environ, **asked.env, **(variables or {})})
+        self.children.append(child)
+        wait_for(f"{role} to be ready or to fail", lambda: asked.ready() or child.poll() is not None, READY_SECONDS)
+        assert child.poll() is None, "\n".join(tail(child.log))
+        return child
+
+
+@contextmanager
+def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...] = ()) -> Iterator[Attempt]:
+    """An attempt in the run directory `run`; `servers` are the addresses and ports of its inference servers."""
+    with hold_port() as holder, ExitStack() as stack:
+        placements = [Placement(role="redis", index=0, rank=0, address=ADDRESS, ports=(holder.getsockname()[1],))]
+        for index, (address, port) in enumerate(servers):
+            placements.append(Placement(role="inference", index=index, rank=0, address=address, ports=(port,)))
+        for role in ("actor", "preprocessor"):
+            placements.append(Placement(role=role, index=0, rank=0, address=ADDRESS))
+        attempt = Attempt(AttemptPaths(run, "run-1", "7-0"), config, _world(tuple(placements)))
+        files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
+        files.write_document(attempt.paths.rendezvous / "world.json", attempt.world)
+        attempt.redis = stack.enter_context(running_redis(attempt.context("redis")))
+        try:
+            yield attempt
+        finally:
+            for child in attempt.children:
+                child.stop(STOP_SECONDS)
+
+
+def _world(placements: tuple[Placement, ...]) -> World:
+    secret = secrets.token_hex(16)
+    return World(run_id="run-1", attempt="7-0", epoch=1, leader=0, secret=secret, placements=placements)

@@ -1,0 +1,208 @@
+"""A launcher as a user starts it, and what its run leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.rundir.documents import RunIdentity
+from pipeline.rundir.failure import FirstFailure
+from pipeline.rundir.metrics import read_rows
+from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.system import files
+from pipeline.system.waiting import wait_for
+from pipeline.world.plan import Card, RoleName
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS, PROMPTS = 12, 8
+SMALL = (
+    "experiment=demo",
+    "training.warm_start.steps=4",
+    f"training.steps={STEPS}",
+    f"training.prompts_per_step={PROMPTS}",
+    "training.eval_every=0",
+    "training.checkpoint_every=5",
+    "rollout.concurrency=16",
+    "task.options.held_out=32",
+)
+
+
+@dataclass
+class Launched:
+    """One start of `launchers/submit.py`, of `launchers/train.py` or of `launchers/evaluate.py`."""
+
+    process: subprocess.Popen[str]
+    run: RunPaths
+    _family: set[psutil.Process] = field(default_factory=set)
+
+    @classmethod
+    def start(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
+        arguments = ("submit.py", *SMALL, f"output={output}", f"name={name}", *overrides)
+        return cls._launch(RunPaths(output / name), *arguments, env=env)
+
+    @classmethod
+    def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
+        """Do the jobs of a file or a folder; `run` is the directory that their run has."""
+        return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
+
+    @classmethod
+    def evaluate(cls, evaluated: RunPaths, name: str, *arguments: str) -> "Launched":
+        """Evaluate a run; the run that does so is called `name`, and lies beside it."""
+        run = evaluated.root.with_name(name)
+        return cls._launch(RunPaths(run), "evaluate.py", f"run={evaluated.root}", f"name={name}", *arguments)
+
+    @classmethod
+    def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":
+        process = subprocess.Popen(
+            [sys.executable, f"launchers/{launcher}", *arguments],
+            cwd=ROOT,
+            env=os.environ | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return cls(process, run)
+
+    @property
+    def attempts(self) -> list[AttemptPaths]:
+        """All attempts of the run so far, the oldest first."""
+        identity = files.read_document(self.run.run, RunIdentity)
+        if identity is None or not self.run.attempts.exists():
+            return []
+        folders = sorted(self.run.attempts.iterdir(), key=lambda folder: folder.stat().st_ctime)
+        return [self.run.attempt(identity.run_id, folder.name) for folder in folders]
+
+    def rows(self, kind: str = "train") -> list[dict[str, Any]]:
+        return [row for row in read_rows(self.run.metrics) if row["job"] == "rl" and row["kind"] == kind]
+
+    def wait_for_step(self, step: int, seconds: float = 200) -> None:
+        self.wait(f"step {step}", lambda: any(row["step"] >= step for row in self.rows()), seconds)
+
+    def wait_for_world(self, seconds: float = 60) -> None:
+        def published() -> bool:
+            return any((attempt.rendezvous / "world.json").exists() for attempt in self.attempts)
+
+        self.wait("a world", published, seconds)
+
+    def wait_for_state(self, role: str, state: str, seconds: float = 100) -> None:
+        self.wait(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
+
+    def wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
+        """A launcher that ends after it did what is waited for is no failure: a short run may."""
+
+        def reached() -> bool:
+            self.processes()
+            return probe() or self.process.poll() is not None
+
+        wait_for(what, reached, seconds)
+        assert probe(), f"the launcher ended while waiting for {what}: {self.output()}"
+
+    def history(self) -> list[tuple[str, str]]:
+        """(role, state) of the newest attempt, in the order they were written by each rank."""
+        folder = self.attempts[-1].timeline if self.attempts else self.run.root / "none"
+        lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+        return [(entry["role"], entry["state"]) for entry in map(json.loads, lines)]
+
+    def kill_role(self, role: RoleName, index: int) -> None:
+        """SIGKILL to the process that the agent started."""
+        place = next(p for p in self._world()["placements"] if (p["role"], p["index"]) == (role, index))
+        if role == "redis":
+            told = [f"{place['address']}:{place['ports'][0]}"]
+        elif role == "inference":
+            told = [place["address"], str(place["ports"][0])]
+        else:
+            told = [f"pipeline.roles.{role}"]
+        found = [process for process in self.processes() if all(part in " ".join(_cmdline(process)) for part in told)]
+        min(found, key=lambda process: process.create_time()).kill()
+
+    def kill_agent(self, rank: int) -> None:
+        """SIGKILL to the agent of a rank."""
+        card = files.read_document(self.attempts[-1].rendezvous / "cards" / f"{rank}.json", Card)
+        assert card is not None
+        os.kill(card.pid, signal.SIGKILL)
+
+    def interrupt(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, seconds: float = 200) -> int:
+        """The launcher's exit code; what it printed is in `output`."""
+        self._output = self.process.communicate(timeout=seconds)[0]
+        return self.process.returncode
+
+    def close(self) -> None:
+        """Reap the launcher and let go of its output, whatever became of the test."""
+        self.process.wait(30)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def output(self) -> str:
+        if not hasattr(self, "_output"):
+            self.end(30)
+        return self._output
+
+    def failure(self) -> FirstFailure | None:
+        return files.read_document(self.attempts[-1].first_failure, FirstFailure)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything below the launcher that was ever seen and still runs."""
+        if self.process.poll() is None:
+            self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return [process for process in self._family if _runs(process)]
+
+    def ports(self) -> list[tuple[str, int]]:
+        """Every port that an agent of this run held in any attempt."""
+        found = []
+        for attempt in self.attempts:
+            for path in (attempt.rendezvous / "cards").glob("*.json"):
+                card = files.read_document(path, Card)
+                assert card is not None
+                found += [(card.addresses[0], port) for port in (card.beacon, *card.ports)]
+        return found
+
+    def assert_nothing_left(self, seconds: float = 15) -> None:
+        """No process of the run lives and none of its ports is held, at the latest after `seconds`."""
+        assert self._family, "no process of the run was ever seen"
+        wait_for(f"the processes of {self.run.root} to end", lambda: not self.processes(), seconds, missing=self._left)
+        assert [place for place in self.ports() if not _is_free(*place)] == []
+
+    def _left(self) -> str:
+        return "; ".join(" ".join(_cmdline(process)[:6]) for process in self.processes())
+
+    def _world(self) -> dict[str, Any]:
+        body = files.unseal((self.attempts[-1].rendezvous / "world.json").read_bytes())
+        assert body is not None
+        world: dict[str, Any] = json.loads(body)
+        return world
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT hold nothing
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True

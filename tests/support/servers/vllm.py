@@ -1,0 +1,197 @@
+"""Real vLLM servers of a tiny model, started once for all tests, and the model that says what they must answer.
+
+    def test_something(servers: list[Served]) -> None: ...
+
+Starting one takes 15 s and more on a busy machine, so tests share them and leave them running, resumed and unharmed. A
+test that needs to kill one takes `a_server`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config import InferenceConfig, LoraConfig, RunConfig
+from pipeline.roles import inference
+from pipeline.rollouts.server import Completion
+from pipeline.system import process
+from pipeline.system.waiting import wait_for
+from pipeline.training.workers.lora import checkpoint_name, is_trained
+from pipeline.weights.link import MeetingPoint
+from pipeline.weights.sender import WeightSender
+from pipeline.world.plan import Placement
+from tests.fakes.configs import make_config
+from tests.patience import WAIT_SECONDS
+
+SECRET = "the-secret-of-the-tests"
+TRAINER = "127.0.0.2"
+START_SECONDS = 180
+TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
+EOS = 2
+
+Model = torch.nn.Module
+
+
+@dataclass
+class Served:
+    """A running server; `child` is its process group."""
+
+    endpoint: str
+    model: Path
+    child: process.Child
+
+
+def tiny_config(model: Path, lora: LoraConfig | None = None) -> RunConfig:
+    adapters = lora.model_dump() if lora else {}
+    return make_config(model={"path": str(model), "init": "random", "max_length": 256, "lora": adapters})
+
+
+def model_directory(folder: Path, *, tied: bool) -> Path:
+    """The demo's tiny model, with or without a tied head; it ends at no token by itself, so samples are long."""
+    folder.mkdir(parents=True)
+    config = json.loads((TINY / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied, "eos_token_id": None}))
+    return folder
+
+
+@contextmanager
+def starting(
+    model: Path, address: str, lora: LoraConfig | None = None, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Callable[[], Served]]:
+    """Start a server, with `variables` besides its environment; the value waits until it is ready, so that several can
+    start at once."""
+    with process.hold_port() as holder:
+        place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),))
+        config = tiny_config(model, lora)
+        environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
+        environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
+        environment |= variables
+        log = model.parent / f"{model.name}-{place.ports[0]}.log"
+        child = process.Child(inference.server_command(config, place), log, environment)
+
+        def ready() -> Served:
+            def healthy() -> bool:
+                assert child.poll() is None, process.tail(log)
+                return inference.is_healthy(address, place.ports[0])
+
+            wait_for("a server", healthy, START_SECONDS, missing=lambda: "\n".join(process.tail(log)))
+            return Served(place.endpoint, model, child)
+
+        try:
+            yield ready
+        finally:
+            child.stop(6)
+
+
+@contextmanager
+def a_server(model: Path, address: str, lora: LoraConfig | None = None) -> Iterator[Served]:
+    """A server of the test's own; with `lora`, of adapters on the weights that the model's directory then holds."""
+    with starting(model, address, lora) as ready:
+        yield ready()
+
+
+@contextmanager
+def two_servers(folder: Path) -> Iterator[list[Served]]:
+    """Two servers of the same model with a head of its own."""
+    model = model_directory(folder / "untied", tied=False)
+    with ExitStack() as started:
+        ready = [started.enter_context(starting(model, address)) for address in ("127.0.0.3", "127.0.0.4")]
+        yield [wait() for wait in ready]
+
+
+@contextmanager
+def a_sender(
+    servers: Sequence[Served],
+    on_change: Callable[[str, int | None], None] = lambda server, version: None,
+    lora: LoraConfig | None = None,
+    patience: float = 60,
+    **settings: Any,
+) -> Iterator[WeightSender]:
+    """A trainer's sender to these servers; `settings` are of `inference.*`."""
+    config = InferenceConfig.model_validate({"update_seconds": 60, **settings})
+    endpoints = [server.endpoint for server in servers]
+    with process.hold_port() as holder:
+        meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
+        with WeightSender(endpoints, meeting, config, patience, on_change, lora) as sender:
+            yield sender
+
+
+def publish_to_all(sender: WeightSender, version: int, model: Model) -> None:
+    """Publish, and wait for the servers that join in the background too."""
+    sender.publish(version, parameters(model))
+    wait_for("all servers", lambda: set(sender.versions().values()) == {version}, WAIT_SECONDS)
+
+
+def port_of(holder: socket) -> int:
+    port: int = holder.getsockname()[1]
+    return port
+
+
+def a_model(directory: Path, seed: int) -> Model:
+    """The model with random float32 weights that differ from those of another seed far more than rounding does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: Model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def parameters(model: Model) -> list[tuple[str, Tensor]]:
+    """What a trainer sends: every parameter once, a tied head through the embedding; of adapters, these alone."""
+    adapters = [(checkpoint_name(name), tensor) for name, tensor in model.named_parameters() if is_trained(name)]
+    return adapters or list(model.named_parameters())
+
+
+@torch.no_grad()
+def expected_logprobs(model: Model, prompt: Sequence[int], completion: Completion) -> Tensor:
+    """float32[tokens]: the model's own log-probabilities of what was sampled at temperature 1."""
+    ids = torch.tensor([[*prompt, *completion.tokens]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    sampled: Tensor = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    return sampled
+
+
+def distance(model: Model, prompt: Sequence[int], completion: Completion) -> float:
+    """Largest difference between a server's log-probabilities and the model's."""
+    return float((expected_logprobs(model, prompt, completion) - torch.tensor(completion.logprobs)).abs().max())
+
+
+@torch.no_grad()
+def straddles(
+    older: Model, newer: Model, prompt: Sequence[int], completion: Completion, close: float, *, kept: bool
+) -> bool:
+    """Whether one update explains every log-probability: those before it are the older model's, those after it the
+    newer one's, at least one each.
+
+    `kept`: the newer model goes on with the keys and values that the older one computed. The last token before the
+    update has none yet, as they come with the next one.
+    """
+    sampled, whole = torch.tensor(completion.logprobs), expected_logprobs(newer, prompt, completion)
+    before = expected_logprobs(older, prompt, completion)
+    explained = int(((before - sampled).abs() < close).long().cumprod(0).sum())
+    for first in range(min(explained, len(sampled) - 1), 0, -1):
+        after = _continued(older, newer, prompt, completion, first) if kept else whole[first:]
+        if (after - sampled[first:]).abs().max() < close:
+            return True
+    return False
+
+
+def _continued(older: Model, newer: Model, prompt: Sequence[int], completion: Completion, first: int) -> Tensor:
+    """float32[tokens - first]: log-probabilities from token `first` on, the newer model after the older one's cache."""
+    ids = torch.tensor([[*prompt, *completion.tokens]])
+    done = len(prompt) + first - 1
+    cache = older(ids[:, :done], use_cache=True).past_key_values
+    logits = newer(ids[:, done:-1], past_key_values=cache, use_cache=True).logits[0].float()
+    sampled: Tensor = logits.log_softmax(-1).gather(-1, ids[0, done + 1 :, None])[:, 0]
+    return sampled

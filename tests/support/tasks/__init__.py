@@ -1,0 +1,1 @@
+"""Tasks and reward functions that do whatever can be done wrong."""
