@@ -20,9 +20,9 @@ from pipeline.system.process import Child
 from pipeline.system.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
+from tests.patience import WAIT_SECONDS
 from tests.support.runs.attempts import Attempt, an_attempt
 from tests.support.servers.policy_server import PolicyServer, a_policy_server
-from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
