@@ -32,6 +32,7 @@ OPERATIONAL = (
     "rollout.concurrency",
     "rollout.episode_seconds",
     "rollout.give_up_after",
+    "rollout.kept_bytes",
     "rollout.request_seconds",
     "rollout.request_tokens",
     "inference.api_processes",

@@ -8,22 +8,25 @@ once `load_config` returned, no other code checks a single value again. Must not
 
 A wrong key or value raises `ConfigError`, which names the key, the value, what was expected and how to mend it. The
 field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.places`, are the source of
-`docs/configuration.md`. Rules between keys are in `pipeline.config.rules`, the keys that a resumed run may change in
-`pipeline.config.identity`.
+`docs/configuration.md`; those of tasks, data, evaluations and the API have modules of their own too. Rules between keys
+are in `pipeline.config.rules`, the keys that a resumed run may change in `pipeline.config.identity`.
 """
 
 import difflib
+from collections.abc import Collection
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipeline.config.data import DataConfig
+from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
 from pipeline.config.serving import ServeConfig
+from pipeline.config.tasks import RewardConfig, TaskConfig
 from pipeline.config.values import (
     FORMS,
     NAME_FORM,
@@ -62,41 +65,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
     max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")
     lora: LoraConfig = LoraConfig()
-
-
-class TaskConfig(Section):
-    """What is learned."""
-
-    name: str = Field(description="A built-in task, or `package.module:Class` of your own.")
-    options: dict[str, Any] = Field(default_factory=dict, description="The task's own options; the task checks them.")
-    processes: Positive = Field(
-        8, description="Most processes of the actor that make prompts and rewards; they start when calls have to wait."
-    )
-    seconds: Seconds = Field(
-        60, description="Deadline of one prompt or reward; then its process is ended, and its sample fails."
-    )
-    memory_bytes: NotNegative = Field(
-        1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
-    )
-
-
-class RewardConfig(Section):
-    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
-
-    functions: tuple[str, ...] = Field(
-        (),
-        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
-        "is the task's own reward. Empty: that alone.",
-    )
-    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
-    options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Further keywords for a function, by its name."
-    )
-    calls: Literal["sample", "group"] = Field(
-        "sample",
-        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
-        "samples of a prompt, for functions that compare them.",
-    )
 
 
 class LossConfig(Section):
@@ -265,6 +233,10 @@ class RolloutConfig(Section):
         description="Most seconds that the task takes for itself in one sample, such as for tools, then the sample "
         "fails with that reason; waiting for the servers does not count. 0: no bound.",
     )
+    kept_bytes: NotNegative = Field(
+        1 << 30,
+        description="Most bytes of samples that are kept in the run directory to be read (docs/rollouts.md); 0: none.",
+    )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
     give_up_after: Positive = Field(
         256, description="The run stops when this many samples in a row failed for reasons of the task."
@@ -341,6 +313,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig
     rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -359,8 +332,8 @@ class RunConfig(Section):
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are servers: for rollouts, or for what clients sample."""
-        return self.has_rollouts or (self.serve.enabled and self.serve.sampling)
+        """Whether there are servers: for rollouts, for what clients sample, or for evaluations alone."""
+        return self.has_rollouts or self.evaluation.alone or (self.serve.enabled and self.serve.sampling)
 
     @property
     def has_sft(self) -> bool:
@@ -383,15 +356,44 @@ def load_config(tree: dict[str, Any]) -> RunConfig:
         raise _config_error(error.errors()[0]) from None
 
 
+NAMED = "<name>"
+"""Stands in a known key for a name that the user gives."""
+
+
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every dotted key of the config with its field, in the order of definition."""
+    """Every dotted key of the config with its field, in the order of definition.
+
+    Below a mapping of sections by name, `NAMED` stands for each name: `evaluation.sets.<name>.samples`.
+    """
     keys: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             keys |= known_keys(field.annotation, f"{prefix}{name}.")
-        else:
-            keys[prefix + name] = field
+            continue
+        keys[prefix + name] = field
+        if (named := named_section(field)) is not None:
+            keys |= known_keys(named, f"{prefix}{name}.{NAMED}.")
     return keys
+
+
+def named_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a mapping has under each of its names; None for every other field."""
+    inner = get_args(field.annotation) if get_origin(field.annotation) is dict else ()
+    return next((kind for kind in inner[1:] if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def known_form(key: str, keys: Collection[str]) -> str:
+    """A dotted key as `known_keys` spells it: with `NAMED` in the place of a name that the user gave.
+
+    >>> known_form("evaluation.sets.hard.every", known_keys())
+    'evaluation.sets.<name>.every'
+    """
+    for known in keys:
+        head, mark, _ = known.partition(NAMED)
+        if mark and key.startswith(head):
+            _, dot, rest = key.removeprefix(head).partition(".")
+            return f"{head}{NAMED}{dot}{rest}"
+    return key
 
 
 def nearest(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
@@ -406,11 +408,13 @@ def nearest(word: str, among: list[str], otherwise: str = "see docs/configuratio
 
 def _config_error(details: ErrorDetails) -> ConfigError:
     key = ".".join(str(part) for part in details["loc"])
+    known = known_keys()
+    form = known_form(key, known)
     if details["type"] == "extra_forbidden":
-        return ConfigError(key, details["input"], "a known key", nearest(key, list(known_keys())))
+        return ConfigError(key, details["input"], "a known key", nearest(form, list(known)))
     if details["type"] == "missing":
         return ConfigError(key, None, "a value", f"set {key}=…")
-    field = known_keys().get(key)
+    field = known.get(form)
     meaning = (field.description or "") if field else ""
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if details["type"] == "string_pattern_mismatch":

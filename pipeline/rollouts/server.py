@@ -123,14 +123,16 @@ class GenerationRequest:
     temperature: float
     max_tokens: int
     stop_token_ids: Sequence[int]
+    top_p: float = 1.0
+    top_k: int = 0
 
     def body(self, salt: str) -> bytes:
         """The request as JSON. Prompts share a cache of their prefixes only under the same `salt`."""
         sampling = {
             "n": self.n,
             "temperature": self.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
             "max_tokens": self.max_tokens,
             "stop_token_ids": self.stop_token_ids,
             "logprobs": 0,
@@ -147,6 +149,7 @@ class Server:
 
     Attributes:
         version: what it serves; None while it must not be asked.
+        fixed: whether its weights are from disk and never change, so that it counts no versions itself.
         samples: those it is working on.
         failures: in a row; then it rests until `rests_until` (the loop's clock), lest a server that fails quickly look
             idle and draw every request.
@@ -154,6 +157,7 @@ class Server:
 
     endpoint: str
     version: int | None = None
+    fixed: bool = False
     samples: int = 0
     failures: int = 0
     rests_until: float = 0.0
@@ -244,7 +248,8 @@ class Server:
                 await response.read()
 
     def _completion(self, choice: _Choice, asked: int, seconds: float) -> Completion:
-        versions = _versions(choice, asked, asked if self.version is None else self.version)
+        latest = asked if self.version is None else self.version
+        versions = [asked] if self.fixed else _versions(choice, asked, latest)
         return Completion(
             tokens=choice.token_ids,
             logprobs=tuple(map(_logprob, choice.sampled)),

@@ -9,6 +9,7 @@
 | `runner`, `speed` | the loop that every job runs in, and how fast it goes |
 | `jobs` | what a trainer can be asked to do |
 | `commits`, `publisher`, `evaluation` | checkpoints of a run, weights for the servers, held-out accuracy |
+| `exported` | a commit as a model directory |
 | `held_out` | the loss of rows that are never trained |
 | `rows`, `spec` | what is trained, with every denominator; what a model is made from |
 | `packing`, `queries` | how rows are cut into micro-batches; rows that ask for log-probabilities |

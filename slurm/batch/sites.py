@@ -164,9 +164,10 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
     if component.nodes <= there:
         return
     resources = config.resources
-    parts = {"resources.trainer.nodes": resources.trainer.nodes}
-    if config.has_rollouts:
+    parts = {} if config.evaluation.alone else {"resources.trainer.nodes": resources.trainer.nodes}
+    if config.has_servers:
         parts["resources.inference.nodes"] = resources.inference.nodes
+    if config.has_rollouts:
         parts["resources.services.nodes"] = resources.services.nodes
     parts["resources.spares"] = resources.spares
     with_gpus = f" with {wanted} {kind or 'GPU'}{'' if wanted == 1 or kind else 's'}" if wanted else ""

@@ -9,7 +9,8 @@
 | `sweep`, `points` | many runs; each point, prepared and claimed |
 | `sweepers/` | Hydra's sweepers, driving runs |
 | `train` | runs that do the jobs of files |
-| `serve` | runs that serve the Tinker API |
+| `serve`, `front` | runs that serve the Tinker API; the process that its clients talk to |
+| `evaluate` | runs that evaluate a commit or a model directory |
 | `here` | a run's job on this machine |
 | `signals` | what asks a launcher to end |
 """

@@ -159,6 +159,8 @@ def _what_it_made(paths: RunPaths) -> str:
     config = kept_config(paths)
     if config is not None and config.training.jobs:
         return f"  jobs        {config.training.jobs}"
+    if config is not None and config.evaluation.alone:
+        return f"  found       {paths.evaluation}"
     return f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}"
 
 

@@ -294,6 +294,8 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
     """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
     if config.training.jobs:
         return max((row["step"] for row in read_rows(run.metrics)), default=0)
+    if config.evaluation.alone:
+        return config.evaluation.step
     return config.training.steps or steps_of_sft(run, config)
 
 

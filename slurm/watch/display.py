@@ -30,6 +30,7 @@ COLOURS = {
     "starting": "yellow",
     "ready": "green",
     "training": "green",
+    "evaluating": "green",
     "finishing": "cyan",
     "stopping": "yellow",
     "stopped": "bright_black",

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from pipeline.report.samples import Filter, read_kept
 from pipeline.rundir.events import Events
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import RoleName
@@ -39,6 +40,16 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(laun
     third = launches.submit("r", ONE_SERVER)
     assert third.end() == 2
     assert "start a new run with name=r-2" in third.output()
+
+    again = launches.evaluate(second.run, "again", "checkpoint=latest")
+    assert again.end() == 0, again.output()
+    again.assert_nothing_left()
+    (measured,) = (row for row in again.rows("eval") if row["step"] == STEPS)
+    (then,) = (row for row in second.rows("eval") if row["step"] == STEPS)
+    assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"
+    found = json.loads(again.run.evaluation.read_text())["sets"]["held_out"]
+    assert (found["accuracy"], found["prompts"]) == (then["eval/accuracy"], 32)
+    assert len(read_kept(second.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
 
 
 def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(launches: Launches) -> None:

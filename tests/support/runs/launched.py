@@ -38,7 +38,7 @@ SMALL = (
 
 @dataclass
 class Launched:
-    """One start of `launchers/submit.py`, or of `launchers/train.py`."""
+    """One start of `launchers/submit.py`, of `launchers/train.py` or of `launchers/evaluate.py`."""
 
     process: subprocess.Popen[str]
     run: RunPaths
@@ -186,6 +186,10 @@ class Launches:
     def train(self, jobs: Path, *overrides: str, run: str = "") -> Launched:
         """`launchers/train.py` on the jobs of a file or a folder, as the run of their name or of another one."""
         return self._start(run or jobs.stem, "train.py", str(jobs), f"output={self._output}", *overrides)
+
+    def evaluate(self, evaluated: RunPaths, name: str, *overrides: str) -> Launched:
+        """`launchers/evaluate.py` on a run; the run that does so is called `name`, and lies beside it."""
+        return self._start(name, "evaluate.py", f"run={evaluated.root}", f"name={name}", *overrides)
 
     def _start(self, name: str, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> Launched:
         process = subprocess.Popen(
