@@ -44,6 +44,35 @@ class Launched:
     run: RunPaths
     _family: set[psutil.Process] = field(default_factory=set)
 
+    @classmethod
+    def start(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
+        arguments = ("submit.py", *SMALL, f"output={output}", f"name={name}", *overrides)
+        return cls._launch(RunPaths(output / name), *arguments, env=env)
+
+    @classmethod
+    def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
+        """Do the jobs of a file or a folder; `run` is the directory that their run has."""
+        return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
+
+    @classmethod
+    def evaluate(cls, evaluated: RunPaths, name: str, *arguments: str) -> "Launched":
+        """Evaluate a run; the run that does so is called `name`, and lies beside it."""
+        run = evaluated.root.with_name(name)
+        return cls._launch(RunPaths(run), "evaluate.py", f"run={evaluated.root}", f"name={name}", *arguments)
+
+    @classmethod
+    def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":
+        process = subprocess.Popen(
+            [sys.executable, f"launchers/{launcher}", *arguments],
+            cwd=ROOT,
+            env=os.environ | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return cls(process, run)
+
     @property
     def attempts(self) -> list[AttemptPaths]:
         """All attempts of the run so far, the oldest first."""
@@ -111,11 +140,15 @@ class Launched:
         return self.process.returncode
 
     def kill(self) -> None:
-        """End the launcher and all below it at once, reap it and let go of its output."""
+        """End the launcher and all below it at once, and close it."""
         if self.process.poll() is None:
             self.process.kill()
         for process in self.processes():
             process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Reap the launcher and let go of its output, whatever became of the test."""
         self.process.wait(30)
         if self.process.stdout is not None:
             self.process.stdout.close()
@@ -180,29 +213,20 @@ class Launches:
 
     def submit(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
         """`launchers/submit.py` with a small run of this name; the same call resumes it."""
-        arguments = ("submit.py", *SMALL, f"output={self._output}", f"name={name}", *overrides)
-        return self._start(name, *arguments, env=env)
+        return self._keep(Launched.start(self._output, name, *overrides, env=env))
 
     def train(self, jobs: Path, *overrides: str, run: str = "") -> Launched:
         """`launchers/train.py` on the jobs of a file or a folder, as the run of their name or of another one."""
-        return self._start(run or jobs.stem, "train.py", str(jobs), f"output={self._output}", *overrides)
+        run_directory = self._output / (run or jobs.stem)
+        return self._keep(Launched.train(jobs, run_directory, f"output={self._output}", *overrides))
 
     def evaluate(self, evaluated: RunPaths, name: str, *overrides: str) -> Launched:
         """`launchers/evaluate.py` on a run; the run that does so is called `name`, and lies beside it."""
-        return self._start(name, "evaluate.py", f"run={evaluated.root}", f"name={name}", *overrides)
+        return self._keep(Launched.evaluate(evaluated, name, *overrides))
 
-    def _start(self, name: str, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> Launched:
-        process = subprocess.Popen(
-            [sys.executable, f"launchers/{launcher}", *arguments],
-            cwd=ROOT,
-            env=os.environ | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._started.append(Launched(process, RunPaths(self._output / name)))
-        return self._started[-1]
+    def _keep(self, launched: Launched) -> Launched:
+        self._started.append(launched)
+        return launched
 
 
 def _cmdline(process: psutil.Process) -> list[str]:
