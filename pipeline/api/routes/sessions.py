@@ -17,7 +17,7 @@ CLIENT_FLAGS: dict[str, Any] = {
     "billing_exception_max_pause_duration_sec": 86400,
 }
 """What else the SDK has flags for stays as it has it: samples are fetched one by one, clients do not join sessions."""
-DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 3600.0, "sample_cancel_enabled": True}
+DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 3600, "sample_cancel_enabled": True}
 
 
 class SessionRoutes:

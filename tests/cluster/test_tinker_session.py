@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -124,8 +124,11 @@ def preempt(served: Served) -> None:
 
 def kill_trainer(served: Served) -> None:
     attempts = len(served.run.attempts)
-    (trainer,) = served.processes("pipeline.roles.trainer")
-    trainer.kill()
+    trainers = served.processes("pipeline.roles.trainer")
+    assert trainers
+    for each in trainers:  # the trainer, and what it started
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     wait_for("a further attempt", lambda: len(served.run.attempts) > attempts, SECONDS, missing=served.said)
 
 
