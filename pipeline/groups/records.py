@@ -218,16 +218,25 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
 
 
 class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
-    """The trainer asks for the held-out accuracy (greedy) of weight version `weights`."""
+    """The trainer asks how weights `weights` do on an evaluation set; an empty one: the run's own held-out prompts."""
 
     id: str
     weights: int
+    set: str = ""
 
 
 class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
-    """Answer to one `EvalRequest`: mean reward over `prompts` held-out prompts, and the versions that answered.
+    """Answer to one `EvalRequest`.
 
-    `failed` of the prompts gave no sample; each counts as reward 0. `metrics` are means over samples.
+    Attributes:
+        accuracy: mean over the prompts of the mean reward of their samples.
+        error: standard error of that mean over the prompts.
+        prompts, samples: how many were asked, and how many samples of each.
+        failed: samples there are none of, each counted as reward 0; `late` of them were not done by the deadline.
+        version_min, version_max: oldest and newest weight version that answered; −1 if none did.
+        seconds: it took.
+        pass_at: pass@k by k.
+        metrics: means over the samples there are.
     """
 
     id: str
@@ -239,6 +248,11 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     seconds: float
     failed: int = 0
     metrics: dict[str, float] = {}
+    set: str = ""
+    samples: int = 1
+    late: int = 0
+    error: float = 0.0
+    pass_at: dict[int, float] = {}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:

@@ -37,7 +37,15 @@ class Servers(Protocol):
     """The inference client, as far as a rollout uses it."""
 
     async def generate(
-        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> Sequence[Turn]:
         """`n` continuations of `token_ids`; `RolloutError` for a request that can never work."""
 
@@ -45,12 +53,14 @@ class Servers(Protocol):
 @dataclass(frozen=True)
 class Sampling:
     """How to sample: temperature 0 is greedy. Most tokens of a turn; most tokens of an episode, and most `seconds` that
-    the task takes for itself in it, 0 for no bound."""
+    the task takes for itself in it, 0 for no bound. `top_p` and `top_k` (0: all) bound what is sampled from."""
 
     temperature: float
     max_tokens: int
     max_length: int
     seconds: float
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,8 @@ class Sampler:
             temperature=sampling.temperature,
             max_tokens=min(sampling.max_tokens, room, max_tokens or room),
             stop_token_ids=self._chat.stop_token_ids,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
         )
 
 

@@ -189,7 +189,7 @@ class Task(ABC):
         turn = await policy.sample(policy.prompt)
         return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))
 
-    async def close(self) -> None:  # noqa: B027 most have nothing to give back
+    async def aclose(self) -> None:  # noqa: B027 most have nothing to give back
         """Give back what `rollout` keeps between episodes, such as processes. The actor calls it when it ends."""
 
     def demonstration(self, index: int) -> Demonstration:

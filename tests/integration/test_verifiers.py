@@ -77,7 +77,7 @@ def group_of(tmp_path: Path, environment: str, say: Say, samples: int = 2, **opt
         try:
             return await GroupBuilder(task, InlineCalls(task, model), chat, servers, config).build(0)
         finally:
-            await task.close()
+            await task.aclose()
 
     return asyncio.run(asyncio.wait_for(story(), 600)), servers
 

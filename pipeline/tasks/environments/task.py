@@ -108,7 +108,7 @@ class Verifiers(Task):
             return _finished(endpoint.episode(), ended)
         raise EpisodeError(f"environment lost: {why}, {MOST_RUNS} times")
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for process in self._processes:
             await process.end()
         self._processes.clear()
