@@ -3,13 +3,14 @@
 | module | owns |
 |---|---|
 | `process` | the front as a process |
-| `front` | the routes of clients |
+| `front`, `routes` | what clients ask, and what they are answered |
 | `door` | the routes of the trainer |
-| `registry` | sessions, models, checkpoints and requests, and how they change |
-| `sampling` | requests to the servers |
+| `registry`, `requests` | sessions, models and their requests, and how they change |
+| `shelf` | checkpoints and sampling clients |
+| `sampling`, `generation` | requests to the servers; their form, and that of the answers |
 | `order` | the order of a model's requests |
 | `wire` | protobuf to records, and back |
-| `store` | what is on disk |
+| `store`, `recent` | what is on disk, and what of it is in memory too |
 | `names` | ids, `tinker://` paths and the folders behind them |
 | `keys` | API keys and limits |
 | `records`, `facts`, `settings` | what travels, what is kept, what the process is told |

@@ -27,6 +27,8 @@ class Model(msgspec.Struct, frozen=True):
     adapter: Adapter
     created: float
     gone: bool = False
+    unloading: bool = False
+    """Its client is done with it."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

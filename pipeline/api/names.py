@@ -6,19 +6,25 @@ folder is made of checked words alone. Pure.
 
     tinker://<model id>/weights/<name>              state to train on from
     tinker://<model id>/sampler_weights/<name>      an adapter to sample with
+    tinker://<model id>/external_weights/<name>     an adapter to take away
 """
 
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.api.errors import ApiError
 
-Kind = Literal["weights", "sampler_weights"]
-KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[0-9a-f]{32}:train:\d{1,9}")
 _SCHEME = "tinker://"
+
+
+def new_session_id() -> str:
+    return secrets.token_hex(16)
 
 
 def model_id(session: str, number: int) -> str:

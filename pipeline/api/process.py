@@ -55,16 +55,17 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     stop = stop or _stopped_by_signals()
     sampling = Sampling(store, settings.weights, settings.max_length, MOST_ADAPTERS)
     registry = Registry(store)
-    registry.on_removed = lambda folder: _remove(settings.weights, folder)
-    front = Front(settings, registry, sampling, keys)
+    registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
+    known = _known(settings)
+    secret = known.secret if known else secrets.token_hex(16)
+    front = Front(settings, registry, sampling, keys, secret)
 
     def changed(facts: Facts | None) -> None:
         front.attached = facts is not None
         sampling.use(facts)
         log.info("the trainer is %s", "there" if facts else "gone")
 
-    known = _known(settings)
-    door = Door(registry, known.secret if known else secrets.token_hex(16), changed)
+    door = Door(registry, secret, changed)
     app = web.Application(client_max_size=0)  # clients are held to their limit by `Front`
     front.add_routes(app)
     door.add_routes(app)

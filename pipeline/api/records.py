@@ -58,6 +58,11 @@ class Adapter(msgspec.Struct, frozen=True):
     attention: bool = True
     mlp: bool = True
 
+    @property
+    def form(self) -> tuple[int, bool, bool]:
+        """What two adapters have in common that can take each other's weights."""
+        return self.rank, self.attention, self.mlp
+
 
 class Create(msgspec.Struct, frozen=True, tag="create"):
     """Make a model."""

@@ -1,105 +1,40 @@
 """Everything the front knows, and the rules by which it changes.
 
-Owns sessions, models, samplers, checkpoints and requests in memory, each change of which is in the store before anybody
-is answered. Promises that a request is accepted once, whatever a client retries; that a result which was given never
-changes; that nobody sees what another owner's key made; and that what a trainer lost with its memory is handed out
-again, in the same order, until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP,
-protobuf or how samples are made.
+Owns sessions, models and their requests, each change of which is in the store before anybody is answered. Promises that
+a request is accepted once, whatever a client retries; that a result which was given never changes; that nobody sees
+what another owner's key made; and that what a trainer lost with its memory is handed out again, in the same order,
+until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP, protobuf or how samples are
+made.
 
 A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable.
+Results are kept until a client has had them for `SERVED_SECONDS`, and for `UNFETCHED_SECONDS` if none asks.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from pipeline.api import names, store
 from pipeline.api.errors import ApiError, Full, Missing
-from pipeline.api.facts import Checkpoint, Model, Sampler, Session
+from pipeline.api.facts import Model, Session
 from pipeline.api.keys import Owner
-from pipeline.api.names import WeightsPath
 from pipeline.api.order import ModelQueue
-from pipeline.api.records import (
-    STATEFUL,
-    Adapter,
-    Body,
-    Create,
-    Done,
-    Failed,
-    Load,
-    Pass,
-    Passed,
-    Plain,
-    Result,
-    Save,
-    Saved,
-    Stepped,
-    Unload,
-    Work,
-    encode,
-)
-from pipeline.api.store import Statement, Store
+from pipeline.api.recent import Recent
+from pipeline.api.records import Adapter, Body, Create, Done, Failed, Load, Result, Save, Saved, Work, encode
+from pipeline.api.requests import UNLOAD_SEQ, Live, Request, bodies, results, unload_work
+from pipeline.api.shelf import Shelf
+from pipeline.api.store import FAILURE_BYTES, Statement, Store
 
-F = TypeVar("F", bound=Session | Model | Checkpoint | Sampler)
-UNLOAD_SEQ = 1 << 40
 MOST_DELIVERIES = 3
-SERVED_SECONDS = 3600.0
-"""How long a result is kept after a client got it: it may ask again when its connection broke."""
-PASSING_KEPT = 8
-"""Checkpoints without a name that each model keeps."""
-_KINDS: dict[type[Any], str] = {Session: "session", Model: "model", Checkpoint: "checkpoint", Sampler: "sampler"}
+SERVED_SECONDS, UNFETCHED_SECONDS = 3600.0, 86400.0
+"""How long a result is kept after a client got it, as it may ask again when its connection broke; and if none asks."""
+RECENT_BYTES = 1 << 26
+"""Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
 _GONE = Failed("the model was unloaded, or its session has ended", "user")
-_bodies = msgspec.msgpack.Decoder(Body)
-_results = msgspec.msgpack.Decoder(Result)
-
-
-@dataclass(eq=False)
-class Request:
-    """One request to a model: what it was, and what became of it.
-
-    Attributes:
-        stateful: whether doing it changes the model.
-        open: its body is in the store.
-        reads: the folder that doing it reads, if any.
-        deliveries: how often a trainer got it and gave no answer.
-        served: when a client got the result; 0 until then.
-    """
-
-    id: str
-    model: str
-    seq: int
-    stateful: bool = False
-    open: bool = True
-    reads: str = ""
-    result: Result | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    kept: asyncio.Event = field(default_factory=asyncio.Event)
-    deliveries: int = 0
-    served: float = 0.0
-
-    def finish(self, result: Result) -> None:
-        self.result = result
-        self.done.set()
-
-
-@dataclass(eq=False)
-class Live:
-    """A model's requests, by number."""
-
-    fact: Model
-    queue: ModelQueue
-    requests: dict[int, Request] = field(default_factory=dict)
-    cursors: tuple[int, int] = (-1, -1)
-    """What the last two durable commits have behind them."""
-    lost: str = ""
-    unloading: bool = False
-    came_back: bool = False
-    """Gone, but in the commit of the trainer that is there."""
 
 
 class Registry:
@@ -109,37 +44,39 @@ class Registry:
         self._store, self._clock = kept, clock
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Live] = {}
-        self.checkpoints: dict[str, Checkpoint] = {}
-        self.samplers: dict[str, Sampler] = {}
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, float] = {}
         self.news = asyncio.Event()
         """Set when a trainer may have something to do."""
         self._turn = 0
-        self.on_removed: Callable[[str], None] = lambda folder: None
-        self._unnamed: set[str] = set()
-        """Folders of checkpoints that are gone; each stays while an open request reads it."""
+        self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
+        self.shelf = Shelf(kept, clock, self._is_read)
         self._restore()
 
-    # Facts
+    # Sessions and models
 
     async def open_session(self, owner: Owner) -> Session:
-        session = Session(new_session_id(), owner.name, self._clock())
-        await self._note(session, session.id)
+        session = Session(names.new_session_id(), owner.name, self._clock())
+        await self._note(session)
+        return session
+
+    def known_session(self, owner: Owner, id: str) -> Session:
+        """`Missing` for one that there is not."""
+        session = self.sessions.get(id)
+        if session is None or session.owner != owner.name:
+            raise Missing(f"no session {id!r}")
         return session
 
     def session(self, owner: Owner, id: str) -> Session:
         """`Missing` for one that there is not, and `ApiError` 410 for one that has ended."""
-        session = self.sessions.get(id)
-        if session is None or session.owner != owner.name:
-            raise Missing(f"no session {id!r}")
+        session = self.known_session(owner, id)
         if session.ended:
             raise ApiError(f"session {id} has ended: {session.ended}; make a new ServiceClient", 410)
         return session
 
     async def end_session(self, session: Session, why: str) -> None:
         """Unload its models; their checkpoints stay."""
-        await self._note(msgspec.structs.replace(session, ended=why), session.id)
+        await self._note(msgspec.structs.replace(session, ended=why))
         for live in self.models.values():
             if live.fact.session == session.id:
                 live.unloading = True
@@ -151,32 +88,12 @@ class Registry:
             raise Missing(f"no model {id!r}")
         return live
 
-    def checkpoint(self, owner: Owner, path: str) -> Checkpoint:
-        found = self.checkpoints.get(str(names.parse_path(path)))
-        if found is None or found.owner != owner.name or (found.expires and found.expires < self._clock()):
-            raise Missing(f"no checkpoint {path!r}")
-        return found
-
-    def sampler(self, owner: Owner, id: str) -> Sampler:
-        found = self.samplers.get(id)
-        if found is None or found.owner != owner.name:
-            raise Missing(f"no sampling session {id!r}")
-        return found
-
-    async def add_sampler(self, sampler: Sampler) -> None:
-        await self._note(sampler, sampler.id)
-
-    async def set_expiry(self, checkpoint: Checkpoint, expires: float | None) -> None:
-        await self._note(msgspec.structs.replace(checkpoint, expires=expires), checkpoint.path)
-
-    async def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
-        await self._store.keep(store.no_fact("checkpoint", checkpoint.path), _unnamed(checkpoint.folder))
-        self.checkpoints.pop(checkpoint.path, None)
-        self._unnamed.add(checkpoint.folder)
-        await self._remove_folders()
-
-    def stored_bytes(self, owner: str) -> int:
-        return sum(each.size for each in self.checkpoints.values() if each.owner == owner)
+    async def unload(self, live: Live) -> None:
+        """Have the trainer forget a model, after the requests that it has."""
+        fact = msgspec.structs.replace(live.fact, unloading=True)
+        await self._store.keep(_model_fact(fact))
+        live.fact, live.unloading = fact, True
+        self.news.set()
 
     # Requests
 
@@ -189,7 +106,7 @@ class Registry:
                 raise ApiError(f"{owner.name} has {own} models, which is all it may have; end a session of it", 403)
             fact = Model(model, session, owner.name, base, body.adapter, self._clock())
             self.models[model] = Live(fact, ModelQueue())
-            return await self._accept(self.models[model], 0, body, _fact(fact, model))
+            return await self._accept(self.models[model], 0, body, _model_fact(fact))
         return await self._accept(self.models[model], 0, body)
 
     async def accept(self, live: Live, seq: int, make: Callable[[], Body]) -> Request:
@@ -201,11 +118,11 @@ class Registry:
         if known is not None:
             return known
         if live.unloading or live.fact.gone:
-            raise ApiError(f"model {live.fact.id} was unloaded; make a new one", 410)
+            raise ApiError(f"model {live.fact.id} was unloaded, or making it failed; make a new one", 410)
         try:
             body: Body | Failed = make()
         except ApiError as error:
-            body = Failed(str(error), "user")
+            body = _failed(str(error), "user")
         return await self._accept(live, seq, body)
 
     async def _accept(self, live: Live, seq: int, body: Body | Failed, *also: Statement) -> Request:
@@ -218,7 +135,7 @@ class Registry:
             written, failure = encode(Create(Adapter(0))), body
         else:
             written, failure = encode(body), None
-            request.stateful, request.reads = changes_model(body), _reads(body)
+            request.understand(body)
             if not live.queue.takes(seq):
                 failure = Failed(f"request {seq} came after later ones were done; submit it again", "user")
         try:
@@ -233,7 +150,9 @@ class Registry:
             raise
         live.queue.add(seq, time.monotonic())
         if failure:
-            request.finish(failure)
+            request.finish(failure, self._clock())
+        else:
+            self._bodies.put(request.id, written)
         request.kept.set()
         self.news.set()
         return request
@@ -246,6 +165,18 @@ class Registry:
             if live.requests.get(seq) is not known:
                 raise Full("the store took nothing just now; ask again")
         return known
+
+    def result(self, request: Request) -> Result | None:
+        """What became of a request; None until it is known."""
+        if request.failure is not None:
+            return request.failure
+        if not request.answered:
+            return None
+        kept = self._results.get(request.id) or self._store.result(request.id)
+        found: Result | None = None if kept is None else results.decode(kept)
+        return found
+
+    # Work
 
     def next_work(self) -> bytes | None:
         """What a trainer is to do next, encoded; None while there is nothing. Models take turns."""
@@ -261,23 +192,24 @@ class Registry:
     def _next_of(self, live: Live) -> Work | None:
         if live.came_back:
             live.came_back = False
-            return _unload(live)
-        if live.lost or live.fact.gone:
+            return unload_work(live)
+        if live.fact.gone:
             return None
+        if live.lost:
+            return unload_work(live) if live.unloading else None
         while (seq := live.queue.next(time.monotonic())) is not None:
             request = live.requests[seq]
-            if isinstance(request.result, Failed) or (request.result is not None and not request.stateful):
+            if not request.redone:
                 continue
-            body = self._store.body(request.id)
+            body = self._bodies.get(request.id) or self._store.body(request.id)
+            self._bodies.drop(request.id)
             if body is None:
-                live.lost = (
-                    f"model {live.fact.id} is lost: the trainer came back with an older commit than is kept here"
-                )
-                return None
+                live.lost = f"model {live.fact.id} is lost: request {seq} is not kept any more"
+                return self._next_of(live)
             request.deliveries += 1
-            return Work(request.id, live.fact.id, seq, _bodies.decode(body), request.result is not None)
+            return Work(request.id, live.fact.id, seq, bodies.decode(body), bool(request.answered))
         if live.unloading and live.queue.idle:
-            return _unload(live)
+            return unload_work(live)
         return None
 
     async def finish(self, done: Done) -> None:
@@ -287,16 +219,31 @@ class Registry:
             await self._unloaded(model)
             return
         request = self.requests.get(done.request)
-        if request is None or request.result is not None:
+        if request is None or request.answered:
             return
         result, changes, after = self._outcome(request, done.result)
-        await self._store.keep(*changes, store.result(request.id, encode(result)))
+        again = [] if request.stateful else [store.no_body(request.id)]  # nobody will ever do it again
+        written = encode(result)
+        await self._store.keep(*changes, store.result(request.id, written), *again)
+        self._results.put(request.id, written)
+        request.open = request.open and not again
         after()
-        request.finish(result)
+        request.finish(result, self._clock())
+        if request.seq == 0 and request.failure is not None:
+            await self._unloaded(request.model)
         if changes:
-            for old in self._surplus(request.model):
-                await self.remove_checkpoint(old)
-            await self._remove_folders()
+            await self.shelf.remove_surplus(request.model)
+            await self.shelf.remove_folders()
+
+    def _outcome(self, request: Request, result: Result) -> tuple[Result, list[Statement], Callable[[], None]]:
+        """The result as its client gets it, and what it changes: a checkpoint that was saved, and its sampler."""
+        if isinstance(result, Failed):
+            return _failed(result.error, result.category), [], lambda: None
+        body = self._store.body(request.id) if isinstance(result, Saved) else None
+        save = None if body is None else bodies.decode(body)
+        if not isinstance(result, Saved) or not isinstance(save, Save):
+            return result, [], lambda: None
+        return self.shelf.put(self.models[request.model].fact, save, result.size)
 
     async def attach(self, cursors: dict[str, int]) -> None:
         """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
@@ -308,13 +255,15 @@ class Registry:
             later = [seq for seq in sorted(live.requests) if seq > cursor]
             live.queue.restart(cursor + 1, later)
             live.lost = ""
+            if cursor < live.settled:
+                live.lost = f"model {live.fact.id} is lost: the trainer has an older commit than is kept here"
             for seq in later:
                 await self._give_up_poison(live.requests[seq])
         self.news.set()
 
     async def _give_up_poison(self, request: Request) -> None:
         """A request that several trainers took and none survived is failed, lest it end all others too."""
-        if request.result is None and request.deliveries >= MOST_DELIVERIES:
+        if not request.answered and request.deliveries >= MOST_DELIVERIES:
             error = f"the trainer ended {request.deliveries} times while it worked on this request"
             await self.finish(Done(request.id, Failed(error, "server")))
 
@@ -327,13 +276,30 @@ class Registry:
                 continue
             live.cursors = (live.cursors[1], cursor)
             if live.cursors[0] >= 0:
-                changes.append(store.settled(id, live.cursors[0]))
+                live.settled = live.cursors[0]
+                changes += [store.settled(id, live.settled), store.fact("settled", id, encode(live.settled))]
                 for seq, request in live.requests.items():
-                    request.open = request.open and (seq > live.cursors[0] or request.result is None)
+                    request.open = request.open and (seq > live.settled or not request.answered)
         if changes:
             await self._store.keep(*changes)
 
+    async def _unloaded(self, model: str) -> None:
+        live = self.models.get(model)
+        if live is None or live.fact.gone:
+            return
+        fact = msgspec.structs.replace(live.fact, gone=True)
+        await self._store.keep(_model_fact(fact))
+        live.fact = fact
+        for request in live.requests.values():
+            request.open = False
+            if not request.answered:
+                request.finish(_GONE, self._clock())
+
+    # What is dropped
+
     async def note_served(self, request: Request) -> None:
+        """Remember that a client got the result, though it may ask again."""
+        self._results.drop(request.id)
         if not request.served:
             request.served = self._clock()
             with contextlib.suppress(ApiError):  # then it is kept for longer
@@ -345,179 +311,68 @@ class Registry:
         for session in list(self.sessions.values()):
             if not session.ended and now - self.heard.setdefault(session.id, now) > silent_seconds:
                 await self.end_session(session, f"no heartbeat for {silent_seconds:.0f} s")
-        old = [each for each in self.requests.values() if _is_over(each) and now - each.served > SERVED_SECONDS]
+        old = [each for each in self.requests.values() if self._is_over(each, now)]
         if old:
             await self._store.keep(*store.no_requests([each.id for each in old]))
         for request in old:
             self.requests.pop(request.id, None)
             self.models[request.model].requests.pop(request.seq, None)
-        for checkpoint in list(self.checkpoints.values()):
-            if checkpoint.expires is not None and checkpoint.expires < now:
-                await self.remove_checkpoint(checkpoint)
-        await self._remove_folders()
+        await self.shelf.remove_expired()
 
-    # Inside
+    def _is_over(self, request: Request, now: float) -> bool:
+        """Whether neither a client nor a trainer will ask for a request again."""
+        if not request.answered or (request.open and request.failure is None):
+            return False
+        gone = self.models[request.model].fact.gone
+        unfetched = SERVED_SECONDS if gone else UNFETCHED_SECONDS
+        return now - request.served > SERVED_SECONDS if request.served else now - request.answered > unfetched
 
     def _is_read(self, folder: str) -> bool:
         """Whether a trainer may yet be asked to read a folder."""
-        return any(
-            each.reads == folder and each.open and not isinstance(each.result, Failed)
-            for each in self.requests.values()
-        )
+        return any(each.reads == folder and each.open and each.failure is None for each in self.requests.values())
 
-    async def _remove_folders(self) -> None:
-        for folder in [each for each in self._unnamed if not self._is_read(each)]:
-            self.on_removed(folder)
-            with contextlib.suppress(ApiError):  # then it is removed again
-                await self._store.keep(store.no_fact("unnamed", folder))
-                self._unnamed.discard(folder)
+    # The store
 
-    def _outcome(self, request: Request, result: Result) -> tuple[Result, list[Statement], Callable[[], None]]:
-        """The result as its client gets it, and what it changes: a checkpoint that was saved, and its sampler."""
-        body = self._store.body(request.id) if isinstance(result, Saved) else None
-        saved = None if body is None else _bodies.decode(body)
-        if not isinstance(result, Saved) or not isinstance(saved, Save):
-            return result, [], lambda: None
-        model = self.models[request.model].fact
-        order = msgspec.json.decode(saved.note, type=SaveNote)
-        checkpoint = Checkpoint(
-            path=order.path,
-            owner=model.owner,
-            base=model.base,
-            adapter=model.adapter,
-            folder=saved.folder,
-            size=result.size,
-            created=self._clock(),
-            expires=None if order.ttl is None else self._clock() + order.ttl,
-            metadata=order.metadata,
-            passing=bool(order.sampler),
-        )
-        replaced = self.checkpoints.get(order.path)
-        changes = [_fact(checkpoint, checkpoint.path)]
-        sampler = Sampler(order.sampler, model.owner, model.base, order.path) if order.sampler else None
-        if sampler:
-            changes.append(_fact(sampler, sampler.id))
-
-        dropped = replaced.folder if replaced is not None and replaced.folder != checkpoint.folder else ""
-        if dropped:
-            changes.append(_unnamed(dropped))
-
-        def after() -> None:
-            self.checkpoints[checkpoint.path] = checkpoint
-            if sampler:
-                self.samplers[sampler.id] = sampler
-            if dropped:
-                self._unnamed.add(dropped)
-
-        return Saved(result.size, order.path, order.sampler), changes, after
-
-    def _surplus(self, model: str) -> list[Checkpoint]:
-        """Checkpoints without a name that newer ones of the model have replaced."""
-        own = [
-            each for each in self.checkpoints.values() if each.passing and names.parse_path(each.path).model == model
-        ]
-        return sorted(own, key=lambda each: each.created)[:-PASSING_KEPT]
-
-    async def _unloaded(self, model: str) -> None:
-        live = self.models.get(model)
-        if live is None or live.fact.gone:
-            return
-        fact = msgspec.structs.replace(live.fact, gone=True)
-        await self._store.keep(_fact(fact, fact.id))
-        live.fact = fact
-        for request in live.requests.values():
-            request.open = False
-            if request.result is None:
-                request.finish(_GONE)
-
-    async def _note(self, fact: Session | Model | Checkpoint | Sampler, key: str) -> None:
-        await self._store.keep(_fact(fact, key))
-        self._table(type(fact))[key] = fact
-
-    def _table(self, kind: type[Any]) -> dict[str, Any]:
-        tables: dict[type[Any], dict[str, Any]] = {
-            Session: self.sessions,
-            Checkpoint: self.checkpoints,
-            Sampler: self.samplers,
-        }
-        return tables[kind]
+    async def _note(self, session: Session) -> None:
+        await self._store.keep(store.fact("session", session.id, encode(session)))
+        self.sessions[session.id] = session
 
     def _restore(self) -> None:
-        for kind in (Session, Checkpoint, Sampler):
-            self._table(kind).update(self._facts(kind))
-        self._unnamed.update(folder for folder, _ in self._store.facts("unnamed"))
-        for id, fact in self._facts(Model):
+        now = self._clock()
+        for id, body in self._store.facts("session"):
+            self.sessions[id] = msgspec.msgpack.decode(body, type=Session)
+        for id, body in self._store.facts("model"):
+            fact = msgspec.msgpack.decode(body, type=Model)
             ended = self.sessions[fact.session].ended if fact.session in self.sessions else "unknown"
-            self.models[id] = Live(fact, ModelQueue(), unloading=bool(ended))
+            self.models[id] = Live(fact, ModelQueue(), unloading=bool(ended) or fact.unloading)
+        for id, body in self._store.facts("settled"):
+            self.models[id].settled = msgspec.msgpack.decode(body, type=int)
         for kept in self._store.requests():
-            live = self.models.get(kept.model)
-            if live is None:
-                continue  # a sample
-            request = Request(kept.id, kept.model, kept.seq, open=kept.body is not None, served=kept.served)
-            body = self._store.body(kept.id)
-            if body is not None:
-                decoded = _bodies.decode(body)
-                request.stateful, request.reads = changes_model(decoded), _reads(decoded)
-            request.kept.set()
-            if kept.result is not None:
-                request.finish(_results.decode(kept.result))
-            elif live.fact.gone:
-                request.finish(_GONE)
-            request.open = request.open and not live.fact.gone
-            live.requests[kept.seq] = self.requests[kept.id] = request
+            if kept.model in self.models:  # else it is a sample
+                self._restore_request(self.models[kept.model], kept, now)
         for live in self.models.values():
-            answered = [seq for seq, each in live.requests.items() if each.result is not None]
+            answered = [seq for seq, each in live.requests.items() if each.answered]
             live.queue = ModelQueue(max(answered, default=-1) + 1)
             live.queue.restart(0, sorted(live.requests))
 
-    def _facts(self, kind: type[F]) -> Iterator[tuple[str, F]]:
-        for key, body in self._store.facts(_KINDS[kind]):
-            yield key, msgspec.msgpack.decode(body, type=kind)
+    def _restore_request(self, live: Live, kept: store.Kept, now: float) -> None:
+        request = Request(kept.id, kept.model, kept.seq, open=kept.open and not live.fact.gone, served=kept.served)
+        body = self._store.body(kept.id)
+        if body is not None:
+            request.understand(bodies.decode(body))
+        request.kept.set()
+        if kept.result is not None:
+            small = results.decode(kept.result) if kept.result else None
+            request.finish(small, now)  # a long one is read when it is asked for: it is no failure
+        elif live.fact.gone:
+            request.finish(_GONE, now)
+        live.requests[kept.seq] = self.requests[kept.id] = request
 
 
-class SaveNote(msgspec.Struct, frozen=True):
-    """What the front remembers of a `Save` until it is done: the client's name for it, how long it is kept (seconds),
-    and the sampler that it is made for."""
-
-    path: str
-    ttl: int | None = None
-    metadata: dict[str, str] | None = None
-    sampler: str = ""
+def _model_fact(fact: Model) -> Statement:
+    return store.fact("model", fact.id, encode(fact))
 
 
-def save_body(path: WeightsPath, version: int, note: SaveNote) -> Save:
-    """The request of a trainer to write a checkpoint."""
-    return Save(path.folder(version), path.kind == "sampler_weights", msgspec.json.encode(note).decode())
-
-
-def _reads(body: Body) -> str:
-    return body.folder if isinstance(body, Load) else ""
-
-
-def _unload(live: Live) -> Work:
-    return Work(names.request_id(live.fact.id, UNLOAD_SEQ), live.fact.id, UNLOAD_SEQ, Unload())
-
-
-def changes_model(body: Body) -> bool:
-    return isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
-
-
-def new_session_id() -> str:
-    import secrets
-
-    return secrets.token_hex(16)
-
-
-def _fact(fact: Session | Model | Checkpoint | Sampler, key: str) -> Statement:
-    return store.fact(_KINDS[type(fact)], key, encode(fact))
-
-
-def _unnamed(folder: str) -> Statement:
-    return store.fact("unnamed", folder, b"")
-
-
-def _is_over(request: Request) -> bool:
-    return request.result is not None and bool(request.served) and not request.open
-
-
-__all__ = ["Live", "Passed", "Plain", "Registry", "Request", "SaveNote", "Stepped", "save_body"]
+def _failed(error: str, category: Any) -> Failed:
+    """A failure that is short enough to be kept in memory."""
+    return Failed(error[: FAILURE_BYTES // 8], category)

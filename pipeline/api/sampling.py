@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,21 +18,21 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 
-from pipeline.api import store, wire
+from pipeline.api import store
 from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import Sampler
+from pipeline.api.generation import adapter_name, checked_request, request_body, written_sample
 from pipeline.api.records import Facts, Failed
-from pipeline.api.settings import BASE
 from pipeline.api.store import Store
+from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 1800.0
-FETCHED_SECONDS = 300.0
-MOST_SAMPLES, MOST_WAITING = 1024, 20000
+FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
+"""How long samples are kept after a client got them, and if none asks."""
+MOST_WAITING, MOST_WRONG = 20000, 3
 _PAUSES = (0.1, 0.3, 1.0, 3.0)
-_NO_TOKEN = -99999.0
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -48,7 +48,14 @@ class Sampled(msgspec.Struct, frozen=True):
 class _Job:
     given: Sampled
     task: "asyncio.Task[bytes | Failed] | None" = None
+    ended: float = 0.0
     fetched: float = 0.0
+
+    def is_over(self, now: float) -> bool:
+        """Whether no client will ask for it again."""
+        if self.fetched:
+            return now - self.fetched > FETCHED_SECONDS
+        return bool(self.ended) and now - self.ended > UNFETCHED_SECONDS
 
 
 @dataclass(eq=False)
@@ -81,8 +88,8 @@ class Sampling:
         """Begin again with what was accepted before this process."""
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
         for kept in self._store.requests():
-            body = self._store.body(kept.id)
-            if kept.model == "" and body is not None:
+            body = self._store.body(kept.id) if kept.model == "" else None
+            if body is not None:
                 self._begin(kept.id, msgspec.msgpack.decode(body, type=Sampled))
 
     async def close(self) -> None:
@@ -132,14 +139,26 @@ class Sampling:
         job = self._jobs[id]
         while job.task is None:
             await asyncio.sleep(0.01)
-        outcome = await asyncio.shield(job.task)
+        try:
+            outcome = await asyncio.shield(job.task)
+        except asyncio.CancelledError:
+            if not job.task.cancelled():
+                raise
+            return Failed("its client gave this sample up", "user")
         job.fetched = job.fetched or time.monotonic()
         return outcome
 
+    def cancel(self, id: str) -> None:
+        """Stop working on a sample that nobody waits for; the store forgets it with the next sweep."""
+        job = self._jobs[id]
+        if job.task is not None and not job.task.done():
+            job.task.cancel()
+        job.fetched = job.fetched or time.monotonic()
+
     async def sweep(self) -> None:
-        """Forget what was fetched a while ago."""
+        """Forget what was fetched a while ago, or given up."""
         now = time.monotonic()
-        old = [id for id, job in self._jobs.items() if job.fetched and now - job.fetched > FETCHED_SECONDS]
+        old = [id for id, job in self._jobs.items() if job.is_over(now)]
         if old:
             await self._store.keep(*store.no_requests(old))
         for id in old:
@@ -149,21 +168,27 @@ class Sampling:
         job = job or _Job(given)
         self._jobs[id] = job
         job.task = asyncio.create_task(self._work(id, given), name=f"sample {id}")
+        job.task.add_done_callback(lambda _: setattr(job, "ended", time.monotonic()))
 
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
-        failures = 0
+        """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
+        failures = wrong = 0
         while True:
             try:
                 return await self._once(given)
-            except _Refused as error:
+            except (_Refused, ApiError) as error:
                 return Failed(str(error), "user")
-            except ApiError as error:
-                return Failed(str(error), "user")
-            except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, KeyError) as error:
-                if failures in (3, 30):
-                    log.warning("%s is tried again: %s: %s", id, type(error).__name__, error)
-                await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
-                failures += 1
+            except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+                reason, wrong = one_line(error), wrong + 1
+                if wrong >= MOST_WRONG:
+                    log.error("%s: the servers' answers make no sense: %s", id, reason)
+                    return Failed(f"the server's answer makes no sense: {reason}", "server")
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                reason = one_line(error)
+            if failures in (3, 30):
+                log.warning("%s is tried again: %s", id, reason)
+            await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
+            failures += 1
 
     async def _once(self, given: Sampled) -> bytes:
         await self._there.wait()
@@ -231,100 +256,6 @@ class _Used:
         self._server.in_use[self._folder] -= 1
         if not self._server.in_use[self._folder]:
             del self._server.in_use[self._folder]
-
-
-def adapter_name(folder: str) -> str:
-    """What servers call the adapter of a folder; the base without one."""
-    return folder.replace("/", "--") if folder else BASE
-
-
-def checked_request(body: Mapping[str, Any], max_length: int) -> list[int]:
-    """The prompt's tokens; `ApiError` for what no server could do."""
-    tokens: list[int] = []
-    for chunk in (body.get("prompt") or {}).get("chunks") or []:
-        if chunk.get("type", "encoded_text") != "encoded_text":
-            raise ApiError(f"a prompt chunk of kind {chunk.get('type')!r}; only encoded_text is served")
-        tokens.extend(chunk["tokens"])
-    if not tokens:
-        raise ApiError("the prompt has no tokens")
-    if len(tokens) >= max_length:
-        raise ApiError(f"the prompt has {len(tokens)} tokens; expected fewer than {max_length} (model.max_length)")
-    count = body.get("num_samples", 1)
-    if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
-        raise ApiError(f"num_samples={count!r}; expected 1 to {MOST_SAMPLES}")
-    for field_name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
-        if body.get(field_name):
-            raise ApiError(f"{field_name} is not served")
-    return tokens
-
-
-def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[str, Any]:
-    """The request in vLLM's form."""
-    tokens = checked_request(body, max_length)
-    given = body.get("sampling_params") or {}
-    stop = given.get("stop")
-    top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
-    sampling: dict[str, Any] = {
-        "n": body.get("num_samples", 1),
-        "temperature": given.get("temperature", 1.0),
-        "top_p": given.get("top_p", 1.0),
-        "top_k": max(0, given.get("top_k", -1)),
-        "max_tokens": min(given.get("max_tokens") or max_length, max_length - len(tokens)),
-        "logprobs": top,
-        "ignore_eos": stop is not None,
-    }
-    if given.get("seed") is not None:
-        sampling["seed"] = given["seed"]
-    if body.get("prompt_logprobs") or top_prompt:
-        sampling["prompt_logprobs"] = top_prompt
-    stops = [stop] if isinstance(stop, str) else list(stop or [])
-    if stops and isinstance(stops[0], str):
-        sampling |= {"stop": stops, "detokenize": True, "include_stop_str_in_output": True}
-    else:
-        sampling |= {"stop_token_ids": stops, "detokenize": False}
-    return {"model": model, "token_ids": tokens, "sampling_params": sampling}
-
-
-def written_sample(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
-    """The protobuf that the SDK reads, from vLLM's answer."""
-    proto = wire.protocol()
-    message = proto.SampleResponse()
-    top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
-    for choice in sorted(answer["choices"], key=lambda each: each["index"]):
-        content = (choice.get("logprobs") or {}).get("content") or []
-        sequence = message.sequences.add(
-            stop_reason=proto.STOP_REASON_LENGTH if choice["finish_reason"] == "length" else proto.STOP_REASON_STOP,
-            tokens=np.array(choice["token_ids"], "<i4").tobytes(),
-            logprobs=np.array([each["logprob"] for each in content], "<f4").tobytes(),
-        )
-        if top:
-            ranked = [{_id(one): one["logprob"] for one in each.get("top_logprobs") or []} for each in content]
-            sequence.topk_sampled_logprobs.CopyFrom(_top(ranked, top))
-    prompt = answer.get("prompt_logprobs")
-    if prompt is not None:
-        tokens = checked_request(body, 1 << 60)
-        rows = [{int(id): one["logprob"] for id, one in (each or {}).items()} for each in prompt]
-        own = [float("nan"), *(row[token] for row, token in zip(rows[1:], tokens[1:], strict=True))]
-        if body.get("prompt_logprobs"):
-            message.prompt_logprobs = np.array(own, "<f4").tobytes()
-        if top_prompt:
-            message.topk_prompt_logprobs.CopyFrom(_top(rows, top_prompt))
-    return bytes(message.SerializeToString())
-
-
-def _top(rows: Sequence[Mapping[int, float]], k: int) -> Any:
-    """The k likeliest of each row; where there are none, token 0 with a log-probability that none has."""
-    ids = np.zeros((len(rows), k), "<i4")
-    logprobs = np.full((len(rows), k), _NO_TOKEN, "<f4")
-    for number, row in enumerate(rows):
-        for place, (token, logprob) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):
-            ids[number, place], logprobs[number, place] = token, logprob
-    proto = wire.protocol()
-    return proto.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
-
-
-def _id(token: Mapping[str, Any]) -> int:
-    return int(token["token_id"]) if "token_id" in token else int(str(token["token"]).removeprefix("token_id:"))
 
 
 def _reason(answer: bytes) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.api.errors import ApiError
 from pipeline.config import RunConfig
 
 BASE = "base"
@@ -40,6 +41,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     whole_models: bool
     sampling: bool
     seed: int
+
+    def checked_base(self, name: str) -> str:
+        """`ApiError` for a name of a model that is not served."""
+        if name not in self.base_names:
+            raise ApiError(f"base_model {name!r}; served here: {', '.join(self.base_names)}")
+        return name
 
     @property
     def store(self) -> Path:

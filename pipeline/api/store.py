@@ -29,19 +29,22 @@ CREATE INDEX IF NOT EXISTS by_model ON requests (model, seq);
 """
 _VERSION = 1
 _BATCH = 256
+FAILURE_BYTES = 1 << 14
+"""More than any failure has: what is longer is read when it is asked for."""
 
 Statement = tuple[str, tuple[object, ...]]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A request as it lies in the store: without a body once no trainer can need it, without a result until it is
-    done. `served` is when a client got the result, in seconds since the epoch; 0 until then."""
+    """A request as it lies in the store: not `open`, without a body, once no trainer can need it; without a result
+    until it is done, and with an empty one in place of more than `FAILURE_BYTES`. `served` is when a client got the
+    result, in seconds since the epoch; 0 until then."""
 
     id: str
     model: str
     seq: int
-    body: bytes | None
+    open: bool
     result: bytes | None
     served: float
 
@@ -74,6 +77,11 @@ def served(id: str, time: float) -> Statement:
 def settled(model: str, seq: int) -> Statement:
     """The change that drops the bodies of a model's requests up to a number."""
     return "UPDATE requests SET body = NULL WHERE model = ? AND seq <= ? AND result IS NOT NULL", (model, seq)
+
+
+def no_body(id: str) -> Statement:
+    """The change that drops the body of a request."""
+    return "UPDATE requests SET body = NULL WHERE id = ?", (id,)
 
 
 def no_requests(ids: Sequence[str]) -> list[Statement]:
@@ -112,16 +120,23 @@ class Store:
         yield from self._link.execute("SELECT key, body FROM facts WHERE kind = ? ORDER BY key", (kind,))
 
     def requests(self) -> Iterator[Kept]:
-        """All requests by model and number, without their bodies; for the start."""
+        """All requests, each model's in order."""
         rows = self._link.execute(
-            "SELECT id, model, seq, CASE WHEN body IS NULL THEN NULL ELSE x'' END, result, served"
-            " FROM requests ORDER BY model, seq"
+            "SELECT id, model, seq, body IS NOT NULL, CASE WHEN length(result) > ? THEN x'' ELSE result END, served"
+            " FROM requests ORDER BY model, seq",
+            (FAILURE_BYTES,),
         )
-        yield from (Kept(*row) for row in rows)
+        for id, model, seq, is_open, result, served in rows:
+            yield Kept(id, model, seq, bool(is_open), result, served)
 
     def body(self, id: str) -> bytes | None:
         """The body of a request; None if it is no longer kept."""
         row = self._link.execute("SELECT body FROM requests WHERE id = ?", (id,)).fetchone()
+        return None if row is None else row[0]
+
+    def result(self, id: str) -> bytes | None:
+        """The result of a request; None until it is done."""
+        row = self._link.execute("SELECT result FROM requests WHERE id = ?", (id,)).fetchone()
         return None if row is None else row[0]
 
     async def keep(self, *changes: Statement) -> None:

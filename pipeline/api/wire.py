@@ -29,7 +29,7 @@ _FLOAT32 = 1
 MOST_WIDTH = 1 << 14
 """K of [N, K]: what one position may ask for."""
 MOST_CELLS = 1 << 24
-"""N × K: what one datum may ask for."""
+"""The sum of N × K: what one request may ask for."""
 
 
 @cache
@@ -88,7 +88,8 @@ def pass_of(message: Any, longest: int) -> Pass:
     loss = str(message.loss_fn)
     if loss not in COLUMNS:
         raise ApiError(f"loss_fn {loss!r}; expected one of {', '.join(COLUMNS)}")
-    data = tuple(_datum(datum, loss, longest, f"datum {index}") for index, datum in enumerate(message.data))
+    room = _Room()
+    data = tuple(_datum(datum, loss, longest, room, f"datum {index}") for index, datum in enumerate(message.data))
     if not data:
         raise ApiError("forward_backward without data")
     return Pass(data, loss, settings_of(loss, _given(message)), not message.forward_only)
@@ -117,7 +118,20 @@ def _given(message: Any) -> dict[str, float]:
     return given
 
 
-def _datum(message: Any, loss: str, longest: int, name: str) -> Datum:
+class _Room:
+    """The cells that a request may yet ask for. A CSR matrix has as many as its shape says, whatever it holds."""
+
+    def __init__(self) -> None:
+        self._left = MOST_CELLS
+
+    def take(self, cells: int, name: str) -> None:
+        """`ApiError` if there are not so many."""
+        self._left -= cells
+        if self._left < 0:
+            raise ApiError(f"{name}: the request asks for more than {MOST_CELLS} cells (N × K of all data); split it")
+
+
+def _datum(message: Any, loss: str, longest: int, room: _Room, name: str) -> Datum:
     tokens = _tokens(message.model_input, name)
     if len(tokens) > longest:
         raise ApiError(f"{name}: {len(tokens)} tokens; expected at most {longest} (model.max_length)")
@@ -128,7 +142,7 @@ def _datum(message: Any, loss: str, longest: int, name: str) -> Datum:
             raise ApiError(f"{name}: loss_fn_inputs {field!r}; {loss} reads {', '.join(sorted(known))}")
     if "target_tokens" not in inputs:
         raise ApiError(f"{name}: loss_fn_inputs has no target_tokens")
-    targets, cells, width = _targets(inputs["target_tokens"], len(tokens), f"{name}: target_tokens")
+    targets, cells, width = _targets(inputs["target_tokens"], len(tokens), room, f"{name}: target_tokens")
     columns = {}
     for field in COLUMNS[loss]:
         if field in inputs:
@@ -165,10 +179,11 @@ def _tokens(chunks: Any, name: str) -> Array:
     return tokens
 
 
-def _targets(tensor: Any, length: int, name: str) -> tuple[Array, Array | None, int]:
+def _targets(tensor: Any, length: int, room: _Room, name: str) -> tuple[Array, Array | None, int]:
     """Target tokens, the flat cells that they are asked for in (None: all, in order), and K (0 for [N])."""
     shape = _shape(tensor, name, length)
     width = shape[1] if len(shape) == 2 else 0
+    room.take(length * max(1, width), name)
     if tensor.WhichOneof("encoding") == "sparse_csr":
         values, cells = _sparse(tensor, shape, name)
     else:
@@ -207,8 +222,6 @@ def _shape(tensor: Any, name: str, length: int) -> tuple[int, ...]:
         raise ApiError(f"{name}: shape {list(shape)}; expected [{length}] or [{length}, K]")
     if len(shape) == 2 and not 0 < shape[1] <= MOST_WIDTH:
         raise ApiError(f"{name}: shape {list(shape)}; expected K of 1 to {MOST_WIDTH}")
-    if len(shape) == 2 and shape[0] * shape[1] > MOST_CELLS:
-        raise ApiError(f"{name}: shape {list(shape)}; expected at most {MOST_CELLS} cells")
     return shape
 
 

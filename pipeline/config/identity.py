@@ -40,6 +40,7 @@ OPERATIONAL = (
     "inference.gpu_memory",
     "inference.kv_cache_bytes",
     "inference.max_sequences",
+    "inference.restarts",
     "inference.update_seconds",
     "serve.commit_seconds",
     "serve.commit_steps",

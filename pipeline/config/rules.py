@@ -153,11 +153,13 @@ def _shared_gpus_have_room(config: RunConfig) -> None:
         raise ConfigError("inference.gpu_memory", memory, expected, mend)
 
 
-def _cuda_has_gpus(config: RunConfig) -> None:
-    gpus = config.resources.trainer.gpus
+def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
+    gpus, mend = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
     if config.resources.device == "cuda" and gpus != 1:
         expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
-        raise ConfigError("resources.trainer.gpus", gpus, expected, "set it, and resources.trainer.processes")
+        raise ConfigError("resources.trainer.gpus", gpus, expected, mend)
+    if gpus > 1:
+        raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", mend)
 
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
@@ -266,7 +268,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
-    _cuda_has_gpus,
+    _a_trainer_process_has_one_gpu,
     _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,

@@ -25,7 +25,7 @@ class ServeConfig(Section):
     alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="Adapters' output is scaled by alpha / rank.")
     sampling: bool = Field(
         False,
-        description="Experimental: run vLLM servers that sample, of which `resources.inference` says how many.",
+        description="Run vLLM servers that sample, of which `resources.inference` says how many.",
     )
     max_rank: Annotated[int, Field(ge=1, le=512)] = Field(64, description="Highest rank of an adapter.")
     whole_models: bool = Field(False, description="Let clients train all weights, of a copy of the model for each.")

@@ -1,9 +1,10 @@
-"""The roles of a run, one module each.
+"""The roles of a run, one module each: `redis`, `trainer`, `inference`, `actor`, `preprocessor`.
 
 Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
 ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the
-latter. What the trainer's rank 0 does is in modules beside it: `controller`, and upon that `session`, with `peers`,
-`job_session` and `service`. What the actor does in a run that only evaluates is in `evaluator` and `benchmark`.
+latter. What the trainer's rank 0 does is in modules beside it (what each role knows when it starts: `context`):
+`controller`, and upon that `session`, with `peers`, `job_session` and `service`. What the actor does in a run that only
+evaluates is in `evaluator` and `benchmark`. `keeping` says where a role keeps samples.
 """
 
 from collections.abc import Callable, Mapping

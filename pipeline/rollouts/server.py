@@ -19,6 +19,7 @@ import msgspec
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.meters import Share
+from pipeline.system.answers import error_text
 from pipeline.weights.plugin import MODEL
 
 ROUTE = "/inference/v1/generate"
@@ -233,7 +234,7 @@ class Server:
         if response.status >= 500 or response.status in BUSY_STATUS:
             raise Transient(f"status {response.status}")
         if response.status != 200:
-            raise RolloutError(f"{self.endpoint} refused with status {response.status}: {_message(answer)}")
+            raise RolloutError(f"{self.endpoint} refused with status {response.status}: {error_text(answer)}")
         return answer
 
     async def _interrupt(self, http: aiohttp.ClientSession, name: str, seconds: float) -> None:
@@ -294,13 +295,3 @@ def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
     if not versions or min(versions) < asked:
         raise Transient("stale weights")
     return versions
-
-
-def _message(answer: bytes) -> str:
-    """The server's own words about an error."""
-    text = answer.decode(errors="replace")
-    try:
-        error = msgspec.json.decode(answer).get("error", text)
-    except (msgspec.DecodeError, AttributeError):
-        return text[:300]
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -1,9 +1,12 @@
 """Tasks: what is learned.
 
 Owns the protocol (`protocol`, `episode`), the model's view of text (`template`, `chat`), the processes in which prompts
-and rewards are made (`calls`, `worker`, `pool`), the built-in tasks, and the way from a name in the config to a task:
-`load_task`. Promises that a wrong name or option, and a task that breaks while it is
-loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
+and rewards are made (`calls`, `worker`, `pool`), code of the user's and of the policy's (`imports`, `guard`,
+`sandbox`), rewards (`rewards`, `functions`, `judge`, `mathematics`), masks of conversations (`masks`), episodes with
+tools (`tools`), the built-in tasks (`arithmetic`, `countdown`, `dataset`, `reasoning`), those of evaluation sets
+(`sets`), and the way from a name in the config to a task: `load_task`. Promises that a wrong name or option, and a task
+that breaks while it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor
+transformers.
 """
 
 from pydantic import ValidationError

@@ -111,6 +111,16 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
     return Need(always | max(peaks, key=lambda parts: sum(parts.values())))
 
 
+def least_need(sizes: Sizes, ranks: int) -> int:
+    """Bytes on each of so many ranks that a trained model takes at the very least: parameters, moments, gradients."""
+    return _shard(_MASTER * sizes.parameters + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
+
+
+def guest_need(sizes: Sizes, ranks: int) -> int:
+    """As `least_need`, for a further adapter on a model that is there."""
+    return _shard((_MASTER + _MOMENTS) * sizes.trained, ranks)
+
+
 def server_need(config: RunConfig, sizes: Sizes) -> Need:
     """The least that a server must have of each of its GPUs: room for one sequence of `model.max_length`."""
     return Need(

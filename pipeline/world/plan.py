@@ -167,7 +167,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    _check_gpus(config.resources)
     seats = _seats(config)
     return Plan(ranks=_ranks(config.resources, seats), seats=tuple(seats))
 
@@ -197,14 +196,6 @@ def _placed(trainer: list[Seat], inference: list[Seat], wanted: ResourcesConfig)
     if wanted.gpus_per_node:
         return [], _packed([*trainer, *inference], wanted.gpus_per_node)
     return trainer, inference
-
-
-def _check_gpus(wanted: ResourcesConfig) -> None:
-    trainer = wanted.trainer.gpus
-    if trainer > 1:
-        raise PlanError(
-            "resources.trainer.gpus", trainer, "0 or 1 for each process", "raise resources.trainer.processes"
-        )
 
 
 def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:

@@ -1,8 +1,8 @@
 """From the command line to a typed config, or to the points of a sweep.
 
-Owns Hydra's composition and grammar; its sweepers are the matter of `slurm.launch.sweepers`. Promises that every
-mistake in an override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are
-reached, and that a sweep is written in Hydra's grammar.
+Owns Hydra's composition and grammar; Hydra's sweepers are in `slurm.launch.sweepers`. Promises that every mistake in an
+override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are reached, and that
+a sweep is written in Hydra's grammar.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,7 +207,7 @@ def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
 def _refuse_named(override: Override, text: str) -> None:
     """Raise `ConfigError` where the directories of points are swept over."""
     if override.key_or_group in ("name", "output"):
-        mend = "each point of a sweep gets a directory of its own by itself"
+        mend = "each point of a sweep gets its own directory"
         raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
 
 

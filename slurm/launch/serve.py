@@ -1,8 +1,9 @@
 """Serving the Tinker API: a front here, and a job like any other that does the work.
 
 Owns the order of a start, and when the job is started again. Promises that the front, which clients talk to, outlives
-the trainer: while that is away, clients wait; and that the same command goes on where an earlier one left off, at the
-same address. With `cluster=local` the job ends with the launcher; a job of Slurm goes on, and is found again.
+the trainer: while that is away, clients wait (`slurm.launch.front` watches over the front); and that the same command
+goes on where an earlier one left off, at the same address. With `cluster=local` the job ends with the launcher; a job
+of Slurm goes on, and is found again.
 """
 
 import sys
@@ -10,8 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-import msgspec
 
 from pipeline.api.registry import MOST_DELIVERIES
 from pipeline.api.settings import Address, Settings, address_file, settings_of
@@ -25,13 +24,14 @@ from pipeline.system.waiting import wait_for
 from slurm.batch.executors import RunJob
 from slurm.launch.compose import compose_config
 from slurm.launch.following import follow_job, print_job
+from slurm.launch.front import FrontKeeper
 from slurm.launch.signals import noted_signals
 from slurm.launch.submit import check_submission, print_plan, run_here, submit_one
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.environment import child_environment
 
-FRONT_SECONDS, BASE_SECONDS, STOP_SECONDS = 60.0, 600.0, 10.0
+BASE_SECONDS = 600.0
 SHORT_SECONDS, MOST_SHORT = 60.0, MOST_DELIVERIES + 2
 """The trainer is not started again after so many attempts in a row that were over so soon; more than a request gets
 that ends each of them, so that it fails alone."""
@@ -98,25 +98,15 @@ def front(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(model_directory(config.model))})}
     )
-    settings, log = settings_of(config, paths.api), paths.api / "front.log"
+    settings = settings_of(config, paths.api)
     paths.api.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pipeline.api.process", msgspec.json.encode(settings).decode()]
-    child = process.Child(command, log, child_environment({}))
+    keeper = FrontKeeper(settings, paths.api / "front.log")
     try:
-        address: Address = wait_for("the front to listen", lambda: _listens(child, settings), FRONT_SECONDS)
+        address = keeper.start()
         _say_address(address, settings)
         yield address
     finally:
-        child.stop(STOP_SECONDS)
-
-
-def _listens(child: process.Child, settings: Settings) -> Address | None:
-    """Where it listens, once it does; `ConfigError` if it has ended."""
-    if (code := child.poll()) is not None:
-        why = " ".join(process.tail(child.log, 1)) or process.describe_exit(code)
-        raise ConfigError("serve", f"{settings.host}:{settings.port}", "a front that starts", why)
-    address = files.read_document(settings.address, Address)
-    return address if address is not None and address.pid == child.pid else None
+        keeper.stop()
 
 
 def _serve_here(config: RunConfig) -> int:

@@ -1,7 +1,7 @@
 """Submitting a run: check everything, show the plan, start one job, follow it.
 
-Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right:
-then the exit code is 2, else that of `slurm.launch.following`.
+Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right. If
+it is not, the exit code is 2; if it is, that of `slurm.launch.following`.
 """
 
 import argparse

@@ -44,7 +44,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers and users send to an agent to say that the job should end soon."""
 
 OWNER_SECONDS = 180.0
-"""How long an agent waits to see its own job recorded as the run's, after another or by a launcher that is slow."""
+"""How long an agent waits until its own job is on record as the run's: the launcher may be slow to record it."""
 _SLACK_SECONDS = 5.0
 
 

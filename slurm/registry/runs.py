@@ -36,7 +36,7 @@ from slurm.scheduler.protocol import PENDING, QueuedJob, Scheduler
 PACKAGES = ("pipeline", "slurm", "conf")
 """What an attempt runs from its snapshot."""
 ENTRANCES = ("slurm/node/agent.py", "slurm/batch/requeue.py", "slurm/batch/controller.py")
-"""The modules of a snapshot that a launcher, which may be newer, has its job start."""
+"""The modules in a run's snapshot that a launcher, which may be newer, tells its job to start."""
 
 
 def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:

@@ -38,7 +38,7 @@ COLOURS = {
     "failed": "bold red",
     "finished": "bold green",
 }
-"""Of each state of a run, a role and an attempt; green is only what works."""
+"""The colour of each state of a run, a role and an attempt; only what works is green."""
 UNSURE = "yellow"
 """What nobody knows to be well."""
 

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from pipeline.api.settings import Address, settings_of
 from pipeline.config import RunConfig
 from pipeline.system import files
 from pipeline.system.waiting import wait_for
+from pipeline.training.service.base import write_base
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import config_of
+from tests.support.servers.vllm import SECRET, TINY, Served, starting_of
 
 
 @dataclass
@@ -114,3 +116,28 @@ def serving(root: Path, model: Path, ranks: int = 1, **serve: Any) -> Iterator[T
         yield server.start()
     finally:
         server.stop()
+
+
+@contextmanager
+def serving_samples(
+    root: Path, addresses: Sequence[str], base: Path | None = None, max_length: int = 64, **serve: Any
+) -> Iterator[tuple[TinkerServer, list[Served]]]:
+    """A server beside whose trainer vLLM samples at these addresses; of the demo's tiny model with random weights,
+    unless there is a `base`."""
+    if base is None:
+        base = root / "base"
+        write_base(TINY, base, seed=5)
+    root.mkdir(parents=True, exist_ok=True)
+    plain = config_of(base)
+    settings = plain.serve.model_copy(
+        update={"enabled": True, "port": 0, "base_name": "tiny", "sampling": True, "max_rank": 8, **serve}
+    )
+    model = plain.model.model_copy(update={"max_length": max_length})
+    training = plain.training.model_copy(update={"micro_batch_tokens": 4 * max_length})
+    config = plain.model_copy(update={"serve": settings, "model": model, "training": training})
+    with ExitStack() as started:
+        ready = [started.enter_context(starting_of(config, address)) for address in addresses]
+        samplers = [wait() for wait in ready]
+        server = TinkerServer(root, config, servers=[SECRET, *(each.endpoint for each in samplers)])
+        started.callback(server.stop)
+        yield server.start(), samplers

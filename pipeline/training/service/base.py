@@ -6,6 +6,7 @@ has none. Promises that equal seeds give equal weights, and that a folder with t
     python -m pipeline.training.service.base <model directory> <folder> <seed>
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -27,7 +28,18 @@ def write_base(model: Path, target: Path, seed: int) -> None:
     for file in model.iterdir():
         if file.is_file() and file.name not in _SKIPPED:
             shutil.copy(file, part / file.name)
+    _know_every_text(part / "tokenizer.json")
     folders.replace(target, part)
+
+
+def _know_every_text(tokenizer: Path) -> None:
+    """vLLM's server encodes a text of its own when it starts: a tokenizer of words has to have one for those that it
+    does not know."""
+    tree = json.loads(tokenizer.read_text())
+    words = tree["model"].get("vocab", {})
+    if tree["model"]["type"] == "WordLevel" and tree["model"]["unk_token"] not in words:
+        tree["model"]["unk_token"] = min(words, key=words.__getitem__)
+        tokenizer.write_text(json.dumps(tree, indent=2))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from pipeline.config.sums import TokenSum
 from pipeline.errors import CheckpointError, DamagedError, RollcallError
-from pipeline.system import folders
+from pipeline.system import folders, heartbeat
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.queries import QueryRow
+from pipeline.training.service.room import Room
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import guests
 from pipeline.training.workers.optimizer import AdamSettings
@@ -68,6 +69,7 @@ class ServedModels:
 
     def __init__(self, dispatch: Dispatch, config: RunConfig, weights: Path, attempt: str) -> None:
         self._dispatch, self._config, self._weights, self._attempt = dispatch, config, weights, attempt
+        self._room = Room(dispatch)
         self._clients: dict[str, _Client] = {}
         self._slots: dict[str, _Slot] = {}
 
@@ -84,8 +86,11 @@ class ServedModels:
         return self._clients[id].pending
 
     def create(self, id: str, adapter: Adapter) -> None:
-        """Make a model, fresh."""
-        slot = self._slot(id, adapter)
+        """Make a model, fresh; `Refused` for one that the base cannot have, or that there is no room for."""
+        shares = bool(adapter.rank) and _form(adapter) in self._slots
+        if reason := self._room.why_not(served_model(self._config, adapter), shares=shares):
+            raise Refused(reason)
+        slot = self._slot(adapter)
         self._clients[id] = _Client(adapter, slot)
         if adapter.rank:
             self._enter(slot, id, adapter.seed)
@@ -153,10 +158,9 @@ class ServedModels:
         return Saved(size)
 
     def look_for(self, folder: str) -> None:
-        """`CheckpointError` unless there is what `save` wrote; no model is touched."""
-        place = self._weights / folder
-        if not self._dispatch.on_sites(_is_there, str(place))[0]:
-            raise CheckpointError(f"{place} holds no whole checkpoint")
+        """`CheckpointError` unless there is what `save` wrote, every byte of it; no model is touched."""
+        if (wrong := self._dispatch.on_sites(_verify, str(self._weights / folder))[0]) is not None:
+            raise wrong
 
     def load(self, id: str, folder: str, *, optimizer: bool) -> None:
         """Take what `save` wrote and `look_for` finds; without `optimizer`, with a fresh one. If it is damaged, the
@@ -194,7 +198,7 @@ class ServedModels:
     def _enter(self, slot: _Slot, id: str, seed: int) -> None:
         self._dispatch.pass_through(slot.name, exchange, slot.current, id, seed)
 
-    def _slot(self, id: str, adapter: Adapter) -> _Slot:
+    def _slot(self, adapter: Adapter) -> _Slot:
         """The place of a new model; made if there is none."""
         name = _form(adapter) if adapter.rank else self._free_name()
         if name not in self._slots:
@@ -266,9 +270,19 @@ def _save(site: Site, name: str, place: str, attempt: str) -> int:
     return sum(record.size for record in checkpoint.manifest.files.values())
 
 
-def _is_there(site: Site, place: str) -> bool:
+def _verify(site: Site, place: str) -> CheckpointError | None:
     """On every rank, of which the first looks."""
-    return site.rank > 0 or next(iter(committed(place)), None) is not None
+    if site.rank:
+        return None
+    checkpoint = next(iter(committed(place)), None)
+    if checkpoint is None:
+        return CheckpointError(f"{place} holds no whole checkpoint")
+    with heartbeat.during(f"reading {place}", site.patience.commit):
+        try:
+            checkpoint.verify()
+        except CheckpointError as error:
+            return error
+    return None
 
 
 def _load(site: Site, name: str, place: str, optimizer: bool) -> DamagedError | None:

@@ -68,9 +68,18 @@ def starting(
 ) -> Iterator[Callable[[], Served]]:
     """Start a server, with `variables` besides its environment; the value waits until it is ready, so that several can
     start at once."""
+    with starting_of(tiny_config(model, lora), address, variables) as ready:
+        yield ready
+
+
+@contextmanager
+def starting_of(
+    config: RunConfig, address: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Callable[[], Served]]:
+    """As `starting`, the server of any config."""
+    model = Path(config.model.path)
     with process.hold_port() as holder:
         place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),))
-        config = tiny_config(model, lora)
         environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
         environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables

@@ -3,91 +3,19 @@
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from pipeline.api import store, wire
-from pipeline.api.door import ATTACH, SECRET, TURN, Door
+from pipeline.api.door import SECRET, TURN
 from pipeline.api.errors import Full
-from pipeline.api.front import Front
-from pipeline.api.keys import Keys, digest
-from pipeline.api.records import Attach, Done, Facts, Failed, Plain, Saved, Stepped, Turn, Unload, Work, encode
+from pipeline.api.records import Done, Failed, Plain, Saved, Stepped, Turn, Unload, encode
 from pipeline.api.registry import Registry
-from pipeline.api.sampling import Sampling
-from pipeline.api.settings import Settings
 from pipeline.api.store import Store
-
-ADA, BOB = {"X-API-Key": "tml-ada"}, {"X-API-Key": "tml-bob"}
-DOOR = {SECRET: "secret"}
-LORA = {"rank": 4}
-_works = msgspec.msgpack.Decoder(Work)
-
-
-class Client:
-    """A front of its own, as clients and as a trainer see it."""
-
-    def __init__(self, http: TestClient[Any, Any], registry: Registry, kept: Store) -> None:
-        self.http, self.registry, self.kept = http, registry, kept
-
-    async def post(self, route: str, body: Any, headers: dict[str, str] = ADA) -> tuple[int, Any]:
-        async with self.http.post(f"/api/v1/{route}", json=body, headers=headers) as answer:
-            return answer.status, await answer.json()
-
-    async def session(self, headers: dict[str, str] = ADA) -> str:
-        return str((await self.post("create_session", {}, headers))[1]["session_id"])
-
-    async def model(self, session: str, number: int = 0, headers: dict[str, str] = ADA) -> tuple[int, Any]:
-        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": LORA}
-        return await self.post("create_model", body, headers)
-
-    async def attach(self, attempt: str, **cursors: int) -> int:
-        body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, Facts()))
-        async with self.http.post(ATTACH, data=body, headers=DOOR) as answer:
-            return answer.status
-
-    async def turn(self, attempt: str, *done: Done) -> tuple[int, Work | None]:
-        async with self.http.post(TURN, data=encode(Turn(attempt, done)), headers=DOOR) as answer:
-            body = await answer.read()
-            return answer.status, _works.decode(body) if answer.status == 200 else None
-
-
-def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> None:
-    async def run() -> None:
-        (tmp_path / "keys").write_text(f"{digest('tml-ada')} ada models=2\n{digest('tml-bob')} bob\n")
-        settings = Settings(
-            root=str(tmp_path),
-            host="127.0.0.1",
-            port=0,
-            keys="",
-            base_names=("tiny",),
-            tokenizer="tiny",
-            max_length=16,
-            max_rank=8,
-            request_bytes=1 << 16,
-            session_seconds=60,
-            whole_models=False,
-            sampling=True,
-            seed=0,
-        )
-        kept = Store(settings.store)
-        registry, sampling = Registry(kept), Sampling(kept, settings.weights, 16, 2)
-        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"))
-        app = web.Application(client_max_size=0)
-        front.add_routes(app)
-        Door(registry, "secret", lambda facts: None).add_routes(app)
-        await sampling.start()
-        async with TestClient(TestServer(app)) as http:
-            await play(Client(http, registry, kept))
-        await sampling.close()
-        kept.close()
-
-    asyncio.run(run())
+from tests.unit.api.front_case import ADA, BOB, DOOR, LORA, Client, with_front
 
 
 def test_a_retry_is_the_same_request_and_makes_no_second_model(tmp_path: Path) -> None:
@@ -196,17 +124,17 @@ def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings
 def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         removed: list[str] = []
-        client.registry.on_removed = removed.append
+        client.registry.shelf.on_removed = removed.append
         model = (await client.model(await client.session()))[1]["model_id"]
         await client.attach("one")
         await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
         await client.turn("one")
         await client.turn("one", Done(f"{model}:0", Plain()))
         await client.turn("one", Done(f"{model}:1", Saved(10)))
-        [saved] = client.registry.checkpoints.values()
+        [saved] = client.registry.shelf.checkpoints.values()
         load = {"model_id": model, "seq_id": 2, "path": saved.path, "optimizer": True}
         assert (await client.post("load_weights", load))[0] == 200
-        await client.registry.remove_checkpoint(saved)
+        await client.registry.shelf.remove(saved)
         await client.turn("one", Done(f"{model}:2", Plain()))
         assert removed == [], "a trainer that comes now loads it again"
         await client.registry.committed({model: 2})
@@ -242,7 +170,8 @@ def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tm
         live = client.registry.models[model]
         gone = msgspec.structs.replace(live.fact, gone=True)
         await client.kept.keep(store.fact("model", model, encode(gone)))
-        assert isinstance(Registry(client.kept).requests[f"{model}:0"].result, Failed)
+        again = Registry(client.kept)
+        assert isinstance(again.result(again.requests[f"{model}:0"]), Failed)
 
     with_front(tmp_path, play)
 
@@ -326,7 +255,7 @@ def test_random_requests_leave_the_front_up_and_its_state_as_it_was(tmp_path: Pa
         fields += ["num_samples", "sampling_params", "request_id", "tinker_path", "ttl_seconds", "optimizer_config"]
         routes = ["create_model", "load_weights", "get_info", "optim_step", "save_weights", "weights_info", "asample"]
         routes += ["save_weights_for_sampler", "create_sampling_session", "forward_backward", "retrieve_future"]
-        before = (set(client.registry.models), set(client.registry.checkpoints), set(client.registry.sessions))
+        before = (set(client.registry.models), set(client.registry.shelf.checkpoints), set(client.registry.sessions))
         for _ in range(1500):
             body = {name: value() for name in draw.sample(fields, draw.randint(0, 6))}
             body |= {name: id for name, id in known.items() if draw.random() < 0.5}
@@ -334,7 +263,7 @@ def test_random_requests_leave_the_front_up_and_its_state_as_it_was(tmp_path: Pa
             url = f"/api/v1/{draw.choice(routes)}"
             async with client.http.post(url, data=data, headers=ADA) as answer:
                 assert answer.status in (200, 400, 403, 404), (url, data, await answer.text())
-        found = (set(client.registry.models), set(client.registry.checkpoints), set(client.registry.sessions))
+        found = (set(client.registry.models), set(client.registry.shelf.checkpoints), set(client.registry.sessions))
         assert found == before
         message = wire.protocol().ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="ppo")
         body = message.SerializeToString()

@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestServer
 from pipeline.api import wire
 from pipeline.api.errors import ApiError
 from pipeline.api.facts import Sampler
+from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
-from pipeline.api.sampling import Sampling, request_body
+from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, Sampling
 from pipeline.api.store import Store
 
 LONGEST, MOST_ADAPTERS = 16, 2
@@ -28,6 +29,7 @@ class Script:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.statuses: list[int] = []
+        self.answer: dict[str, Any] | None = None
 
     def routes(self, app: web.Application) -> None:
         for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
@@ -42,6 +44,8 @@ class Script:
             return web.json_response({"error": {"message": "says the server"}}, status=status)
         if not request.path.endswith("generate"):
             return web.Response(text="ok")
+        if self.answer is not None:
+            return web.json_response(self.answer)
         choices = [
             {
                 "index": index,
@@ -148,14 +152,67 @@ def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> No
     with_servers(tmp_path, answer)
 
 
+def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        sampling.use(None)
+        id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        waiting = asyncio.create_task(sampling.result(id))
+        await asyncio.sleep(0)
+        sampling.cancel(id)
+        assert await waiting == Failed("its client gave this sample up", "user")
+        sampling._jobs[id].fetched -= FETCHED_SECONDS + 1
+        await sampling.sweep()
+        assert not sampling.has(id)
+
+    with_servers(tmp_path, play)
+    assert not list(Store(tmp_path / "store.sqlite").requests())
+
+
+def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        task = sampling._jobs[id].task
+        assert task is not None
+        await task
+        await sampling.sweep()
+        assert sampling.has(id)
+        sampling._jobs[id].ended -= UNFETCHED_SECONDS + 1
+        await sampling.sweep()
+        assert not sampling.has(id)
+
+    with_servers(tmp_path, play)
+
+
+def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        given = {"temperature": 0.0, "max_tokens": 4}
+        outcome = await sample(sampling, num_samples=3, sampling_params=given)
+        assert isinstance(outcome, bytes)
+        assert len(wire.protocol().SampleResponse.FromString(outcome).sequences) == 3
+        assert [body["sampling_params"]["n"] for _, body in scripts[0].asked] == [1]
+
+    with_servers(tmp_path, play)
+
+
+def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        scripts[0].answer = {"nothing": 1}
+        outcome = await sample(sampling)
+        assert isinstance(outcome, Failed)
+        assert "makes no sense" in outcome.error
+        assert (outcome.category, len(scripts[0].asked)) == ("server", MOST_WRONG)
+
+    with_servers(tmp_path, play)
+
+
 @pytest.mark.parametrize(
     ("stop", "expected"),
     [
         (None, {"stop_token_ids": [], "ignore_eos": False, "detokenize": False}),
         ([], {"stop_token_ids": [], "ignore_eos": True, "detokenize": False}),
         ([7], {"stop_token_ids": [7], "ignore_eos": True, "detokenize": False}),
-        ("a", {"stop": ["a"], "ignore_eos": True, "detokenize": True, "include_stop_str_in_output": True}),
-        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": True, "detokenize": True, "include_stop_str_in_output": True}),
+        ("a", {"stop": ["a"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
+        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
     ],
 )
 def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any]) -> None:

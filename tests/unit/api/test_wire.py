@@ -116,6 +116,15 @@ def test_what_a_loss_cannot_take_is_refused_in_one_line_that_says_where(message:
     assert re.search(says, refusal(message))
 
 
+def test_the_cells_of_a_request_are_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_CELLS", 100)
+    one = request([5, 6], target_tokens=tensor([6], sparse=([0, 1, 1], [9]), shape=[2, 20]))
+    assert len(read(one).data) == 1
+    two = request([5, 6], target_tokens=tensor([6], sparse=([0, 1, 1], [9]), shape=[2, 20]))
+    two.data.extend([one.data[0], one.data[0]])
+    assert "datum 2: target_tokens: the request asks for more than 100 cells" in refusal(two)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_but_a_refusal(body: bytes) -> None:

@@ -1,0 +1,99 @@
+"""Requests to models, as the front has them in memory.
+
+Owns what is remembered of each beside the store, and what a body means for doing it again. Pure but for events."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipeline.api import names
+from pipeline.api.facts import Model
+from pipeline.api.names import WeightsPath
+from pipeline.api.order import ModelQueue
+from pipeline.api.records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Unload, Work
+
+UNLOAD_SEQ = 1 << 40
+bodies: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Body)
+results: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Result)
+
+
+@dataclass(eq=False)
+class Request:
+    """One request to a model. Its body and its result are in the store; here is only what fails it.
+
+    Attributes:
+        stateful: whether doing it changes the model.
+        open: its body is in the store.
+        reads: the folder that doing it reads, if any.
+        answered: when it got its result (seconds since the epoch), or when this process first saw that; 0 until then.
+        failure: the result, if that is why nothing was done.
+        deliveries: how often a trainer got it and gave no answer.
+        served: when a client got the result; 0 until then.
+    """
+
+    id: str
+    model: str
+    seq: int
+    stateful: bool = False
+    open: bool = True
+    reads: str = ""
+    answered: float = 0.0
+    failure: Failed | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    deliveries: int = 0
+    served: float = 0.0
+
+    def understand(self, body: Body) -> None:
+        """Note what doing this body means."""
+        self.stateful = isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
+        self.reads = body.folder if isinstance(body, Load) else ""
+
+    def finish(self, result: Result | None, now: float) -> None:
+        """Note that it has its result; None: one that is no failure."""
+        self.answered, self.failure = now, result if isinstance(result, Failed) else None
+        self.done.set()
+
+    @property
+    def redone(self) -> bool:
+        """Whether a trainer that lost it has to do it again, or for the first time."""
+        return not self.answered or (self.stateful and self.failure is None)
+
+
+@dataclass(eq=False)
+class Live:
+    """A model's requests, by number."""
+
+    fact: Model
+    queue: ModelQueue
+    requests: dict[int, Request] = field(default_factory=dict)
+    cursors: tuple[int, int] = (-1, -1)
+    """What the last two durable commits have behind them."""
+    settled: int = -1
+    """Up to this request nothing can be done again."""
+    lost: str = ""
+    unloading: bool = False
+    came_back: bool = False
+    """Gone, but in the commit of the trainer that is there."""
+
+
+class SaveNote(msgspec.Struct, frozen=True):
+    """What the front remembers of a `Save` until it is done: the client's name for it, how long it is kept (seconds),
+    and the sampler that it is made for."""
+
+    path: str
+    ttl: int | None = None
+    metadata: dict[str, str] | None = None
+    sampler: str = ""
+
+
+def save_body(path: WeightsPath, version: int, note: SaveNote) -> Save:
+    """The request of a trainer to write a checkpoint."""
+    return Save(path.folder(version), path.kind != "weights", msgspec.json.encode(note).decode())
+
+
+def unload_work(live: Live) -> Work:
+    """What has a trainer forget a model, after all its requests."""
+    return Work(names.request_id(live.fact.id, UNLOAD_SEQ), live.fact.id, UNLOAD_SEQ, Unload())

@@ -1,0 +1,79 @@
+"""Models: fresh ones, those from a checkpoint, and what they are."""
+
+from pipeline.api.errors import ApiError
+from pipeline.api.keys import Owner
+from pipeline.api.names import parse_path
+from pipeline.api.records import Adapter, Create, Load
+from pipeline.api.registry import Registry
+from pipeline.api.routes.fields import future, number, text
+from pipeline.api.routes.router import Body, Router
+from pipeline.api.settings import Settings
+
+
+class ModelRoutes:
+    """Making models and letting them go."""
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self._settings, self._registry = settings, registry
+
+    def add(self, router: Router) -> None:
+        router.post("create_model", self._create)
+        router.post("load_weights", self._load_weights)
+        router.post("get_info", self._info)
+        router.post("unload_model", self._unload)
+
+    async def _create(self, owner: Owner, body: Body) -> Body:
+        base = self._settings.checked_base(text(body, "base_model"))
+        seq = number(body, "model_seq_id")
+        optimizer = body.get("optimizer_config") or {"type": "adamw"}
+        if optimizer.get("type") != "adamw":
+            raise ApiError(f"optimizer_config {optimizer.get('type')!r}; only adamw is served")
+        session, adapter = text(body, "session_id"), self._adapter(body.get("lora_config"), seq)
+        return future(await self._registry.make_model(owner, session, seq, base, Create(adapter)))
+
+    def _adapter(self, wanted: Body | None, seq: int) -> Adapter:
+        if wanted is None:
+            if not self._settings.whole_models:
+                raise ApiError("no lora_config: full fine-tuning is off here (serve.whole_models)")
+            return Adapter(0)
+        rank = wanted.get("rank")
+        if not isinstance(rank, int) or not 1 <= rank <= self._settings.max_rank:
+            raise ApiError(f"lora_config.rank={rank!r}; expected 1 to {self._settings.max_rank} (serve.max_rank)")
+        attention, mlp = bool(wanted.get("train_attn", True)), bool(wanted.get("train_mlp", True))
+        if not (attention or mlp):
+            raise ApiError("lora_config: neither train_attn nor train_mlp, so nothing would be trained")
+        seed = wanted.get("seed")
+        return Adapter(rank, self._settings.seed + seq if seed is None else int(seed), attention, mlp)
+
+    async def _load_weights(self, owner: Owner, body: Body) -> Body:
+        """With a session the first request of a model, which it makes; else one of a model that there is."""
+        if body.get("session_id"):
+            load, base = self._load(owner, body, fresh=True)
+            session, seq = str(body["session_id"]), number(body, "model_seq_id")
+            return future(await self._registry.make_model(owner, session, seq, base, load))
+        live = self._registry.model(owner, text(body, "model_id"))
+        seq = number(body, "seq_id", least=1)
+        return future(await self._registry.accept(live, seq, lambda: self._load(owner, body, fresh=False)[0]))
+
+    def _load(self, owner: Owner, body: Body, *, fresh: bool) -> tuple[Load, str]:
+        checkpoint = self._registry.shelf.checkpoint(owner, text(body, "path"))
+        if parse_path(checkpoint.path).kind != "weights":
+            raise ApiError(f"{checkpoint.path} is for sampling; expected tinker://<model id>/weights/<name>")
+        if not fresh:
+            own = self._registry.model(owner, text(body, "model_id")).fact.adapter
+            if own.form != checkpoint.adapter.form:
+                raise ApiError(f"{checkpoint.path} is of another form: rank {checkpoint.adapter.rank}, not {own.rank}")
+        load = Load(checkpoint.folder, bool(body.get("optimizer")), checkpoint.adapter, fresh)
+        return load, checkpoint.base
+
+    async def _info(self, owner: Owner, body: Body) -> Body:
+        fact = self._registry.model(owner, text(body, "model_id")).fact
+        names_of = {"model_name": fact.base, "tokenizer_id": self._settings.tokenizer}
+        rank = fact.adapter.rank
+        info = {"type": "get_info", "model_id": fact.id, "model_data": names_of, "model_name": fact.base}
+        return info | {"is_lora": rank > 0, "lora_rank": rank or None}
+
+    async def _unload(self, owner: Owner, body: Body) -> Body:
+        live = self._registry.model(owner, text(body, "model_id"))
+        await self._registry.unload(live)
+        return {"request_id": live.fact.id + ":unload", "model_id": live.fact.id}

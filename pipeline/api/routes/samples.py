@@ -1,0 +1,59 @@
+"""Sampling clients and what they ask."""
+
+from aiohttp import web
+
+from pipeline.api import names
+from pipeline.api.errors import ApiError
+from pipeline.api.facts import Sampler
+from pipeline.api.keys import Owner
+from pipeline.api.registry import Registry
+from pipeline.api.routes.fields import number, text
+from pipeline.api.routes.router import Body, Router
+from pipeline.api.sampling import Sampling
+from pipeline.api.settings import Settings
+
+
+class SampleRoutes:
+    """Samples of the base, and of checkpoints that were saved for it."""
+
+    def __init__(self, settings: Settings, registry: Registry, sampling: Sampling) -> None:
+        self._settings, self._registry, self._sampling = settings, registry, sampling
+
+    def add(self, router: Router) -> None:
+        router.post("create_sampling_session", self._create)
+        router.add("GET", "samplers/{sampler}", self._get)
+        router.post("asample", self._sample)
+
+    async def _create(self, owner: Owner, body: Body) -> Body:
+        self._refuse_without_servers()
+        session = self._registry.session(owner, text(body, "session_id"))
+        id = names.sampler_id(session.id, number(body, "sampling_session_seq_id"))
+        if id not in self._registry.shelf.samplers:
+            path = body.get("model_path") or ""
+            if path:
+                checkpoint = self._registry.shelf.checkpoint(owner, path)
+                if names.parse_path(checkpoint.path).kind != "sampler_weights":
+                    raise ApiError(f"{path} is for training; save_weights_for_sampler makes what can be sampled from")
+                base = checkpoint.base
+            else:
+                base = self._settings.checked_base(text(body, "base_model"))
+            await self._registry.shelf.add_sampler(Sampler(id, owner.name, base, path))
+        return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    def _refuse_without_servers(self) -> None:
+        if not self._settings.sampling:
+            raise ApiError("nothing samples here: this server was started without serve.sampling=true")
+
+    async def _get(self, owner: Owner, request: web.Request) -> web.Response:
+        found = self._registry.shelf.sampler(owner, request.match_info["sampler"])
+        answer = {"sampler_id": found.id, "base_model": found.base, "model_path": found.path or None}
+        return web.json_response(answer)
+
+    async def _sample(self, owner: Owner, body: Body) -> Body:
+        self._refuse_without_servers()
+        sampler = self._registry.shelf.sampler(owner, text(body, "sampling_session_id"))
+        folder = self._registry.shelf.checkpoint(owner, sampler.path).folder if sampler.path else ""
+        seq = number(body, "seq_id")
+        request = await self._sampling.accept(names.request_id(sampler.id, seq), sampler, folder, seq, body)
+        ids = [f"{request}:{index}" for index in range(int(body.get("num_samples", 1)))]
+        return {"request_id": request, "sample_sequence_ids": ids}

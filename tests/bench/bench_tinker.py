@@ -1,0 +1,155 @@
+"""What the API costs: steps through the SDK, front and trainer, beside the same steps on the dispatch alone.
+
+    python -m tests.bench.bench_tinker [--clients 1 4 16] [--steps 24] [--data 32] [--length 64]
+
+Each client trains an adapter of its own on the demo's tiny model, on this machine's CPU: forward_backward, then
+optim_step, two steps ahead of their results, as the SDK's page advises. The dispatch alone does the same requests for
+as many adapters, which take turns as those of clients do. The trainer has one thread both times. Prints requests and
+tokens a second of both and their ratio; exit code 1 if one is below 0.9.
+"""
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+from pipeline.api.records import Adapter, Datum, Pass, Step
+from pipeline.config import RunConfig
+from pipeline.training.service.base import write_base
+from pipeline.training.service.models import ServedModels
+from tests.bench.tables import judge, markdown
+from tests.integration.tinker_server import TinkerServer
+from tests.support.models.jobs import VOCABULARY, config_of, world_of_one
+from tests.support.servers.vllm import TINY
+
+LEAST, WARM, AHEAD = 0.9, 3, 2
+RATE = 1e-3
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_tinker")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--steps", type=int, default=24, help="of each client")
+    parser.add_argument("--data", type=int, default=32, help="of each forward_backward")
+    parser.add_argument("--length", type=int, default=64, help="tokens of each datum")
+    given = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    rows, ratios = [], []
+    with tempfile.TemporaryDirectory(prefix="bench-tinker-") as folder:
+        write_base(TINY, Path(folder) / "base", seed=0)
+        for clients in given.clients:
+            steps = max(4, given.steps // clients)
+            tokens = clients * steps * given.data * given.length
+            alone = seconds_alone(config(Path(folder), given), clients, steps, given)
+            served = seconds_served(config(Path(folder), given), Path(folder) / f"run-{clients}", clients, steps, given)
+            ratios.append(alone / served)
+            requests = 2 * clients * steps
+            rows.append([clients, requests / alone, requests / served, tokens / alone, tokens / served, ratios[-1]])
+    columns = ["clients", "requests/s alone", "requests/s served", "tokens/s alone", "tokens/s served", "ratio"]
+    print(markdown(columns, rows))
+    return judge(f"the API reaches {LEAST} of the dispatch alone", min(ratios) >= LEAST)
+
+
+def config(folder: Path, given: argparse.Namespace) -> RunConfig:
+    plain = config_of(folder / "base")
+    serve = plain.serve.model_copy(update={"enabled": True, "port": 0, "base_name": "tiny"})
+    model = plain.model.model_copy(update={"max_length": given.length})
+    training = plain.training.model_copy(update={"micro_batch_tokens": 16 * given.length})
+    return plain.model_copy(update={"serve": serve, "model": model, "training": training})
+
+
+def tokens_of(client: int, given: argparse.Namespace) -> Any:
+    """int64[data, length + 1]"""
+    return np.random.default_rng(client).integers(1, VOCABULARY, (given.data, given.length + 1))
+
+
+def seconds_alone(config: RunConfig, clients: int, steps: int, given: argparse.Namespace) -> float:
+    """For the requests of all clients, in turns."""
+    passes = [own_pass(tokens_of(client, given)) for client in range(clients)]
+    step = Step(RATE, 0.9, 0.95, 1e-12, 0.0, 0.0)
+    with tempfile.TemporaryDirectory() as folder, world_of_one(config.training.micro_batch_tokens) as dispatch:
+        models = ServedModels(dispatch, config, Path(folder), "one")
+        for client in range(clients):
+            models.create(str(client), Adapter(8, seed=client))
+
+        def train(times: int) -> None:
+            for _ in range(times):
+                for client, each in enumerate(passes):
+                    models.run_pass(str(client), each)
+                    models.step(str(client), step)
+
+        train(WARM)
+        started = time.perf_counter()
+        train(steps)
+        return time.perf_counter() - started
+
+
+def own_pass(rows: Any) -> Pass:
+    length = rows.shape[1] - 1
+    at, ones = np.arange(length).tobytes(), np.ones(length, np.float32).tobytes()
+    data = [
+        Datum(row[:-1].astype("<i4").tobytes(), at, row[1:].astype("<i4").tobytes(), {"weights": ones}) for row in rows
+    ]
+    return Pass(tuple(data), "cross_entropy", {}, backward=True)
+
+
+def seconds_served(config: RunConfig, root: Path, clients: int, steps: int, given: argparse.Namespace) -> float:
+    """From the first request of any client to the last result of all."""
+    server = TinkerServer(root, config)
+    try:
+        server.start()
+        opened = [tinker.ServiceClient(base_url=server.url, api_key=server.key) for _ in range(clients)]
+        trainers = [
+            each.create_lora_training_client(base_model="tiny", rank=8, seed=client).result()
+            for client, each in enumerate(opened)
+        ]
+        data = [[datum(row) for row in tokens_of(client, given)] for client in range(clients)]
+        for trainer, own in zip(trainers, data, strict=True):
+            train(trainer, own, WARM)
+        threads = [
+            threading.Thread(target=train, args=(trainer, own, steps), daemon=True)
+            for trainer, own in zip(trainers, data, strict=True)
+        ]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - started
+        for each in opened:
+            each.close("success").result()
+        return seconds
+    finally:
+        server.stop()
+
+
+def datum(row: Any) -> types.Datum:
+    inputs = {"target_tokens": row[1:], "weights": np.ones(len(row) - 1, np.float32)}
+    fields = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+    return types.Datum(model_input=types.ModelInput.from_ints(row[:-1].tolist()), loss_fn_inputs=fields)
+
+
+def train(trainer: Any, data: list[types.Datum], steps: int) -> None:
+    """So many steps, some of them under way."""
+    under_way: deque[Any] = deque()
+    for _ in range(steps):
+        under_way.append(trainer.forward_backward(data, "cross_entropy"))
+        under_way.append(trainer.optim_step(types.AdamParams(learning_rate=RATE)))
+        while len(under_way) > 2 * AHEAD:
+            under_way.popleft().result()
+    for each in under_way:
+        each.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

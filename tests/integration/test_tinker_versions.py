@@ -1,0 +1,78 @@
+"""The tour of the API with several versions of the SDK.
+
+The installed one always; others where `TINKER_SDKS` names a folder of virtual environments, one for each version:
+
+    for v in 0.25.0 0.30.0 0.34.0; do python -m venv sdks/$v && sdks/$v/bin/pip install tinker==$v; done
+    TINKER_SDKS=sdks python -m pytest tests/integration/test_tinker_versions.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.tinker_server import TinkerServer, serving
+from tests.support.models.jobs import write_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+TOUR = Path(__file__).with_name("tinker_tour.py")
+SECONDS = 300
+
+
+def environments() -> dict[str, Path]:
+    """The Python of each environment, by its version."""
+    root = Path(os.environ.get("TINKER_SDKS") or os.devnull)
+    return {each.parts[-3]: each for each in sorted(root.glob("*/bin/python"))}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerServer]:
+    root = tmp_path_factory.mktemp("versions")
+    write_model(root / "model")
+    with serving(root / "run", root / "model", commit_steps=5) as started:
+        yield started
+
+
+def tour(server: TinkerServer, python: str | Path) -> dict[str, Any]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
+    done = subprocess.run([str(python), str(TOUR)], env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def installed(server: TinkerServer) -> dict[str, Any]:
+    return tour(server, sys.executable)
+
+
+def test_the_tour_shows_what_the_api_promises(installed: dict[str, Any]) -> None:
+    assert installed["models"][0] == "tiny"
+    assert installed["rank"] == 4
+    assert installed["sft"][-1] < 0.9 * installed["sft"][0]
+    assert installed["resumed"] == installed["next"]
+    assert installed["loaded"] == installed["next"][0]
+    assert installed["fresh"][0] == installed["next"][0], "the loss before the first step"
+    assert installed["fresh"][1] != installed["next"][1], "moments that were not loaded show after it"
+    assert installed["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert installed["left"] == len(installed["listed"]) - 1
+    assert "weights/half" in installed["listed"]
+    assert installed["refused"]
+    assert installed["after"]
+
+
+@pytest.mark.parametrize("version", environments() or ["none"])
+def test_another_version_of_the_sdk_sees_the_same_bits(
+    server: TinkerServer, installed: dict[str, Any], version: str
+) -> None:
+    if version not in environments():
+        pytest.skip("TINKER_SDKS names no folder of environments")
+    seen = tour(server, environments()[version])
+    same = {name: value for name, value in seen.items() if name != "listed"}
+    assert same == {name: value for name, value in installed.items() if name != "listed"}

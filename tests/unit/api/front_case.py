@@ -1,0 +1,85 @@
+"""A front over HTTP, with a trainer that only says what it did."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from pipeline.api.door import ATTACH, SECRET, TURN, Door
+from pipeline.api.front import Front
+from pipeline.api.keys import Keys, digest
+from pipeline.api.records import Attach, Done, Facts, Turn, Work, encode
+from pipeline.api.registry import Registry
+from pipeline.api.sampling import Sampling
+from pipeline.api.settings import Settings
+from pipeline.api.store import Store
+
+ADA, BOB = {"X-API-Key": "tml-ada"}, {"X-API-Key": "tml-bob"}
+DOOR = {SECRET: "secret"}
+LORA = {"rank": 4}
+_works = msgspec.msgpack.Decoder(Work)
+
+
+class Client:
+    """A front of its own, as clients and as a trainer see it."""
+
+    def __init__(self, http: TestClient[Any, Any], registry: Registry, kept: Store) -> None:
+        self.http, self.registry, self.kept = http, registry, kept
+
+    async def post(self, route: str, body: Any, headers: dict[str, str] = ADA) -> tuple[int, Any]:
+        async with self.http.post(f"/api/v1/{route}", json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def session(self, headers: dict[str, str] = ADA) -> str:
+        return str((await self.post("create_session", {}, headers))[1]["session_id"])
+
+    async def model(self, session: str, number: int = 0, headers: dict[str, str] = ADA) -> tuple[int, Any]:
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": LORA}
+        return await self.post("create_model", body, headers)
+
+    async def attach(self, attempt: str, **cursors: int) -> int:
+        body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, Facts()))
+        async with self.http.post(ATTACH, data=body, headers=DOOR) as answer:
+            return answer.status
+
+    async def turn(self, attempt: str, *done: Done) -> tuple[int, Work | None]:
+        async with self.http.post(TURN, data=encode(Turn(attempt, done)), headers=DOOR) as answer:
+            body = await answer.read()
+            return answer.status, _works.decode(body) if answer.status == 200 else None
+
+
+def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> None:
+    async def run() -> None:
+        (tmp_path / "keys").write_text(f"{digest('tml-ada')} ada models=2\n{digest('tml-bob')} bob\n")
+        settings = Settings(
+            root=str(tmp_path),
+            host="127.0.0.1",
+            port=0,
+            keys="",
+            base_names=("tiny",),
+            tokenizer="tiny",
+            max_length=16,
+            max_rank=8,
+            request_bytes=1 << 16,
+            session_seconds=60,
+            whole_models=False,
+            sampling=True,
+            seed=0,
+        )
+        kept = Store(settings.store)
+        registry, sampling = Registry(kept), Sampling(kept, settings.weights, 16, 2)
+        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
+        app = web.Application(client_max_size=0)
+        front.add_routes(app)
+        Door(registry, "secret", lambda facts: None).add_routes(app)
+        await sampling.start()
+        async with TestClient(TestServer(app)) as http:
+            await play(Client(http, registry, kept))
+        await sampling.close()
+        kept.close()
+
+    asyncio.run(run())
