@@ -1,7 +1,14 @@
 """Rollouts: from a position to a group of samples.
 
-Owns the client of the inference servers (`client`), one of them (`server`), one rollout of a prompt (`rollout`) and the
-time that its task takes (`own_time`), the group of all rollouts (`groups`), the groups one after the other
-(`generation`), the order in which positions are issued (`positions`), evaluations (`evaluation`) and the meters of the
-actor (`meters`). Promises that nothing a task or a server does ends the actor: it becomes a reason in the group.
+| module | owns |
+|---|---|
+| `generation` | groups without end, as fast as servers and trainer allow |
+| `positions` | the order in which positions are issued |
+| `groups` | all rollouts of a position's prompt, as one group |
+| `rollout`, `own_time` | one rollout; the time that its task takes for itself |
+| `evaluation` | held-out accuracy |
+| `client`, `server` | the client of all inference servers; one of them |
+| `meters` | fractions of time |
+
+Promises that nothing a task or a server does ends the actor: it becomes a reason in the group.
 """
