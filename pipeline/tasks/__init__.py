@@ -13,8 +13,8 @@
 | `environments/` | environments of the library verifiers |
 | `sets` | the tasks of evaluation sets |
 
-`load_task` leads from a name in the config to a task. Promises that a wrong name or option, and a task that breaks while
-it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
+`load_task` leads from a name in the config to a task. Promises that a wrong name or option, and a task that breaks
+while it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
 """
 
 from pydantic import ValidationError
