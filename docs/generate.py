@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config import RunConfig, known_keys
+from pipeline.config import NAMED, RunConfig, known_keys, named_section
 from pipeline.config.relevance import READ_WITH
 from pipeline.tasks import BUILT_IN
 from slurm.launch.compose import config_groups
@@ -38,7 +38,8 @@ def reference() -> str:
     ]
     for section, fields in _by_section().items():
         purpose = (_section(section).__doc__ or "").strip()
-        lines += ["", f"## {section or 'The run'}", "", purpose, "", *_table(fields)]
+        title = section.replace("<", "\\<") or "The run"
+        lines += ["", f"## {title}", "", purpose, "", *_table(fields)]
     for name, path in BUILT_IN.items():
         module, _, attribute = path.partition(":")
         options: type[BaseModel] = getattr(import_module(module), attribute).Options
@@ -56,8 +57,9 @@ def _by_section() -> dict[str, list[tuple[str, FieldInfo]]]:
 
 def _section(path: str) -> type[BaseModel]:
     section: type[BaseModel] = RunConfig
-    for name in filter(None, path.split(".")):
-        section = section.model_fields[name].annotation  # type: ignore[assignment]
+    for name in filter(None, path.replace(f".{NAMED}", "").split(".")):
+        field = section.model_fields[name]
+        section = named_section(field) or field.annotation  # type: ignore[assignment]
     return section
 
 

@@ -2,11 +2,11 @@
 
 | room | what is in it |
 |---|---|
-| `api` | the Tinker API: the front that its clients talk to, a process apart from the trainer |
-| `report` | the page of a run: its history, drawn |
+| `report` | the page of a run: its history, drawn; its samples, there and in the terminal |
 | `roles` | one module for each kind of process: redis, trainer, inference, actor, preprocessor |
 | `training` | the algorithm, the dispatch below it, the workers below that; the jobs of files |
-| `rollouts` | requests to the servers, episodes, groups, evaluation |
+| `api` | the Tinker API: the front that its clients talk to, a process apart from the trainer |
+| `rollouts` | requests to the servers, episodes, groups, evaluation; samples that are kept |
 | `tasks` | prompts and rewards, and the processes that run them |
 | `losses` | losses as functions of tensors |
 | `data` | datasets: conversations and prompts by index |

@@ -7,7 +7,7 @@
 | `door` | the routes of the trainer |
 | `registry`, `requests` | sessions, models and their requests, and how they change |
 | `shelf` | checkpoints and sampling clients |
-| `sampling` | requests to the servers |
+| `sampling`, `generation` | requests to the servers; their form, and that of the answers |
 | `order` | the order of a model's requests |
 | `wire` | protobuf to records, and back |
 | `store`, `recent` | what is on disk, and what of it is in memory too |

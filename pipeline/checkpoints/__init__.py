@@ -1,5 +1,14 @@
 """Committed checkpoints on any filesystem that fsspec knows.
 
+| module | owns |
+|---|---|
+| `store` | which checkpoints exist, which one counts, which are kept |
+| `state` | what a checkpoint holds beside tensors |
+| `fence` | who may write, and whose commits count |
+| `location`, `storage` | where a run keeps them; a folder of files behind a URL |
+| `sharded`, `background` | saving and loading as collective operations; while training goes on |
+| `shards`, `blocks`, `plain` | files of shards; their content in blocks; read without running what is in it |
+
 Owns the form of a checkpoint, which of them counts, and which are kept. Promises that a checkpoint is whole or does not
 exist, that the newest committed one survives everything done here, and that a half-written one is never loaded. Must
 not know the model or the algorithm: it takes a tree of (sharded) tensors and a `TrainerState`.

@@ -1,37 +1,50 @@
 """The typed configuration of a run: its keys and their rules, what a resumed run may change, and the copy it keeps.
 
-`schema` has the keys, `places` those of cluster and resources, `data` those of datasets, `values` the forms of values,
-`rules` what must hold between keys, `relevance` who reads which key, `identity` which of them make a run the same,
-`kept` the copy in the run directory, `models` the built-in models.
+| module | owns |
+|---|---|
+| `schema` | the keys of the algorithm, and the whole |
+| `reading` | how a tree of values becomes a config |
+| `places` | the keys of cluster and resources |
+| `data` | the keys of datasets |
+| `tasks` | the keys of tasks and rewards |
+| `generation` | the keys of rollouts and servers |
+| `evaluation` | the keys of evaluation sets |
+| `serving`, `sums` | the keys of a run that serves; the losses that its clients name |
+| `values` | the forms of values |
+| `rules` | what must hold between keys |
+| `relevance` | who reads which key |
+| `identity` | which keys make a run the same |
+| `kept` | the copy in the run directory |
+| `models` | model directories, built-in ones among them |
 """
 
 from pipeline.config.data import ColumnsConfig, DataConfig, SourceConfig
+from pipeline.config.evaluation import EvalSetConfig, EvaluationConfig
+from pipeline.config.generation import InferenceConfig, RolloutConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
+from pipeline.config.reading import NAMED, known_form, known_keys, load_config, named_section, nearest
 from pipeline.config.schema import (
     CriticConfig,
-    InferenceConfig,
     LoraConfig,
     LossConfig,
     ModelConfig,
     OptimConfig,
-    RewardConfig,
-    RolloutConfig,
     RunConfig,
     StreamsConfig,
-    TaskConfig,
     TrackingConfig,
     TrainingConfig,
     WarmStartConfig,
-    known_keys,
-    load_config,
-    nearest,
 )
+from pipeline.config.tasks import RewardConfig, TaskConfig
 
 __all__ = [
+    "NAMED",
     "ClusterConfig",
     "ColumnsConfig",
     "CriticConfig",
     "DataConfig",
+    "EvalSetConfig",
+    "EvaluationConfig",
     "InferenceConfig",
     "LoraConfig",
     "LossConfig",
@@ -47,7 +60,9 @@ __all__ = [
     "TrackingConfig",
     "TrainingConfig",
     "WarmStartConfig",
+    "known_form",
     "known_keys",
     "load_config",
+    "named_section",
     "nearest",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 
 from pipeline.config import RunConfig
+from pipeline.config.evaluation import check_sets
 from pipeline.config.places import ClusterConfig
 from pipeline.config.relevance import default_of, unread, value_of
 from pipeline.errors import ConfigError
@@ -46,7 +47,8 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
     """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
-    for rule in (*_RULES, *(_ROLLOUT_RULES if config.has_rollouts else ())):
+    rollout_rules = _ROLLOUT_RULES if config.has_rollouts else _EVALUATION_RULES if config.evaluation.alone else ()
+    for rule in (*_RULES, *rollout_rules):
         rule(config)
     if positions is not None and config.model.max_length > positions:
         expected = f"at most {positions}, the model's max_position_embeddings"
@@ -96,6 +98,9 @@ def _something_is_trained(config: RunConfig) -> None:
             if steps:
                 expected = "0 with training.jobs: each job says its own steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
+    elif config.evaluation.alone:
+        if config.has_rollouts or config.has_sft or config.serve.enabled:
+            raise ConfigError("evaluation.alone", True, "a run that does nothing else", "use launchers/evaluate.py")
     elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
         mend = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
@@ -148,11 +153,13 @@ def _shared_gpus_have_room(config: RunConfig) -> None:
         raise ConfigError("inference.gpu_memory", memory, expected, mend)
 
 
-def _cuda_has_gpus(config: RunConfig) -> None:
-    gpus = config.resources.trainer.gpus
+def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
+    gpus, mend = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
     if config.resources.device == "cuda" and gpus != 1:
         expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
-        raise ConfigError("resources.trainer.gpus", gpus, expected, "set it, and resources.trainer.processes")
+        raise ConfigError("resources.trainer.gpus", gpus, expected, mend)
+    if gpus > 1:
+        raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", mend)
 
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
@@ -239,6 +246,13 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
         raise ConfigError("training.micro_batch_tokens", budget, expected, "raise it or lower model.max_length")
 
 
+def _sets_can_be_asked(config: RunConfig) -> None:
+    if config.evaluation.command and not config.evaluation.alone:
+        expected = "nothing in a run that trains, whose servers take tokens only"
+        raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
+    check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
+
+
 def _groups_fit_streams(config: RunConfig) -> None:
     sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
     least = 2 * config.rollout.samples * sample
@@ -254,7 +268,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
-    _cuda_has_gpus,
+    _a_trainer_process_has_one_gpu,
     _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,
@@ -269,9 +283,8 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _data_is_trained,
 )
 
-_ROLLOUT_RULES: tuple[Callable[[RunConfig], None], ...] = (
-    _groups_can_succeed,
-    _turns_leave_room_for_prompts,
-    _groups_fit_streams,
-)
-"""Of what is sampled, where anything is."""
+_EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _sets_can_be_asked)
+"""Of what is sampled to be scored."""
+
+_ROLLOUT_RULES = (_groups_can_succeed, _groups_fit_streams, *_EVALUATION_RULES)
+"""Of what is sampled to be trained, too."""

@@ -3,29 +3,26 @@
 Owns every key a user can set, its type, its bounds and its meaning. Promises that a `RunConfig` is frozen and whole:
 once `load_config` returned, no other code checks a single value again. Must not know Hydra, torch, Redis or submitit.
 
-    config = load_config({"name": "demo", "cluster": {...}, ...})
+    config = load_config({"name": "demo", "cluster": {...}, ...})       # of `pipeline.config.reading`
     config.optim.lr
 
-A wrong key or value raises `ConfigError`, which names the key, the value, what was expected and how to mend it. The
-field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.places`, are the source of
-`docs/configuration.md`. Rules between keys are in `pipeline.config.rules`, the keys that a resumed run may change in
-`pipeline.config.identity`.
+The field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.places`, are the source of
+`docs/configuration.md`; those of tasks, data, generation, evaluations and the API have modules of their own too. Rules
+between keys are in `pipeline.config.rules`, the keys that a resumed run may change in `pipeline.config.identity`.
 """
 
-import difflib
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import Field
 
 from pipeline.config.data import DataConfig
+from pipeline.config.evaluation import EvaluationConfig
+from pipeline.config.generation import InferenceConfig, RolloutConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
 from pipeline.config.serving import ServeConfig
+from pipeline.config.tasks import RewardConfig, TaskConfig
 from pipeline.config.values import (
-    FORMS,
     NAME_FORM,
     Bytes,
     Decay,
@@ -36,7 +33,6 @@ from pipeline.config.values import (
     Seconds,
     Section,
 )
-from pipeline.errors import ConfigError
 
 
 class LoraConfig(Section):
@@ -55,48 +51,16 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field(description="Directory with a Hugging Face config and tokenizer, or a name of `conf/models/`.")
+    path: str = Field(
+        description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, or one on the "
+        "Hugging Face Hub whose files were downloaded (`hf download NAME`)."
+    )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights there, or make random ones."
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
     max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")
     lora: LoraConfig = LoraConfig()
-
-
-class TaskConfig(Section):
-    """What is learned."""
-
-    name: str = Field(description="A built-in task, or `package.module:Class` of your own.")
-    options: dict[str, Any] = Field(default_factory=dict, description="The task's own options; the task checks them.")
-    processes: Positive = Field(
-        8, description="Most processes of the actor that make prompts and rewards; they start when calls have to wait."
-    )
-    seconds: Seconds = Field(
-        60, description="Deadline of one prompt or reward; then its process is ended, and its sample fails."
-    )
-    memory_bytes: NotNegative = Field(
-        1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
-    )
-
-
-class RewardConfig(Section):
-    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
-
-    functions: tuple[str, ...] = Field(
-        (),
-        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
-        "is the task's own reward. Empty: that alone.",
-    )
-    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
-    options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Further keywords for a function, by its name."
-    )
-    calls: Literal["sample", "group"] = Field(
-        "sample",
-        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
-        "samples of a prompt, for functions that compare them.",
-    )
 
 
 class LossConfig(Section):
@@ -247,61 +211,6 @@ class TrainingConfig(Section):
     )
 
 
-class RolloutConfig(Section):
-    """How the actor samples."""
-
-    samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group's size).")
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
-    max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
-    concurrency: Positive = Field(64, description="Groups in flight over all servers.")
-    request_seconds: Seconds = Field(
-        120, description="How long one server works on a request; then it goes on elsewhere with the tokens it has."
-    )
-    request_tokens: Positive = Field(
-        4096, description="Most tokens sampled by one request; what is longer is asked for in pieces of this length."
-    )
-    episode_seconds: Annotated[float, Field(ge=0)] = Field(
-        600,
-        description="Most seconds that the task takes for itself in one sample, such as for tools, then the sample "
-        "fails with that reason; waiting for the servers does not count. 0: no bound.",
-    )
-    min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
-    give_up_after: Positive = Field(
-        256, description="The run stops when this many samples in a row failed for reasons of the task."
-    )
-
-
-class InferenceConfig(Section):
-    """The vLLM servers."""
-
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto",
-        description="How weights travel: gloo, over TCP, to a server that is paused for the change; nccl, from GPU to "
-        "GPU, without a pause. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
-    )
-    update: Literal["keep", "wait", "abort"] = Field(
-        "keep", description="Requests in flight during an update: go on, finish first, or be aborted and retried."
-    )
-    recompute_kv: bool = Field(
-        False, description="With `keep`: re-prefill the requests in flight with the new weights."
-    )
-    update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
-    kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
-    gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU that a server may take.")
-    api_processes: Positive = Field(
-        1, description="Processes of each server that answer HTTP (GPU); more help where one is busy all the time."
-    )
-    max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
-    restarts: NotNegative = Field(
-        3, description="How often a server that dies or hangs is started again before it ends the attempt."
-    )
-    fast_logprobs: bool = Field(
-        True,
-        description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values.",
-    )
-    extra_args: tuple[str, ...] = Field((), description="Further arguments for vLLM's server, as on its command line.")
-
-
 class StreamsConfig(Section):
     """The streams between the roles."""
 
@@ -341,6 +250,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig
     rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -359,8 +269,8 @@ class RunConfig(Section):
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are servers: for rollouts, or for what clients sample."""
-        return self.has_rollouts or (self.serve.enabled and self.serve.sampling)
+        """Whether there are servers: for rollouts, for what clients sample, or for evaluations alone."""
+        return self.has_rollouts or self.evaluation.alone or (self.serve.enabled and self.serve.sampling)
 
     @property
     def has_sft(self) -> bool:
@@ -373,49 +283,3 @@ class RunConfig(Section):
         if self.inference.backend == "auto":
             return "nccl" if self.resources.device == "cuda" and not self.model.lora.rank else "gloo"
         return self.inference.backend
-
-
-def load_config(tree: dict[str, Any]) -> RunConfig:
-    """The typed config of a composed tree of plain values; else `ConfigError` for the first thing that is wrong."""
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise _config_error(error.errors()[0]) from None
-
-
-def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every dotted key of the config with its field, in the order of definition."""
-    keys: dict[str, FieldInfo] = {}
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys |= known_keys(field.annotation, f"{prefix}{name}.")
-        else:
-            keys[prefix + name] = field
-    return keys
-
-
-def nearest(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
-    """`did you mean …?` for a misspelt word, or the list to choose from; `otherwise` when that would be long."""
-    close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]}?"
-    if len(among) > 20:
-        return otherwise
-    return f"choose from: {', '.join(sorted(among))}"
-
-
-def _config_error(details: ErrorDetails) -> ConfigError:
-    key = ".".join(str(part) for part in details["loc"])
-    if details["type"] == "extra_forbidden":
-        return ConfigError(key, details["input"], "a known key", nearest(key, list(known_keys())))
-    if details["type"] == "missing":
-        return ConfigError(key, None, "a value", f"set {key}=…")
-    field = known_keys().get(key)
-    meaning = (field.description or "") if field else ""
-    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    if details["type"] == "string_pattern_mismatch":
-        expected = FORMS.get(details["ctx"]["pattern"], expected)
-    choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
-    if details["type"] == "literal_error" and choices:
-        meaning = nearest(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
-    return ConfigError(key, details["input"], expected, meaning)

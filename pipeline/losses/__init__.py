@@ -1,5 +1,14 @@
 """Losses: pure functions of flat token tensors.
 
+| module | owns |
+|---|---|
+| `objectives` | what a model can be trained for |
+| `policy` | policy losses, token by token |
+| `penalties`, `correction` | terms added to a policy loss; what it owes to the policy that sampled |
+| `values`, `sums` | the loss of a critic; plain sums over tokens |
+| `tokens` | the tensors that every loss reads |
+| `measures`, `watched` | from sums to metrics; from what was watched of each token to sums |
+
 Owns the one place where the terms of an objective become a number. Promises that `total` and `total_value` return a
 plain weighted SUM over the counted tokens of a micro-batch: the normalisation lies in the weights, which the controller
 decided over the global batch, so the sum over micro-batches and ranks is the loss itself, however the batch was cut.

@@ -43,6 +43,8 @@ class Curve:
 def all_charts(history: History) -> list[Chart]:
     """Every chart of a run, in the order of the page."""
     rows = history.rows
+    if history.config and history.config.evaluation.alone:
+        return []
     if history.config and not history.config.has_rollouts:
         return [chart for job, name in _KINDS.items() for chart in _of_trainer(rows, job, name)] or [_no_steps()]
     resumes = resume_steps(rows)
@@ -89,8 +91,10 @@ def _reward(rows: list[Row], resumes: Sequence[int]) -> Chart:
 
 
 def _accuracy(rows: list[Row], resumes: Sequence[int]) -> Chart:
-    curves = [Curve("accuracy", series(rows, "eval/accuracy"), marks=True)]
-    note = "Greedy accuracy on prompts that are never trained."
+    names = sorted({row["set"] for row in rows if "set" in row})
+    curves = [Curve("held out", series(rows, "eval/accuracy"), marks=True)]
+    curves += [Curve(name, series(rows, f"eval/{name}/accuracy"), marks=True) for name in names[: len(SERIES) - 1]]
+    note = "Mean reward on prompts that are never trained: greedy, and of evaluation sets as they say."
     return _chart("Held-out accuracy", note, curves, resumes, "eval/accuracy", percent=True)
 
 

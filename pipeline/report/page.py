@@ -12,8 +12,10 @@ from pathlib import Path
 from pipeline.checkpoints import root_of
 from pipeline.config import TrainingConfig
 from pipeline.config.identity import flatten
+from pipeline.errors import one_line
 from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
+from pipeline.report.gallery import gallery
 from pipeline.report.history import Attempt, History
 from pipeline.report.state import State, current, reason_of, state_of
 from pipeline.report.style import STYLE
@@ -39,6 +41,7 @@ def page(history: History) -> str:
         _tiles(tiles(history)),
         _failure(history),
         f'<h2>Numbers</h2><div class="charts">{"".join(_figure(chart) for chart in all_charts(history))}</div>',
+        _samples(history),
         _timelines(history),
         _config(history),
         _files(history),
@@ -66,6 +69,8 @@ def state(history: History) -> State:
 def tiles(history: History) -> list[Tile]:
     """The headline: (value, what it is)."""
     config, rows = history.config, history.rows
+    if config and config.evaluation.alone:
+        return [_wall_tile(history), *_set_tiles(rows)]
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
     speeds = _speeds(row for row in rows if row["job"] == "rl")
     if config and not config.has_rollouts:
@@ -80,6 +85,17 @@ def tiles(history: History) -> list[Tile]:
         (number(max((value for _, value in series(rows, "lag/max")), default=None), ".0f"), f"largest lag{limit}"),
         _speed_tile(speeds),
     ]
+
+
+def _set_tiles(rows: Sequence[Row]) -> list[Tile]:
+    """Of a run that evaluates alone: what each set came to."""
+    found = [(row.get("set", ""), row) for row in rows if row["kind"] == "eval"]
+    tiles = []
+    for name, row in found:
+        prefix = f"eval/{name}/" if name else "eval/"
+        value, error = row.get(f"{prefix}accuracy"), row.get(f"{prefix}error") or 0.0
+        tiles.append((f"{number(value, '.1%')} ± {error:.1%}", f"accuracy on {name or 'the held-out prompts'}"))
+    return tiles
 
 
 def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
@@ -140,6 +156,7 @@ def _head(history: History) -> str:
     facts = ["config.json is missing or unreadable"]
     if config:
         done = config.loss.name if config.has_rollouts else config.training.jobs or "SFT"
+        done = "evaluation" if config.evaluation.alone else done
         facts = [config.task.name, done, config.model.path]
     if identity:
         facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
@@ -184,6 +201,19 @@ def _figure(chart: Chart, kind: str = "") -> str:
     body = chart.svg or f'<div class="missing">{escape(chart.missing)}</div>'
     words = f"<h3>{escape(chart.title)}</h3><figcaption>{escape(chart.note)}</figcaption>"
     return f'<figure class="{kind}">{words}{body}</figure>'
+
+
+def _samples(history: History) -> str:
+    """What was sampled; empty for a run that kept nothing."""
+    try:
+        charts, phases = gallery(history)
+    except Exception as error:  # noqa: BLE001 - the rest of the page does not need it
+        return f'<h2>Samples</h2><div class="missing">they cannot be read: {escape(one_line(error))}</div>'
+    if not phases:
+        return ""
+    drawn = "".join(_figure(chart) for chart in charts)
+    more = f"python launchers/rollouts.py run={escape(history.name)} shows all that were kept"
+    return f'<h2>Samples</h2><div class="charts">{drawn}</div><p class="note">{more}</p>{phases}'
 
 
 def _timelines(history: History) -> str:

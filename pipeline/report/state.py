@@ -13,7 +13,7 @@ from pipeline.rundir.documents import SubmittedJob
 from pipeline.rundir.metrics import Row
 
 Before = Literal["waiting", "queued", "left"]
-Running = Literal["meeting", "starting", "training", "finishing", "stopping"]
+Running = Literal["meeting", "starting", "training", "evaluating", "finishing", "stopping"]
 Ended = Literal["not submitted", "interrupted", "failed", "finished"]
 State = Before | Running | Ended
 """`queued`: a scheduler has the job and no attempt of it runs. `left`: the scheduler was ending or requeueing the job
@@ -100,6 +100,13 @@ def _in_queue(attempt: Attempt | None, rows: Sequence[Row], alive: bool | None) 
     return "stopping" if attempt.has_failed else _under_way(attempt, rows)
 
 
+def _evaluates(attempt: Attempt) -> bool:
+    """Whether it has servers and no trainer, and all its roles are ready."""
+    roles = {place.role for place in attempt.world.placements} if attempt.world else set()
+    ready = [attempt.states.get(place.name) for place in attempt.world.placements] if attempt.world else []
+    return "trainer" not in roles and bool(ready) and all(last is not None and last.state == "ready" for last in ready)
+
+
 def _under_way(attempt: Attempt, rows: Sequence[Row]) -> State:
     if "training_finished" in attempt.events:
         return "finishing"
@@ -107,4 +114,6 @@ def _under_way(attempt: Attempt, rows: Sequence[Row]) -> State:
         return "stopping"
     if training_rows(attempt, rows):
         return "training"
+    if _evaluates(attempt):
+        return "evaluating"
     return "starting" if attempt.transitions or attempt.world else "meeting"

@@ -53,6 +53,13 @@ th { color: var(--quiet); font-weight: 500; }
 .attempts td { width: auto; font-variant-numeric: tabular-nums; } .attempts td:nth-child(-n+5) { white-space: nowrap; }
 .columns { columns: 2 440px; column-gap: 36px; }
 .columns table { break-inside: avoid; margin-bottom: 22px; }
+.phase { margin: 26px 0 10px; }
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(330px, 1fr)); gap: 12px; align-items: start; }
+details { background: var(--card); border-radius: 10px; padding: 10px 14px; font-size: 13px; break-inside: avoid; }
+summary { cursor: pointer; } .turn { display: grid; grid-template-columns: 76px 1fr; margin-top: 8px; }
+.turn span { color: var(--quiet); } .turn pre, .reason { margin: 0; overflow-wrap: anywhere; }
+.turn.sampled pre { color: var(--series-3); font-weight: 600; } .reason { color: var(--bad); margin-top: 8px; }
+details .note { margin-top: 8px; }
 footer { margin-top: 56px; font-size: 13px; color: var(--quiet); }
 @media (max-width: 560px) { .charts { grid-template-columns: 1fr; } main { padding: 28px 16px; } }
 """

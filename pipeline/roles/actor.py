@@ -1,4 +1,4 @@
-"""The actor role: samples groups and publishes them; answers evaluations.
+"""The actor role: samples groups and publishes them; answers evaluations, or does nothing else (`evaluator`).
 
 Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
 posts its first weights; stopped by INT alone, which its agent sends when it hears of an end, never by a count. A
@@ -11,16 +11,21 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import RollcallError, one_line
 from pipeline.groups.records import EvalRequest
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
+from pipeline.roles.keeping import kept_samples
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.evaluation import Evaluation
 from pipeline.rollouts.generation import Generation
 from pipeline.rollouts.groups import GroupBuilder
+from pipeline.rollouts.kept import EVAL, KeptSamples
 from pipeline.streams import AsyncStreams, connect
 from pipeline.streams.board import Board
 from pipeline.system import heartbeat
@@ -54,12 +59,13 @@ class Actor:
         streams: AsyncStreams,
         board: Board,
         client: InferenceClient,
+        kept: KeptSamples,
     ) -> None:
         config = context.config
         builder = GroupBuilder(task, calls, chat, client, config)
         self._context, self._streams, self._client = context, streams, client
         self._generation = Generation(streams, board, builder, client, config)
-        self._evaluation = Evaluation(task, calls, chat, client, config)
+        self._evaluation = Evaluation(task, calls, chat, client, config, kept.add)
 
     async def work(self) -> None:
         """Generate, answer and report until cancelled."""
@@ -67,7 +73,7 @@ class Actor:
             tasks.create_task(self._generation.run())
             tasks.create_task(self._answer())
             tasks.create_task(self._report())
-            tasks.create_task(_beat())
+            tasks.create_task(beat())
 
     async def _answer(self) -> None:
         """Answer evaluation requests, one at a time; those of an earlier attempt ask for weights that are gone."""
@@ -80,7 +86,8 @@ class Actor:
                     await self._streams.acknowledge(requests, [entry.id])
                     continue
                 result = await self._evaluation.run(entry.record)
-                log.info("held-out accuracy of weights %d: %.3f", result.weights, result.accuracy)
+                named = f" on {result.set}" if result.set else ""
+                log.info("held-out accuracy of weights %d%s: %.3f", result.weights, named, result.accuracy)
                 await self._streams.publish("eval_results", result, acknowledging=(requests, [entry.id]))
 
     async def _report(self) -> None:
@@ -90,7 +97,7 @@ class Actor:
             await asyncio.sleep(REPORT_SECONDS)
 
 
-async def _beat() -> None:
+async def beat() -> None:
     """The loop turns. Apart from the report, whose file may be slow to write."""
     while True:
         heartbeat.beat()
@@ -102,7 +109,10 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
     config, world = context.config, context.world
     task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
     streams = await asyncio.to_thread(connect, context)
+    kept = kept_samples(context, EVAL)
     async with (
+        aclosing(task),
+        in_thread(kept),
         AsyncStreams(streams) as asynchronous,
         TaskPool(
             Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
@@ -116,20 +126,38 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             vocabulary=chat.vocabulary,
         ) as client,
     ):
-        actor = Actor(context, task, calls, chat, asynchronous, Board(streams), client)
-        work = asyncio.create_task(actor.work())
-        stopped = asyncio.create_task(stop.wait())
-        done, running = await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for left in running:
-            left.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        for ended in done:
-            ended.result()
+        await until(stop, Actor(context, task, calls, chat, asynchronous, Board(streams), client, kept).work())
+
+
+@asynccontextmanager
+async def in_thread(kept: KeptSamples) -> AsyncIterator[None]:
+    """Keep samples in the block; what is left is written in a thread, since it may take a while."""
+    kept.__enter__()
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(kept.__exit__, None, None, None)
+
+
+async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work` until it ends, with what it raises, or until `stop` is set: then it is cancelled."""
+    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    done, running = await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+    for left in running:
+        left.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for ended in done:
+        ended.result()
 
 
 async def _run_until_signal(context: RoleContext) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    if context.config.evaluation.alone:
+        from pipeline.roles.evaluator import Evaluator
+
+        await until(stop, Evaluator(context).work())
+        return
     await run(context, stop)
 
 

@@ -2,7 +2,8 @@
 
 Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
 placement's address only, asks for the world's password on every route that can do anything, and starts without the
-policy: the trainer brings it before anybody may ask (`pipeline.weights`). The role's process is vLLM.
+policy, unless the run evaluates alone: the trainer brings it before anybody may ask (`pipeline.weights`). The role's
+process is vLLM.
 """
 
 import importlib.util
@@ -100,7 +101,7 @@ def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
     to find the adapter there, once the trainer has brought it (`pipeline.weights.adapters`)."""
     if config.serve.enabled:
         return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    if not config.model.lora.rank:
+    if not config.model.lora.rank or config.evaluation.alone:
         return {}
     folder.mkdir(parents=True, exist_ok=True)
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
@@ -119,9 +120,11 @@ def is_healthy(address: str, port: int) -> bool:
 
 
 def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
-    """How weights come, and that no text is made, which only clients of the API ask for (stop strings)."""
+    """How weights come, and that no text is made, which only clients of the API and a benchmark's harness ask for."""
     if config.serve.enabled:
         return ("--enable-scale-out",)
+    if config.evaluation.alone:
+        return ("--enable-scale-out",) if config.evaluation.command else ("--tokens-only",)
     return (
         "--tokens-only",
         *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),
@@ -155,17 +158,19 @@ def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
 
 def _policy_arguments(config: RunConfig) -> tuple[str, ...]:
     """The policy is the served model, whose weights the trainer brings; or an adapter that it brings, on a base from
-    disk, which never changes. For clients of the API, any of their adapters on that base."""
+    disk, which never changes. Where a run evaluates alone, both are on disk. For clients of the API, any of their
+    adapters on that base."""
     if config.serve.enabled:
         rank = str(_least_rank(config.serve.max_rank))
         loras = ("--max-loras", str(MOST_ADAPTERS), "--max-cpu-loras", str(2 * MOST_ADAPTERS))
         return ("--served-model-name", BASE, "--enable-lora", *loras, "--max-lora-rank", rank)
-    lora = config.model.lora
+    lora, alone = config.model.lora, config.evaluation.alone
     if not lora.rank:
-        return ("--served-model-name", MODEL, "--load-format", "dummy")
+        return ("--served-model-name", MODEL, *(() if alone else ("--load-format", "dummy")))
     return (
         *("--served-model-name", "base", "--enable-lora", "--max-loras", "1"),
         *("--max-lora-rank", str(_least_rank(lora.rank)), "--lora-target-modules", *lora.targets),
+        *(("--lora-modules", f"{MODEL}={lora.adapter}") if alone else ()),
     )
 
 

@@ -4,7 +4,6 @@ Owns the wiring of RL: the streams of groups, the board, the servers that get th
 without steps of RL has none of it. Must not know losses, ranks or checkpoints.
 """
 
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
@@ -16,7 +15,7 @@ from pipeline.streams import connect
 from pipeline.streams.board import Board
 from pipeline.training.batches import GroupBatches, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.evaluation import Evaluations
+from pipeline.training.evaluation import Evaluations, Note, measured_in, schedules_of
 from pipeline.training.jobs import RlJob
 from pipeline.training.publisher import Publisher
 from pipeline.training.rl import ReinforcementLearning
@@ -34,9 +33,9 @@ class Peers:
         ledger: Ledger,
         opened: ExitStack,
         pulse: Pulse,
-        note: Callable[[int, Mapping[str, float]], None],
+        note: Note,
     ) -> None:
-        """Connect; `opened` closes it, the weight groups first. `note` is told each evaluation, by version."""
+        """Connect; `opened` closes it, the weight groups first. `note` is told each evaluation."""
         self._context, self._dispatch, self._ledger = context, dispatch, ledger
         self._actor = replace(context, placement=context.world.of_role("actor")[0])
         config = context.config
@@ -47,8 +46,8 @@ class Peers:
         self._evaluations = Evaluations(
             streams,
             context.paths.attempt,
-            config.training.data_seconds,
-            [row["step"] for row in read_rows(context.run.metrics) if (row["kind"], row["job"]) == ("eval", "rl")],
+            schedules_of(config),
+            measured_in(read_rows(context.run.metrics)),
             note,
             pulse,
         )

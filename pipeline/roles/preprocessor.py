@@ -20,6 +20,8 @@ from pipeline.groups.advantages import advantages, all_alike
 from pipeline.groups.records import MALFORMED, Group, PreparedGroup
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
+from pipeline.roles.keeping import kept_samples
+from pipeline.rollouts.kept import TRAIN, rows_of_group
 from pipeline.rollouts.meters import Share
 from pipeline.streams import Entry, Reader, Streams, connect
 from pipeline.system import heartbeat
@@ -64,9 +66,16 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
 class Preprocessor:
     """The loop of the role."""
 
-    def __init__(self, streams: Streams, config: RunConfig, report: Callable[[dict[str, float]], None]) -> None:
-        """`report` is called about once a second with counts, and the fractions of time since its last call."""
-        self._streams, self._config, self._report = streams, config, report
+    def __init__(
+        self,
+        streams: Streams,
+        config: RunConfig,
+        report: Callable[[dict[str, float]], None],
+        keep: Callable[[PreparedGroup], None] = lambda prepared: None,
+    ) -> None:
+        """`report` is called about once a second with counts, and the fractions of time since its last call; `keep`
+        with each group that was passed on, and does not wait."""
+        self._streams, self._config, self._report, self._keep = streams, config, report, keep
         self._outcomes: Counter[str] = Counter()
         self._starved, self._full = Share(), Share()
         self._reported = float("-inf")
@@ -93,6 +102,8 @@ class Preprocessor:
             passed = self._streams.publish_many("prepared", prepared, acknowledging=done, should_stop=should_stop)
         if passed:
             self._outcomes.update(each.outcome.partition(":")[0] for each in prepared)
+            for each in prepared:
+                self._keep(each)
 
     def _tell(self) -> None:
         now = time.monotonic()
@@ -112,9 +123,15 @@ def main(arguments: list[str]) -> None:
     context.report("starting")
     stop = threading.Event()
     signal.signal(signal.SIGINT, lambda *_: stop.set())
+    config = context.config
+
+    def keep(prepared: PreparedGroup) -> None:
+        if prepared.outcome.partition(":")[0] != MALFORMED:
+            kept.add(rows_of_group(prepared, config.task.name, config.loss.advantage))
+
     try:
-        with connect(context) as streams:
-            preprocessor = Preprocessor(streams, context.config, lambda numbers: context.report("ready", "", **numbers))
+        with connect(context) as streams, kept_samples(context, TRAIN) as kept:
+            preprocessor = Preprocessor(streams, config, lambda numbers: context.report("ready", "", **numbers), keep)
             preprocessor.run(stop.is_set)
     except RollcallError as error:
         context.report("failed", str(error))

@@ -137,8 +137,8 @@ class RunSession(Controller):
         self._context.report("ready", f"{job.name} step {step} of {job.steps}")
         self._commits.collect()
 
-    def _note_evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._sinks.log("eval", "rl", version, metrics)
+    def _note_evaluation(self, version: int, metrics: Mapping[str, float], eval_set: str) -> None:
+        self._sinks.log("eval", "rl", version, metrics, eval_set=eval_set)
 
     def _pulse(self) -> None:
         """As every controller's; then acknowledge the stream entries that a commit covers once it is durable.

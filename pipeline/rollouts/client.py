@@ -45,6 +45,7 @@ class InferenceClient:
         request_tokens: int | None = None,
         max_lag: int = 1,
         vocabulary: int | None = None,
+        fixed: bool = False,
     ) -> None:
         """No server is asked before `update` says that it is current.
 
@@ -54,9 +55,10 @@ class InferenceClient:
             request_seconds: how long one server may work on a request; then it goes on elsewhere.
             request_tokens: most tokens that one request samples; None: no bound.
             max_lag: most versions that a server may be behind the newest one to be asked.
+            fixed: whether the servers have their weights from disk, for good.
             vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
         """
-        self._servers = {endpoint: Server(endpoint) for endpoint in servers}
+        self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, request_tokens
         self._max_lag, self._vocabulary = max_lag, vocabulary
         self._changed = asyncio.Event()
@@ -88,15 +90,25 @@ class InferenceClient:
         self._changed.set()
 
     async def generate(
-        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
+
+        With `top_p` or `top_k` the log-probabilities are those of the distribution that they leave.
 
         Tries until it works; raises `RolloutError` for a request that can never work.
         """
         self._check(token_ids)
         self.requests += 1
-        request = GenerationRequest(list(token_ids), n, temperature, max_tokens, list(stop_token_ids))
+        request = GenerationRequest(list(token_ids), n, temperature, max_tokens, list(stop_token_ids), top_p, top_k)
         completions = await self._somewhere(request)
         if not all(completion.complete for completion in completions):
             completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))

@@ -19,6 +19,7 @@ import msgspec
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.meters import Share
+from pipeline.system.answers import error_text
 from pipeline.weights.plugin import MODEL
 
 ROUTE = "/inference/v1/generate"
@@ -122,14 +123,16 @@ class GenerationRequest:
     temperature: float
     max_tokens: int
     stop_token_ids: Sequence[int]
+    top_p: float = 1.0
+    top_k: int = 0
 
     def body(self, salt: str) -> bytes:
         """The request as JSON. Prompts share a cache of their prefixes only under the same `salt`."""
         sampling = {
             "n": self.n,
             "temperature": self.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
             "max_tokens": self.max_tokens,
             "stop_token_ids": self.stop_token_ids,
             "logprobs": 0,
@@ -146,6 +149,7 @@ class Server:
 
     Attributes:
         version: what it serves; None while it must not be asked.
+        fixed: whether its weights are from disk and never change, so that it counts no versions itself.
         samples: those it is working on.
         failures: in a row; then it rests until `rests_until` (the loop's clock), lest a server that fails quickly look
             idle and draw every request.
@@ -153,6 +157,7 @@ class Server:
 
     endpoint: str
     version: int | None = None
+    fixed: bool = False
     samples: int = 0
     failures: int = 0
     rests_until: float = 0.0
@@ -229,7 +234,7 @@ class Server:
         if response.status >= 500 or response.status in BUSY_STATUS:
             raise Transient(f"status {response.status}")
         if response.status != 200:
-            raise RolloutError(f"{self.endpoint} refused with status {response.status}: {_message(answer)}")
+            raise RolloutError(f"{self.endpoint} refused with status {response.status}: {error_text(answer)}")
         return answer
 
     async def _interrupt(self, http: aiohttp.ClientSession, name: str, seconds: float) -> None:
@@ -243,7 +248,8 @@ class Server:
                 await response.read()
 
     def _completion(self, choice: _Choice, asked: int, seconds: float) -> Completion:
-        versions = _versions(choice, asked, asked if self.version is None else self.version)
+        latest = asked if self.version is None else self.version
+        versions = [asked] if self.fixed else _versions(choice, asked, latest)
         return Completion(
             tokens=choice.token_ids,
             logprobs=tuple(map(_logprob, choice.sampled)),
@@ -289,13 +295,3 @@ def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
     if not versions or min(versions) < asked:
         raise Transient("stale weights")
     return versions
-
-
-def _message(answer: bytes) -> str:
-    """The server's own words about an error."""
-    text = answer.decode(errors="replace")
-    try:
-        error = msgspec.json.decode(answer).get("error", text)
-    except (msgspec.DecodeError, AttributeError):
-        return text[:300]
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

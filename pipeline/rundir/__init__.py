@@ -1,1 +1,10 @@
-"""The run directory: where each file lies, what the documents in it say, events, failures and metrics."""
+"""The run directory: where each file lies, what the documents in it say, events, failures and metrics.
+
+| module | owns |
+|---|---|
+| `paths` | every file name of a run |
+| `documents` | who the run is, its job, its end |
+| `events` | what happened in an attempt, told once |
+| `failure` | the first failure of an attempt |
+| `metrics` | where the numbers go |
+"""

@@ -1,15 +1,16 @@
 """Where the numbers of a run go: `metrics.jsonl` always, and any further sinks.
 
 Owns the form of a row, and which rows go when a run goes back to a commit. Promises that `metrics.jsonl` has one row
-for each kind, job and step, over all attempts: the one of the step that the model went through. A crash rolls steps
-back, and `roll_back` their rows, before they are trained again. There is one writer, rank 0 of the trainer, and `check`
-refuses one that another has replaced. A row that cannot be written costs no step (see `pipeline.system.journal`). Must
-not know torch, nor what a number means.
+for each kind, job, step and evaluation set, over all attempts: of the step that the model went through. A crash rolls
+steps back, and `roll_back` their rows, before they are trained again. There is one writer, rank 0 of the trainer, and
+`check` refuses one that another has replaced. A row that cannot be written costs no step (see
+`pipeline.system.journal`). Must not know torch, nor what a number means.
 
     row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
 
 `kind` is `train` (one row a step) or `eval` (one row a held-out evaluation); `time` is seconds since the
-epoch. A number that is not finite becomes null, which readers treat as absent.
+epoch. A row of an evaluation set has its name as `set`. A number that is not finite becomes null, which readers treat
+as absent.
 
 A run that does the jobs of files counts the steps of all of them on, and says which step of which file each is:
 
@@ -74,12 +75,19 @@ class MetricSinks:
         self._journal = Journal(path, check)
 
     def log(
-        self, kind: Kind, job: str, step: int, values: Mapping[str, float], file_step: FileStep | None = None
+        self,
+        kind: Kind,
+        job: str,
+        step: int,
+        values: Mapping[str, float],
+        file_step: FileStep | None = None,
+        eval_set: str = "",
     ) -> None:
         """Write one row, in the file at once or, if that is not possible, with a later one."""
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
-        row: Row = head | (asdict(file_step) if file_step else {}) | numbers
+        named = {"set": eval_set} if eval_set else {}
+        row: Row = head | named | (asdict(file_step) if file_step else {}) | numbers
         self._journal.add(msgspec.json.encode(row))
         for sink in self._sinks:
             sink.write(row)

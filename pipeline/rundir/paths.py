@@ -19,10 +19,13 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       jobs/                               the trainer's jobs: sft.json, rl.json
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
+      exports/<job>-<step>/               a commit as a model, made to be evaluated
       best/                               of SFT, the model of the lowest held-out loss so far, in the same way
       tracking/                           wandb's own files
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
+      rollouts/train/  rollouts/eval/     samples that are kept to be read
       metrics.jsonl  ledger.jsonl  report.html  finished.json
+      evaluation.json  benchmark/         of a run that evaluates alone: what it found, and what its command wrote
 
     <output>/<name>/                      a sweep's directory
       sweep.json                          its points, and what was submitted for each
@@ -228,6 +231,26 @@ class RunPaths:
     def best(self) -> Path:
         """The model of SFT's lowest held-out loss."""
         return self.root / "best"
+
+    @property
+    def exports(self) -> Path:
+        """The folder of commits that were written as models."""
+        return self.root / "exports"
+
+    @property
+    def evaluation(self) -> Path:
+        """What a run that evaluates alone found."""
+        return self.root / "evaluation.json"
+
+    @property
+    def benchmark(self) -> Path:
+        """Where the command of such a run works."""
+        return self.root / "benchmark"
+
+    @property
+    def rollouts(self) -> Path:
+        """The folder of the samples that are kept to be read (`pipeline.rollouts.kept`)."""
+        return self.root / "rollouts"
 
     @property
     def metrics(self) -> Path:

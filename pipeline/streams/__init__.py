@@ -1,5 +1,14 @@
 """How the roles talk: topics of records, read once, and small values that only matter now.
 
+| module | owns |
+|---|---|
+| `interface` | the protocol, and the waiting that both backends share |
+| `redis`, `redis_scripts` | streams in Redis; what runs inside it, each script one atomic step |
+| `redis_data`, `redis_repair` | which data the Redis of an attempt starts from; mending what it would not load |
+| `files`, `segments`, `cursors` | streams in files; how a topic lies on disk; how far its reader has come |
+| `asynchronous` | the streams inside an event loop |
+| `board` | the few values that the trainer posts and the actor watches |
+
 Owns the streams between the roles. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
 default) and files in the run directory (`files`, no Redis node). Promises:
 

@@ -1,1 +1,14 @@
-"""What every process needs of its machine: files, waiting, children, addresses, logs, heartbeats. Knows no run."""
+"""What every process needs of its machine: files, waiting, children, addresses, logs, heartbeats. Knows no run.
+
+| module | owns |
+|---|---|
+| `waiting` | the one loop that asks again, and how pauses grow |
+| `files`, `folders`, `journal` | documents, replaced as a whole; directories; files of lines that grow and go back |
+| `directory` | the shared directory of an attempt |
+| `outages` | a disk that fails for a while |
+| `process`, `spawn` | children that are stopped by their id, held ports; from fork to exec |
+| `heartbeat` | signs of life of a role's processes |
+| `network`, `answers` | interfaces and addresses; what an HTTP server says of an error |
+| `signed` | messages that only the world can have written |
+| `logs` | the roles' logging |
+"""

@@ -70,7 +70,7 @@ def follow_metrics(metrics: Path, run: Any, end: Path, handed: Path, known: int 
     while not last:
         last = end.exists()
         for row in reader.read():
-            kind = f"{row['kind']}/{row['job']}"
+            kind = "/".join((row["kind"], row["job"], *([row["set"]] if "set" in row else [])))
             if row["step"] > marks.get(kind, -1):
                 marks[kind] = row["step"]
                 _append(handed, kind, row["step"])

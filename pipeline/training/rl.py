@@ -53,8 +53,7 @@ class ReinforcementLearning:
         self._publisher.start(step)
         self._publisher.settle()
         self._batches.tell_progress(step)
-        if self._is_due(step):
-            self._evaluations.request(step)
+        self._evaluations.request(step, self._evaluations.due(step))
         if step == 0:
             self._evaluations.wait()
 
@@ -82,27 +81,23 @@ class ReinforcementLearning:
         self._skips.check()
         self._batches.tell_progress(done)
         metrics = self._publisher.settle() | self._publisher.start(done)
-        if self._is_due(done):
+        if due := self._evaluations.due(done):
             metrics |= self._publisher.settle()
-            self._evaluations.request(done)
+            self._evaluations.request(done, due)
         self._evaluations.collect()
         return metrics
 
     def end(self) -> None:
         """Bring every server to the final weights and measure them."""
         self._publisher.settle()
-        if self._evaluations.wants(self.job.steps):
-            self._evaluations.request(self.job.steps)
+        last = self.job.steps
+        self._evaluations.request(last, self._evaluations.due(last, last=True))
         self._evaluations.wait()
 
     @property
     def intact(self) -> bool:
         """See `PolicyUpdate.intact`."""
         return self._update.intact
-
-    def _is_due(self, version: int) -> bool:
-        every = self._config.training.eval_every
-        return (version == 0 or (every > 0 and version % every == 0)) and self._evaluations.wants(version)
 
     def _outcome(self, metrics: Mapping[str, float]) -> str:
         if self._skips.note(metrics):
@@ -111,17 +106,19 @@ class ReinforcementLearning:
 
 
 def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[Row]:
-    """One row for each sample, in order; of those that ended as `masked` says no token counts."""
+    """The rows of each sample, in order; of those that ended as `masked` says no token counts."""
     return [
         Row(
-            tokens=sample.token_array(),
-            mask=np.zeros(len(sample.sampled), np.uint8) if sample.finish == masked else sample.sampled_array(),
+            tokens=row.tokens,
+            mask=np.zeros(len(row.tokens), np.uint8) if sample.finish == masked else row.sampled,
             advantages=advantage,
-            behaviour=sample.logprob_array(),
+            behaviour=row.logprobs,
             prompt=prepared.group.position,
+            episode=number,
         )
         for prepared in groups
-        for sample, advantage in zip(prepared.group.samples, prepared.advantages, strict=True)
+        for number, (sample, advantage) in enumerate(zip(prepared.group.samples, prepared.advantages, strict=True))
+        for row in sample.rows()
     ]
 
 

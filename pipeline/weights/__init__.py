@@ -1,6 +1,14 @@
-"""Weights from the trainer to the vLLM servers [E1–E4].
+"""Weights from the trainer to the vLLM servers.
 
-`sender` keeps every server at the trainer's newest weights, through one `link` each; `control` speaks to a server's
-HTTP routes, and `wire` is how the bytes travel. `plugin`, `engine`, `adapters` and `guard` run inside vLLM, and only
-they know it.
+| module | owns |
+|---|---|
+| `sender`, `link` | every server kept at the trainer's newest weights; the way to one of them |
+| `control` | the HTTP routes that pause a server and change its weights |
+| `wire` | weights over TCP, through a store |
+| `gpu_group`, `nccl`, `ipc` | two members on GPUs; bytes between two GPUs, and on one that both share |
+| `plugin`, `releases`, `extension` | what vLLM loads first; what older releases lack; what is asked of its processes |
+| `engine`, `nccl_engine`, `copies` | inside a server on CPUs, on GPUs; from tensors of a checkpoint to its parameters |
+| `adapters`, `fast_logprobs`, `guard` | adapters in a server; cheaper log-probabilities; the password |
+
+`plugin` and all in the lines below it run inside vLLM, and only they know it.
 """

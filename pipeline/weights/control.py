@@ -6,11 +6,12 @@ the server's own words. Promises that no call outlasts its deadline. Knows no or
 
 import json
 import select
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException
 from types import TracebackType
 from typing import Any, Self
 
 from pipeline.errors import WeightSyncError, one_line
+from pipeline.system.answers import error_text
 from pipeline.system.waiting import Deadline
 
 _LEAST_SECONDS = 0.001
@@ -62,7 +63,9 @@ class ServerControl:
             raise self._lost(error) from error
         if response.status != 200:
             self._http.close()  # vLLM closes its end after an error, sometimes without saying so
-            raise RefusedByServer(f"{self.server}{self._route}: status {response.status}: {_message(response, text)}")
+            raise RefusedByServer(
+                f"{self.server}{self._route}: status {response.status}: {error_text(text, response.reason)}"
+            )
         try:
             return json.loads(text) if text else None
         except ValueError as error:
@@ -95,12 +98,3 @@ class ServerControl:
         what = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
         kind = Gone if isinstance(error, ConnectionRefusedError) else WeightSyncError
         return kind(f"{self.server}{self._route}: {what}")
-
-
-def _message(response: HTTPResponse, text: bytes) -> str:
-    """The server's own words about an error."""
-    try:
-        error = json.loads(text)["error"]
-    except (ValueError, KeyError, TypeError):
-        return text.decode(errors="replace")[:300] or response.reason
-    return str(error["message"] if isinstance(error, dict) and "message" in error else error)[:300]

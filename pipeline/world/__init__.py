@@ -1,1 +1,8 @@
-"""Who does what where: the plan that a config asks for, and the assignment of its roles to ranks. Pure."""
+"""Who does what where: the plan that a config asks for, and the assignment of its roles to ranks. Pure.
+
+| module | owns |
+|---|---|
+| `plan` | the seats that a config asks for, and the words of the rendezvous |
+| `assignment` | which rank gets which seat |
+| `memory` | what the roles need of a GPU's memory |
+"""

@@ -167,7 +167,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    _check_gpus(config.resources)
     seats = _seats(config)
     return Plan(ranks=_ranks(config.resources, seats), seats=tuple(seats))
 
@@ -177,6 +176,8 @@ def _seats(config: RunConfig) -> list[Seat]:
     if config.serve.enabled:  # its front is where its launcher is
         inference = _inference_seats(wanted) if config.serve.sampling else []
         return [seat for seats in _placed(_trainer_seats(wanted, ports=1), inference, wanted) for seat in seats]
+    if config.evaluation.alone:
+        return _evaluation_seats(wanted)
     if not config.has_rollouts:
         return _trainer_seats(wanted, ports=1)
     services = _services(redis=config.streams.backend == "redis")
@@ -195,14 +196,6 @@ def _placed(trainer: list[Seat], inference: list[Seat], wanted: ResourcesConfig)
     if wanted.gpus_per_node:
         return [], _packed([*trainer, *inference], wanted.gpus_per_node)
     return trainer, inference
-
-
-def _check_gpus(wanted: ResourcesConfig) -> None:
-    trainer = wanted.trainer.gpus
-    if trainer > 1:
-        raise PlanError(
-            "resources.trainer.gpus", trainer, "0 or 1 for each process", "raise resources.trainer.processes"
-        )
 
 
 def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
@@ -303,6 +296,13 @@ def _inference_seats(wanted: ResourcesConfig) -> list[Seat]:
     back = [gpus if index % servers % wanted.inference.per_gpu else 0 for index in range(count)]
     slots = [Slot(role="inference", index=index, ports=1, gpus=gpus, back=back[index]) for index in range(count)]
     return [Seat(slots=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
+
+
+def _evaluation_seats(wanted: ResourcesConfig) -> list[Seat]:
+    """The servers, and on the last of their nodes the actor."""
+    seats = _inference_seats(wanted)
+    *others, last = _packed(seats, wanted.gpus_per_node) if wanted.gpus_per_node else seats
+    return [*others, Seat(slots=(*last.slots, Slot(role="actor")))]
 
 
 def _trainer_load(wanted: ResourcesConfig) -> int:

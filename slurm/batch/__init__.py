@@ -1,1 +1,11 @@
-"""One job: what is asked of the scheduler, what starts its agents, and what becomes of it after an attempt."""
+"""One job: what is asked of the scheduler, what starts its agents, and what becomes of it after an attempt.
+
+| module | owns |
+|---|---|
+| `allocation` | what is asked of Slurm: the batch file |
+| `executors` | submitit's executors, as one job of several agents |
+| `sites` | what a submission asks the site before anything is queued |
+| `controller` | of a local job, what slurmctld and srun are to a cluster's |
+| `facts` | what an attempt left behind |
+| `requeue` | from the facts to the decision, and the requeue itself |
+"""

@@ -1,9 +1,9 @@
 """The controller of a local job: what slurmctld and srun are to a cluster's.
 
-Owns the agents of the virtual nodes: starts them through submitit's own controller, passes TERM on, and, like
-`srun --kill-on-bad-exit`, asks the others to stop when one ends badly. Ends with its launcher, but for no disk that
-fails: agents that come down have their time. Started by `slurm.batch.executors` as `python -m slurm.batch.controller
-FOLDER RUN ATTEMPT`.
+Owns the agents of the virtual nodes: starts them through submitit's own controller, passes TERM on, and, like `srun
+--kill-on-bad-exit`, asks the others to stop when one ends badly. Ends when its launcher ends, but not because a disk
+fails; agents that are coming down get their time. Started by `slurm.batch.executors` as `python -m
+slurm.batch.controller FOLDER RUN ATTEMPT`.
 """
 
 import signal
@@ -32,7 +32,7 @@ from slurm.scheduler.environment import launcher_process
 
 _PAUSE = 0.1
 _LAST_SECONDS = 10.0
-"""For which the disk is asked to take what was said once all agents are down: its launcher waits hardly longer."""
+"""How long, once all agents are down, to retry what is left to write: the launcher waits hardly longer."""
 
 
 class VirtualController(Controller):

@@ -33,7 +33,7 @@ from slurm.scheduler.protocol import Scheduler
 SUBMIT_SECONDS = 300.0
 """sbatch asks a busy controller again and again by itself."""
 LOST_SECONDS = 60.0
-"""For how long a job whose id sbatch did not tell is looked for."""
+"""How long to look for a job whose id sbatch did not print."""
 
 _ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
 _SILENCE_SECONDS = 600.0

@@ -1,7 +1,7 @@
 """What an attempt left behind, as the run directory tells it to whoever decides what comes next.
 
-Owns reading the traces of the agents and of the trainer once srun is over. Promises not to take a file for absent that
-only this machine does not see yet: an NFS client remembers for a while that a name was absent, until it lists the
+Owns reading the traces of the agents and of the trainer once srun is over. Promises that a file which this machine does
+not see yet is not taken for absent: an NFS client remembers for a while that a name was absent, until it lists the
 folder. Must not know the scheduler, nor decide anything.
 """
 

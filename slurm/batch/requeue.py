@@ -38,11 +38,11 @@ ANSWER_SECONDS = 1800.0
 """For how long a scheduler that is silent or refuses, or a disk that fails, is asked again: its controller or server
 may be under maintenance. The job's own time limit bounds it anyway."""
 KEEP_SECONDS = 15.0
-"""For how long a disk is asked to take the outcome: the requeue, which waits for it, must come before any KILL."""
+"""How long to retry writing the outcome: the requeue comes after it, and must come before any KILL."""
 PAUSE, LONGEST_PAUSE = 1.0, 10.0
 
 OURS = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
-"""States of a job that nobody is ending: what asks is running in it."""
+"""States of a job that nobody is ending; whoever asks runs in it."""
 OUT_OF_TIME = "TimeLimit"
 """The scheduler's reason when it ends a job at its time limit."""
 
@@ -83,7 +83,7 @@ def decide(facts: AttemptFacts, job: QueuedJob | None, cluster: ClusterConfig, n
         return outcome(False, f"{failures} attempts in a row {why} (cluster.max_failures)")
     if facts.lost or facts.told or facts.trained:
         return outcome(True, f"try {failures} without a new commit, {cluster.max_failures} end the job")
-    return outcome(False, "it failed before the first commit, so another attempt would fail alike")
+    return outcome(False, "it failed before the first commit, so another attempt would fail the same way")
 
 
 def is_out_of_time(facts: AttemptFacts, job: QueuedJob | None) -> bool:

@@ -2,8 +2,8 @@
 
 Owns what a submission asks the scheduler before anything is queued: that it answers, that partition, GPUs, nodes, time
 and account exist there, and at last that it accepts the batch file. Promises one `ConfigError` for the first thing that
-is wrong, with what the site has instead, and that nothing is queued. What Slurm would take and let wait for ever counts
-as wrong; what only waits until a node is mended does not.
+is wrong, with what the site has instead, and that nothing is queued. A job that Slurm would accept and never start
+counts as wrong; one that only waits for a node to be repaired does not.
 """
 
 import re
@@ -20,7 +20,7 @@ from slurm.scheduler.protocol import Nodes, Partition, Scheduler
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _NO_SUCH_NODES = "Requested node configuration is not available"
-"""What Slurm says of nodes that do not exist, and when it is only asked, of nodes that are down too."""
+"""What Slurm says of nodes that do not exist and, in a dry run, of nodes that are down."""
 
 
 def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: str) -> None:
@@ -164,9 +164,10 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
     if component.nodes <= there:
         return
     resources = config.resources
-    parts = {"resources.trainer.nodes": resources.trainer.nodes}
-    if config.has_rollouts:
+    parts = {} if config.evaluation.alone else {"resources.trainer.nodes": resources.trainer.nodes}
+    if config.has_servers:
         parts["resources.inference.nodes"] = resources.inference.nodes
+    if config.has_rollouts:
         parts["resources.services.nodes"] = resources.services.nodes
     parts["resources.spares"] = resources.spares
     with_gpus = f" with {wanted} {kind or 'GPU'}{'' if wanted == 1 or kind else 's'}" if wanted else ""
@@ -188,7 +189,7 @@ def _check_time(partition: Partition, config: RunConfig) -> None:
     too_long = bool(cluster.time) and limit is not None and (wanted is None or wanted > limit)
     if too_long and not cluster.qos:
         expected = f"at most {partition.time_limit}, the limit of partition {partition.name}"
-        mend = "a requeued job gets its time anew, so a run may take longer than one attempt"
+        mend = "a requeued job gets a fresh time limit, so a run may take longer than one attempt"
         raise ConfigError("cluster.time", cluster.time, expected, mend)
     if wanted is not None and wanted <= cluster.notice_seconds:
         expected = f"less than the time limit (cluster.time={cluster.time} is {wanted} s)"

@@ -1,8 +1,8 @@
 """Cancelling runs: told to end, waited for, and where they can be resumed from.
 
 Owns how a run's job is ended from outside: Slurm's through the scheduler, a local one through its processes. Promises
-to signal no process that does not hold the run's own lock, none twice that a second signal would end at once, and to
-wait only so long.
+that only processes which hold the run's own lock are signalled, that none gets a second signal which would end it at
+once, and that every wait has an end.
 
     python launchers/cancel.py run=<name or directory>      python launchers/cancel.py sweep=<name or directory>
 """

@@ -1,11 +1,12 @@
 """From the command line to a typed config, or to the points of a sweep.
 
-Owns Hydra's composition and grammar; its sweepers are the matter of `slurm.launch.sweepers`. Promises that every
-mistake in an override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are
-reached, and that a sweep is written in Hydra's grammar.
+Owns Hydra's composition and grammar; Hydra's sweepers are in `slurm.launch.sweepers`. Promises that every mistake in an
+override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are reached, and that
+a sweep is written in Hydra's grammar.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -15,16 +16,16 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
-from pipeline.config import RunConfig, known_keys, load_config, nearest
+from pipeline.config import NAMED, RunConfig, known_form, known_keys, load_config, nearest
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
-OPEN = ("task.options.", "reward.options.", "cluster.sbatch.")
-"""Below these the keys are not ours: the task's own, those of reward functions, and sbatch's."""
+OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
+"""Below these the keys are not ours: tasks' own, those of reward functions, and sbatch's; or are looked at later."""
 MOST_POINTS = 1000
 
 
@@ -39,18 +40,56 @@ class Expansion:
 def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
     """The config that `conf/` and the overrides describe; `ConfigError` for the first thing that is wrong."""
     prepared = [_prepare(text, folder) for text in overrides]
-    try:
-        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            tree = OmegaConf.to_container(compose("config", prepared), resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
+    with _composing(overrides), initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+        tree = OmegaConf.to_container(compose("config", prepared), resolve=True, throw_on_missing=True)
     if not isinstance(tree, dict):
         raise ConfigError("conf/config.yaml", tree, "a mapping")
     config: dict[str, Any] = {str(key): value for key, value in tree.items()}
     if "name" not in config:
         raise ConfigError("name", None, "a name for the run", "set name=… or choose an experiment=…")
     return load_config(config)
+
+
+def compose_upon(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path = CONF) -> dict[str, Any]:
+    """A config's tree with these overrides laid over it, in their order; `ConfigError` for the first that is wrong.
+
+    A group takes the place of its section, and whatever else it says is laid over the tree.
+    """
+    with _composing(overrides):
+        changed = OmegaConf.create(dict(tree))
+        for text in overrides:
+            _prepare(text, folder)
+            override = _parse(text)
+            key, value = override.key_or_group, override.value()
+            if override.is_delete():
+                raise ConfigError(key, text, "key=value here", "set it to its default instead")
+            if key in config_groups(folder):
+                _lay_group(changed, key, folder / key / f"{value}.yaml")
+            else:
+                OmegaConf.update(changed, key, value, force_add=True)
+        found = OmegaConf.to_container(changed, resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _lay_group(tree: DictConfig, group: str, file: Path) -> None:
+    loaded = OmegaConf.load(file)
+    assert isinstance(loaded, DictConfig)
+    if "defaults" in loaded:
+        raise ConfigError(group, file.stem, "a group that names no others, upon a config", "set its keys one by one")
+    sections = loaded if file.read_text().startswith("# @package _global_") else {group: loaded}
+    for name, section in sections.items():
+        OmegaConf.update(tree, str(name), section, merge=name != group, force_add=True)
+
+
+@contextmanager
+def _composing(overrides: Sequence[str]) -> Iterator[None]:
+    """Hydra's errors as ours."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
 
 
 def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
@@ -153,21 +192,22 @@ def _prepare(text: str, folder: Path) -> str:
 
 def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
     """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
-    key, keys, choices = override.key_or_group, known_keys(), config_groups(folder)
-    if key in choices:
-        return
+    keys, choices = known_keys(), config_groups(folder)
+    key = known_form(override.key_or_group, keys)
     inside = [known for known in keys if known.startswith(f"{key}.")]
+    if key in choices or any(NAMED in known for known in inside):  # a mapping by name is given whole, or by keys
+        return
     if inside:
         raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
     if key not in keys and not key.startswith(OPEN):
         value = text.partition("=")[2] if override.is_sweep_override() else override.value()
-        raise ConfigError(key, value, "a known key", nearest(key, [*keys, *choices]))
+        raise ConfigError(override.key_or_group, value, "a known key", nearest(key, [*keys, *choices]))
 
 
 def _refuse_named(override: Override, text: str) -> None:
     """Raise `ConfigError` where the directories of points are swept over."""
     if override.key_or_group in ("name", "output"):
-        mend = "each point of a sweep gets a directory of its own by itself"
+        mend = "each point of a sweep gets its own directory"
         raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
 
 

@@ -2,7 +2,7 @@
 
 Owns what the launcher says after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 128
 and the signal's number interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm
-job alone, that the report cannot change how a run ended, and that neither does an end which this machine sees late.
+job alone, and that neither the report nor an end which this machine sees late changes how a run ended.
 """
 
 import shlex
@@ -159,6 +159,8 @@ def _what_it_made(paths: RunPaths) -> str:
     config = kept_config(paths)
     if config is not None and config.training.jobs:
         return f"  jobs        {config.training.jobs}"
+    if config is not None and config.evaluation.alone:
+        return f"  found       {paths.evaluation}"
     return f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}"
 
 

@@ -97,7 +97,7 @@ def claimed_sweep(prepared: Prepared) -> Iterator[None]:
     paths = prepared.paths
     with claimed_directory(paths):
         if manifest.load_manifest(paths) != prepared.found:
-            raise _submitted_elsewhere(paths, "somebody was since this command looked at it")
+            raise _submitted_elsewhere(paths, "it was submitted elsewhere since this command looked at it")
         files.write_document(paths.manifest, prepared.manifest)
         yield
 

@@ -1,8 +1,8 @@
 """Signals that ask a launcher to end.
 
 Owns which they are and what a launcher makes of them: a note, instead of its end, so that what it started comes down in
-order. Promises that a hang-up which was ignored before, as `nohup` does, stays ignored, and that after one that was not
-nothing more goes to the terminal, which is gone.
+order. Promises that a hang-up stays ignored where it was ignored before, as under `nohup`, and that after any other one
+nothing more is written to the terminal, which is gone.
 
     with noted_signals() as received:
         …                                # minutes

@@ -1,7 +1,7 @@
 """Submitting a run: check everything, show the plan, start one job, follow it.
 
-Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right:
-then the exit code is 2, else that of `slurm.launch.following`.
+Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right. If
+it is not, the exit code is 2; if it is, that of `slurm.launch.following`.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
+from pipeline.tasks.sets import check_eval_tasks, check_held_out
 from pipeline.training.conversations import check_data, coloured, first_trainable_row
 from pipeline.training.jobs import DemonstrationsInput, check_alone, read_job
 from pipeline.training.standalone.queue import waiting_at
@@ -124,8 +125,12 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()
     runs.examine(config)
-    # The arithmetic does not know the adapters that clients of a serving run ask for.
-    if config.resources.device == "cuda" and config.resources.gpu_memory and not config.serve.enabled:
+    # The arithmetic does not know the adapters that clients of a serving run ask for, nor servers without a trainer.
+    if (
+        config.resources.device == "cuda"
+        and config.resources.gpu_memory
+        and not (config.serve.enabled or config.evaluation.alone)
+    ):
         check_memory(config, _sizes(config.model))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
@@ -164,6 +169,10 @@ def check_inputs(config: RunConfig) -> None:
         check_data(config)
         if config.has_rollouts:
             check_rewards(config.reward, task, config.task.name)
+        if config.evaluation.alone and config.evaluation.own:
+            check_held_out(config.task, config.reward, config.seed)
+        if config.has_rollouts or config.evaluation.alone:
+            check_eval_tasks(config)
         return
     path = Path(config.training.jobs).resolve()
     if path == config.directory.resolve():
@@ -218,6 +227,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
 def _what_it_trains(config: RunConfig) -> str:
     if config.serve.enabled:
         return f"what clients of the Tinker API ask for, adapters on {config.model.path}"
+    if config.evaluation.alone:
+        return f"evaluation of {config.model.lora.adapter or config.model.path}"
     if config.training.jobs:
         return f"the jobs of {config.training.jobs}"
     start = config.training.warm_start

@@ -1,1 +1,12 @@
-"""One rank: the agent, and the roles that it starts, watches and ends."""
+"""One rank: the agent, and the roles that it starts, watches and ends.
+
+| module | owns |
+|---|---|
+| `agent` | one rank, from its start to its end |
+| `supervisor` | the roles of a rank: started, watched, ended |
+| `lifecycle` | the order in which roles come up and down |
+| `preflight` | what a rank finds on its node |
+| `claims` | which GPUs of a node are whose |
+| `alive` | what an agent leaves on disk: that it lives, that it is down |
+| `vitals` | whether a role is there, and whether it still lives |
+"""

@@ -44,7 +44,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers and users send to an agent to say that the job should end soon."""
 
 OWNER_SECONDS = 180.0
-"""How long an agent waits to see its own job recorded as the run's, after another or by a launcher that is slow."""
+"""How long an agent waits until its own job is on record as the run's: the launcher may be slow to record it."""
 _SLACK_SECONDS = 5.0
 
 
@@ -294,6 +294,8 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
     """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
     if config.training.jobs:
         return max((row["step"] for row in read_rows(run.metrics)), default=0)
+    if config.evaluation.alone:
+        return config.evaluation.step
     return config.training.steps or steps_of_sft(run, config)
 
 

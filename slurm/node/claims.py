@@ -2,8 +2,8 @@
 
 Owns one lock for each GPU, named by its UUID, in a folder that all users of the machine share. Promises that two
 processes that see this folder never claim the same GPU, whoever started them; that a rank gets all the GPUs that it
-needs or none; that a claim ends with its process, however that ends; and a sentence about each GPU that is not free
-and who has it. Must not know roles.
+needs or none; that a claim ends with its process, however that ends; and that a sentence says of each GPU that is not
+free who has it. Must not know roles.
 
     with ExitStack() as held:
         claimed = claim_visible(None, [2, 0], Claimant(run_id="demo-1f3a", attempt="local-0"), held)
@@ -34,7 +34,7 @@ from slurm.registry.locks import sign_lock, try_lock
 PLACE = Path("/tmp")
 """Not TMPDIR, which may differ from user to user."""
 TURN_SECONDS = 30.0
-"""Longest wait for others to have claimed theirs, which takes milliseconds."""
+"""Longest wait while another process claims GPUs, which takes milliseconds."""
 
 _MOST_TEXT = 4096
 _LONGEST_NAME = 80

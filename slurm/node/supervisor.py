@@ -1,11 +1,11 @@
 """Runs the roles of one rank, from the world to a clean end.
 
-Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that a
-server which fails after it was ready is started again, up to `inference.restarts` times; that the first other failure
-on any rank stops every role of every rank, a trainer that is ready after the time to commit; that an
-orderly end comes down in the order of `lifecycle.DESCENT`; that when `run` returns nothing it started is alive, but for
-what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no end; and that
-a disk which fails is borne (`pipeline.system.outages`). Must not know what a role does.
+Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that a server
+which fails after it was ready is started again, up to `inference.restarts` times; that the first other failure on any
+rank stops every role of every rank, a trainer that is ready after it had time to commit; that an orderly end comes down
+in the order of `lifecycle.DESCENT`; that when `run` returns nothing it started is alive, but for what the kernel itself
+cannot end; that what other ranks tell may be seen `lateness` later and changes no end; and that a disk which fails for
+a while is tolerated (`pipeline.system.outages`). Must not know what a role does.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """
@@ -47,9 +47,9 @@ ENDINGS: tuple[tuple[EventName, End], ...] = (
 POLL_SECONDS = 0.1
 _LEAST_TIME_TO_STOP = 0.5
 _KILL_SECONDS = 2.0
-"""For which the loop waits until the kernel has ended a role; what takes longer is looked at again at the end."""
+"""How long the loop waits for the kernel to end a role; one that takes longer is checked again at the end."""
 _MOST_LINES = 200
-"""Of the stacks in `first_failure.json`; its log has all."""
+"""Most lines of stacks in `first_failure.json`; the role's log has all of them."""
 _STUCK = "; the kernel keeps it, as if it waited for a device or a file system that is gone"
 
 

@@ -29,9 +29,9 @@ from pipeline.system.waiting import CLOCK, Clock, Deadline, growing_pauses
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 LONGEST_LOOK = 1.0
-"""What one look adds to a silence at most, in seconds: looks that come later were held up on this side."""
+"""Most seconds that one look adds to a silence: a look that comes later was delayed on this side."""
 STACKS_SECONDS = 2.0
-"""For all hung processes of a role to write their stacks."""
+"""How long all hung processes of a role have to write their stacks."""
 
 
 class Probe:

@@ -1,1 +1,8 @@
-"""Which runs and sweeps there are, and whose each one is."""
+"""Which runs and sweeps there are, and whose each one is.
+
+| module | owns |
+|---|---|
+| `runs` | the runs, and the job that each belongs to |
+| `manifest` | sweeps and their points |
+| `locks` | which launcher is at a run or a sweep |
+"""

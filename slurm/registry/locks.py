@@ -5,7 +5,7 @@ never taken for the holder by its number alone, and that a filesystem without fl
 what is locked.
 
     with path.open("a+") as lock:
-        if take(lock.fileno(), path):       # from here on `holder(path)` is this process, until the file is closed
+        if take_lock(lock.fileno(), path):       # from here on `holder(path)` is this process, until the file is closed
 """
 
 import errno
@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError
 
 _WITHOUT = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 _LOOKS, _PAUSE = 5, 0.02
-"""Looking whether a lock is held takes it for a moment. So a lock that cannot be taken is tried again."""
+"""To see whether a lock is held, one takes it for a moment. So a lock that cannot be taken is tried again."""
 
 
 def take_lock(descriptor: int, path: Path) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pipeline
-from pipeline.config import RunConfig, load_config
+from pipeline.config import RunConfig, TaskConfig, load_config
 from pipeline.config.data import located_data, located_options
 from pipeline.config.identity import differences, identity_digest
 from pipeline.config.models import located_model
@@ -36,7 +36,7 @@ from slurm.scheduler.protocol import PENDING, QueuedJob, Scheduler
 PACKAGES = ("pipeline", "slurm", "conf")
 """What an attempt runs from its snapshot."""
 ENTRANCES = ("slurm/node/agent.py", "slurm/batch/requeue.py", "slurm/batch/controller.py")
-"""The modules of a snapshot that a launcher, which may be newer, has its job start."""
+"""The modules in a run's snapshot that a launcher, which may be newer, tells its job to start."""
 
 
 def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:
@@ -293,9 +293,19 @@ def located_config(config: RunConfig) -> RunConfig:
         "data": located_data(config.data),
         "training": config.training.model_copy(update={"jobs": jobs}),
     }
-    if config.task.name == "dataset":
-        located["task"] = config.task.model_copy(update={"options": located_options(config.task.options)})
+    located["task"] = _located_task(config.task)
+    sets = config.evaluation.sets
+    with_tasks = {
+        name: each.model_copy(update={"task": _located_task(each.task)}) for name, each in sets.items() if each.task
+    }
+    located["evaluation"] = config.evaluation.model_copy(update={"sets": {**sets, **with_tasks}})
     return config.model_copy(update=located)
+
+
+def _located_task(task: TaskConfig) -> TaskConfig:
+    if task.name != "dataset":
+        return task
+    return task.model_copy(update={"options": located_options(task.options)})
 
 
 def _freeze(run: RunPaths, config: RunConfig) -> None:

@@ -1,10 +1,10 @@
 """Proof that an address leads to a rank.
 
 Owns the connect-back: every agent answers connections that know its card's token, and the leader calls each card's
-addresses until one answers as its rank would. A beacon also calls another one for the leader, since what a node can
-reach of itself says nothing: docker0 has the same address on every node. Promises that a port that somebody else took
-meanwhile is not mistaken for ours; that nobody outside of the run directory can make a beacon call; and that strangers,
-however many connect, cost it no more than `CALLERS` threads and keep no peer out. Knows no roles.
+addresses until one answers as its rank would. A beacon also calls another one for the leader, since the addresses at
+which a node reaches itself prove nothing: docker0 has the same one on every node. Promises that a port that somebody
+else took meanwhile is not mistaken for ours; that nobody outside of the run directory can make a beacon call; and that
+strangers, however many connect, cost it no more than `CALLERS` threads and keep no peer out. Knows no roles.
 
     leader ──request──► rank 3                          is rank 3 at this address?
     leader ──request (relay)──► rank 3 ──request──► leader   can rank 3 reach the leader at this address?
@@ -27,9 +27,9 @@ from pipeline.system.waiting import Deadline
 from pipeline.world.plan import Card
 
 CALLERS = 64
-"""How many a beacon has connected at a time, and how many ranks the leader calls at once."""
+"""Most callers that a beacon answers at a time, and most ranks that the leader calls at once."""
 BACKLOG = 1024
-"""Who connects in a burst waits its turn there; beyond it, the kernel tries again only after a second."""
+"""Callers that connect in a burst wait in this backlog; beyond it, the kernel retries only after a second."""
 ANSWER_SECONDS = 1.0
 LONGEST_LINE = 4096
 

@@ -4,7 +4,7 @@ Owns the rules by which the ranks of one attempt agree on one leader at a time. 
 a pure function that is told what happened and answers what to do next, so every interleaving can be tried in memory.
 Must not know directories, cards or clocks; `slurm.rendezvous.meeting` performs the actions and reports the events.
 
-    member, action = begin(rank, ranks, lease, now)
+    member, action = begin_election(rank, ranks, lease, now)
     while action.name != "settle":
         member, action = step(member, perform(action), clock.now())
 

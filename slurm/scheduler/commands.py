@@ -28,11 +28,11 @@ CALL_SECONDS = 60.0
 _UNKNOWN_JOB = "Invalid job id specified"
 _NO_ACCOUNTING = "not running a supported accounting_storage"
 NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
-"""What a command says that does not know what the controller did, if anything."""
+"""What a command prints when it cannot know what the controller did, if anything."""
 
 _NOTHING = ("(null)", "None", "N/A")
 _OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block")
-"""How the states of nodes begin that take no job until somebody mends them."""
+"""Beginnings of the states of nodes that take no job until somebody repairs them."""
 
 
 def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":

@@ -30,6 +30,7 @@ COLOURS = {
     "starting": "yellow",
     "ready": "green",
     "training": "green",
+    "evaluating": "green",
     "finishing": "cyan",
     "stopping": "yellow",
     "stopped": "bright_black",
@@ -37,7 +38,7 @@ COLOURS = {
     "failed": "bold red",
     "finished": "bold green",
 }
-"""Of each state of a run, a role and an attempt; green is only what works."""
+"""The colour of each state of a run, a role and an attempt; only what works is green."""
 UNSURE = "yellow"
 """What nobody knows to be well."""
 

@@ -4,8 +4,8 @@ Owns what the terminal shows and when. Promises that it only reads, so that endi
 prints plain lines without control codes where there is no terminal; and that a disk which fails for a while ends
 nothing: the last picture stands meanwhile. Must not know the processes.
 
-    follow(run_dir, until=job.done)        the launcher, which knows its job
-    watch(run_dir)                         anybody else; goes on over requeues and ends with the run
+    follow_run(run_dir, until=job.done)    the launcher, which knows its job
+    watch_run(run_dir)                     anybody else; goes on over requeues and ends with the run
 
 `slurm.watch.watcher` looks, `slurm.watch.snapshot` says what is the case, `slurm.watch.display` and
 `slurm.watch.ticker` how it looks.
@@ -33,9 +33,9 @@ from slurm.watch.watcher import Watcher
 
 REFRESH_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
-"""A scheduler that is slower than this is not waited for: the picture stands still meanwhile."""
+"""Nobody waits longer than this for the scheduler: meanwhile the picture stands still."""
 EXIT_CODES = {"failed": 1, "not submitted": 1, "interrupted": 130}
-"""By the state a run ended in; as the launcher's."""
+"""By the state in which a run ended; the launcher's exit codes."""
 Look = tuple[Snapshot, bool]
 """A run as it is, and whether that is the last to show."""
 

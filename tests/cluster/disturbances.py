@@ -12,7 +12,8 @@ from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
 
-PATIENCE = 240.0
+PATIENCE = 900.0
+"""Seconds: bounds a hang, and decides no race; a run lasts ten times as long on a machine with much other work."""
 PARTITIONS = {"grace": "grace"}
 """The partition that a way needs; all others run in `low`."""
 

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.rundir.paths import RunPaths
-from tests.cluster.disturbances import PARTITIONS, WAYS
+from tests.cluster.disturbances import PARTITIONS, PATIENCE, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
-from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import STEPS, events, write_job, write_model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.trial]
-LONG = 3000
-"""Steps that take so long that a disturbance comes between two of them."""
+pytestmark = [pytest.mark.cluster, pytest.mark.trial, pytest.mark.timeout(2 * PATIENCE)]
+LONG, DISTURBED = 1200, 100
+"""Steps that take so long that what happens at one of them comes before the last."""
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def train(slurm: SlurmCluster, queue: Path, *arguments: str) -> "subprocess.Comp
     root = queue.parent
     own = ("cluster=slurm", f"output={root / 'runs'}", f"model.path={root / 'base'}", "resources.trainer.nodes=2")
     keys = ("resources.trainer.processes=1", "model.init=pretrained", "model.max_length=48", "cluster.late_seconds=2")
-    return launch(slurm, root, "queue", str(queue), *own, *keys, *arguments, script="train.py", seconds=300)
+    return launch(slurm, root, "queue", str(queue), *own, *keys, *arguments, script="train.py", seconds=PATIENCE)
 
 
 def test_jobs_are_done_on_two_nodes_and_followed_here(idle: SlurmCluster, queue: Path) -> None:
@@ -65,7 +64,11 @@ def test_a_job_that_fails_there_fails_here_with_its_reason_and_is_not_queued_aga
     ended = train(idle, queue)
     assert ended.returncode == 1
     assert f"TrainingError: failed: rl.json (see {queue / 'failed'})" in ended.stderr
-    assert "failed before the first commit" in ended.stderr
+    assert "no job is left that another attempt could do" in ended.stderr
+    run = SlurmRun(idle, RunPaths(queue.parent / "runs" / "queue"))
+    outcome = run.outcome()
+    assert outcome is not None
+    assert (outcome.decision, len(run.attempts)) == ("stopped", 1)
     assert "gone" in (queue / "failed" / "rl.error").read_text()
     assert (queue / "rl-data").exists()
 
@@ -78,9 +81,9 @@ def test_an_interrupted_job_is_queued_again_and_does_each_step_once(way: str, id
     ended = train(idle, queue, "--detach", f"cluster.partition={partition}", "training.checkpoint_every=200")
     assert ended.returncode == 0, ended.stderr
     run = SlurmRun(idle, RunPaths(queue.parent / "runs" / "queue"))
-    run.wait_for_step(300, job="sft")
+    run.wait_for_step(DISTURBED, PATIENCE, job="sft")
     WAYS[way](idle, run, random.Random(0))
-    assert run.wait_for_end(2 * WAIT_SECONDS)["JobState"] == "COMPLETED", run.output()
+    assert run.wait_for_end(PATIENCE)["JobState"] == "COMPLETED", run.output()
     assert run.fields()["Restarts"] == "1"
     rows = run.rows(job="sft")
     assert [(row["step"], row["done"]) for row in rows] == [(step, step) for step in range(1, LONG + 1)]

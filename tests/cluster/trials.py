@@ -23,7 +23,7 @@ import msgspec
 
 from pipeline.rundir.metrics import read_rows
 from pipeline.system.waiting import wait_for
-from tests.cluster.disturbances import PARTITIONS, PHASES, WAYS
+from tests.cluster.disturbances import PARTITIONS, PATIENCE, PHASES, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
 from tests.cluster.trial_page import COLD, Trial, page, problem_of
@@ -35,6 +35,7 @@ CONFIG = (
     f"training.prompts_per_step={PROMPTS}",
     "training.checkpoint_every=5",
     "training.eval_every=0",
+    "cluster.startup_seconds=900",
     "resources.inference.nodes=1",
     "resources.trainer.gpus=1",
     "resources.inference.gpus=2",
@@ -94,7 +95,7 @@ def _make(trial: Trial, folder: Path) -> None:
                 run.wait_for("a first step", lambda: bool(run.rows() or run.rows(job="sft")))
                 clock.note()
                 trial.cold = clock.first_step(0)
-            trial.state = run.wait_for_end(400)["JobState"]
+            trial.state = run.wait_for_end(PATIENCE)["JobState"]
             if trial.phase != COLD:
                 _examine(trial, run)
         except Exception:
@@ -175,7 +176,7 @@ def _times(trial: Trial, run: SlurmRun, clock: AttemptClock, disturbed: float) -
             clock.note()
         return clock.first_step(1) is not None or run.has_ended()
 
-    wait_for("the first step after a requeue", stepped, 240, missing=run.output, pause=0.1, longest_pause=0.3)
+    wait_for("the first step after a requeue", stepped, PATIENCE, missing=run.output, pause=0.1, longest_pause=0.3)
     trial.cold, trial.warm = clock.first_step(0), clock.first_step(1)
     rows = [row for row in read_rows(run.run.metrics) if row["attempt"] == f"{run.job}-1"]
     trial.gap = min((row["time"] for row in rows), default=disturbed) - disturbed or None

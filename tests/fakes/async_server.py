@@ -12,8 +12,10 @@ ADDRESS = "127.0.0.1"
 async def serving(
     routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]],
 ) -> AsyncIterator[int]:
-    """Who POSTs to one of `routes` gets its answer, until the block ends; the value is the port."""
+    """Who POSTs to one of `routes` gets its answer, and who looks whether it lives hears so, until the block ends; the
+    value is the port."""
     application = web.Application()
+    application.router.add_get("/health", _lives)
     for route, answer in routes.items():
         application.router.add_post(route, answer)
     runner = web.AppRunner(application, shutdown_timeout=0.01)
@@ -23,3 +25,7 @@ async def serving(
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
+
+
+async def _lives(_: web.Request) -> web.Response:
+    return web.Response()

@@ -12,6 +12,7 @@ from tests.support.servers.redis_binaries import redis_servers, taken_first
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
     from pipeline.training.dispatch.dispatch import Dispatch
+    from tests.support.runs.launched import Launches
     from tests.support.servers.vllm import Served
 
 
@@ -20,6 +21,15 @@ def each_redis(request: pytest.FixtureRequest) -> Iterator[None]:
     """The test runs once with every Redis server of this machine."""
     with taken_first(request.param):
         yield
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> "Iterator[Launches]":
+    """Starts runs as a user does, below `runs/`; what is left of them ends with the test."""
+    from tests.support.runs.launched import Launches
+
+    with Launches(tmp_path / "runs") as started:
+        yield started
 
 
 @pytest.fixture(scope="package")

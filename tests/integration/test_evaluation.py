@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import DeadlineError
 from pipeline.groups.records import EvalRequest, EvalResult
+from pipeline.rundir.metrics import MetricSinks, read_rows
 from pipeline.rundir.paths import AttemptPaths
 from pipeline.streams import Streams
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import Interrupted
-from pipeline.training.evaluation import Evaluations
+from pipeline.training.evaluation import Evaluations, Schedule, measured_in
 
 
 @pytest.fixture
@@ -20,34 +22,39 @@ def streams(tmp_path: Path) -> Iterator[Streams]:
         yield opened
 
 
-class Notes(dict[int, Mapping[str, float]]):
-    """Metrics by version; a version that is noted twice is an error."""
-
-    def __call__(self, version: int, metrics: Mapping[str, float]) -> None:
-        assert version not in self
-        self[version] = metrics
+OWN = ""
+"""The name of the run's own held-out prompts."""
 
 
-def answer(streams: Streams, name: str, weights: int, accuracy: float = 0.5) -> None:
-    result = EvalResult(
-        id=name, weights=weights, accuracy=accuracy, prompts=4, version_min=weights, version_max=weights, seconds=0.1
-    )
-    streams.publish("eval_results", result)
+class Notes(dict[tuple[str, int], Mapping[str, float]]):
+    """Metrics by set and version; what is noted twice is an error."""
+
+    def __call__(self, version: int, metrics: Mapping[str, float], eval_set: str) -> None:
+        assert (eval_set, version) not in self
+        self[eval_set, version] = metrics
 
 
-def evaluations(streams: Streams, notes: Notes, *measured: int, seconds: float = 5) -> Evaluations:
-    return Evaluations(streams, "a-0", seconds, measured, notes, lambda: None)
+def answer(streams: Streams, name: str, weights: int, accuracy: float = 0.5, **more: Any) -> None:
+    numbers = {"prompts": 4, "version_min": weights, "version_max": weights, "seconds": 0.1}
+    streams.publish("eval_results", EvalResult(id=name, weights=weights, accuracy=accuracy, **numbers, **more))
+
+
+def evaluations(
+    streams: Streams, notes: Notes, *measured: tuple[str, int], seconds: float = 5, **sets: Schedule
+) -> Evaluations:
+    schedules = {OWN: Schedule(25, seconds), **sets}
+    return Evaluations(streams, "a-0", schedules, measured, notes, lambda: None)
 
 
 def test_a_request_names_its_attempt_and_version_and_its_answer_is_noted(streams: Streams) -> None:
     notes = Notes()
     asked = evaluations(streams, notes)
-    asked.request(25)
+    asked.request(25, [OWN])
     (request,) = [entry.record for entry in streams.scan("eval_requests", EvalRequest)]
     assert (request.id, request.weights) == ("a-0:25", 25)
     answer(streams, request.id, 25, accuracy=0.75)
     asked.wait()
-    assert notes[25]["eval/accuracy"] == 0.75
+    assert notes[OWN, 25]["eval/accuracy"] == 0.75
 
 
 class Restarted(FileStreams):
@@ -60,10 +67,10 @@ def test_a_request_that_the_streams_lost_is_made_again_once(tmp_path: Path) -> N
     paths = AttemptPaths(tmp_path, "r", "a-0")
     with Restarted(paths, 1 << 20) as streams:
         asked = evaluations(streams, Notes())
-        asked.request(25)
+        asked.request(25, [OWN])
         (lost,) = streams.reader("eval_requests", EvalRequest, "actor").read(1, 5)
         streams.reader("eval_requests", EvalRequest, "actor").acknowledge([lost.id])
-        asked.request(50)
+        asked.request(50, [OWN])
         for _ in range(2):
             streams.generation = 1
             asked.collect()
@@ -72,23 +79,23 @@ def test_a_request_that_the_streams_lost_is_made_again_once(tmp_path: Path) -> N
 
 def test_an_answer_of_an_earlier_attempt_is_noted_too_and_nothing_is_measured_twice(streams: Streams) -> None:
     notes = Notes()
-    asked = evaluations(streams, notes, 0)
+    asked = evaluations(streams, notes, (OWN, 0))
     answer(streams, "z-0:0", 0)
     answer(streams, "z-0:25", 25)
     asked.collect()
-    assert list(notes) == [25]
-    assert [asked.wants(version) for version in (0, 25, 50)] == [False, False, True]
+    assert list(notes) == [(OWN, 25)]
+    assert [asked.due(version) for version in (0, 25, 50)] == [[], [], [OWN]]
 
 
 def test_an_open_request_is_not_wanted_again(streams: Streams) -> None:
     asked = evaluations(streams, Notes())
-    asked.request(50)
-    assert not asked.wants(50)
+    asked.request(50, [OWN])
+    assert asked.due(50) == []
 
 
 def test_an_answer_that_does_not_come_is_missed_by_name(streams: Streams) -> None:
     asked = evaluations(streams, Notes(), seconds=0.2)
-    asked.request(50)
+    asked.request(50, [OWN])
     with pytest.raises(DeadlineError, match="a-0:50"):
         asked.wait()
 
@@ -97,7 +104,47 @@ def test_an_ending_attempt_waits_for_no_answer(streams: Streams) -> None:
     def pulse() -> None:
         raise Interrupted("for the test")
 
-    asked = Evaluations(streams, "a-0", 60, (), Notes(), pulse)
-    asked.request(50)
+    asked = Evaluations(streams, "a-0", {OWN: Schedule(25, 60)}, (), Notes(), pulse)
+    asked.request(50, [OWN])
     with pytest.raises(Interrupted):
+        asked.wait()
+
+
+def test_each_set_has_its_own_turn_and_all_are_measured_at_the_end(streams: Streams) -> None:
+    asked = evaluations(streams, Notes(), hard=Schedule(50, 5), ends=Schedule(0, 5))
+    assert [asked.due(version) for version in (0, 25, 30, 50)] == [[OWN, "hard", "ends"], [OWN], [], [OWN, "hard"]]
+    assert asked.due(60, last=True) == [OWN, "hard", "ends"]
+
+
+def test_sets_are_measured_apart_and_named_in_their_numbers(streams: Streams) -> None:
+    notes = Notes()
+    asked = evaluations(streams, notes, hard=Schedule(25, 5))
+    asked.request(25, asked.due(25))
+    requests = [entry.record for entry in streams.scan("eval_requests", EvalRequest)]
+    assert [(request.id, request.set) for request in requests] == [("a-0:25", OWN), ("a-0:hard:25", "hard")]
+    answer(streams, "a-0:hard:25", 25, 0.25, set="hard", samples=4, late=1, pass_at={4: 0.5}, metrics={"tools/x": 2.0})
+    answer(streams, "a-0:25", 25)
+    asked.wait()
+    assert set(notes) == {(OWN, 25), ("hard", 25)}
+    hard = notes["hard", 25]
+    assert (hard["eval/hard/accuracy"], hard["eval/hard/pass@4"], hard["eval/hard/tools/x"]) == (0.25, 0.5, 2.0)
+    assert (hard["eval/hard/samples"], hard["eval/hard/late"]) == (4, 1)
+    assert "eval/accuracy" not in hard
+
+
+def test_what_is_logged_of_a_set_is_not_measured_again_after_a_restart(tmp_path: Path, streams: Streams) -> None:
+    with MetricSinks(tmp_path / "metrics.jsonl", "z-0") as sinks:
+        sinks.log("eval", "rl", 0, {"eval/accuracy": 0.5})
+        sinks.log("eval", "rl", 25, {"eval/hard/accuracy": 0.5}, eval_set="hard")
+        sinks.log("train", "rl", 50, {"loss": 0.5})
+    measured = measured_in(read_rows(tmp_path / "metrics.jsonl"))
+    assert measured == {(OWN, 0), ("hard", 25)}
+    asked = evaluations(streams, Notes(), *measured, hard=Schedule(25, 5))
+    assert [asked.due(version) for version in (0, 25)] == [["hard"], [OWN]]
+
+
+def test_the_wait_at_the_end_is_as_long_as_all_open_sets_may_take(streams: Streams) -> None:
+    asked = evaluations(streams, Notes(), seconds=0.1, hard=Schedule(0, 0.2))
+    asked.request(50, [OWN, "hard"])
+    with pytest.raises(DeadlineError, match=r"waited 0.3 s .* missing: a-0:50, a-0:hard:50"):
         asked.wait()

@@ -5,7 +5,7 @@ python -m pytest -m trial tests/integration/test_job_runs.py interrupts one on t
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from pipeline.rundir.metrics import read_rows
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import STEPS, assert_same, events, write_job
-from tests.support.runs.launched import Launched
+from tests.support.runs.launched import Launched, Launches
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 LONG = 300
@@ -21,22 +21,14 @@ Start = Callable[..., Launched]
 
 
 @pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts `launchers/train.py` on jobs, as the run of their name below `runs/`."""
-    started: list[Launched] = []
+def start(model: Path, launches: Launches) -> Start:
+    """Starts `launchers/train.py` on jobs that begin with `model`."""
+    keys = (f"model.path={model}", "model.init=pretrained", "model.max_length=48")
 
     def start(jobs: Path, *overrides: str, run: str = "") -> Launched:
-        keys = (f"model.path={model}", "model.init=pretrained", "model.max_length=48", f"output={tmp_path / 'runs'}")
-        started.append(Launched.train(jobs, tmp_path / "runs" / (run or jobs.stem), *keys, *overrides))
-        return started[-1]
+        return launches.train(jobs, *keys, *overrides, run=run)
 
-    yield start
-    for launched in started:
-        if launched.process.poll() is None:
-            launched.process.kill()
-        for process in launched.processes():
-            process.kill()
-        launched.close()
+    return start
 
 
 def test_a_folder_is_done_then_the_same_command_does_what_came_meanwhile(start: Start, tmp_path: Path) -> None:

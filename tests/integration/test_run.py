@@ -3,16 +3,15 @@
 import fcntl
 import json
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from pipeline.report.samples import Filter, read_kept
 from pipeline.rundir.events import Events
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import RoleName
 from tests.patience import WAIT_SECONDS
-from tests.support.runs.launched import PROMPTS, STEPS, Launched
+from tests.support.runs.launched import PROMPTS, STEPS, Launched, Launches
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -20,23 +19,8 @@ ONE_SERVER = "resources.inference.nodes=1"
 """Enough where nothing is sampled: a server costs most of what a run's start does."""
 
 
-@pytest.fixture
-def launches() -> Iterator[list[Launched]]:
-    started: list[Launched] = []
-    yield started
-    for launched in started:
-        if launched.process.poll() is None:
-            launched.process.kill()
-        for process in launched.processes():
-            process.kill()
-        launched.close()
-
-
-def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
-    tmp_path: Path, launches: list[Launched]
-) -> None:
-    first = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(first)
+def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(launches: Launches) -> None:
+    first = launches.submit("r", ONE_SERVER)
     first.wait_for_step(7)
     first.interrupt(signal.SIGINT)
     assert first.end() == 130, first.output()
@@ -45,8 +29,7 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     assert list(first.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
     assert Events(first.attempts[0]).seen("training_finished") is None
 
-    second = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(second)
+    second = launches.submit("r", ONE_SERVER)
     second.wait_for_step(STEPS)
     wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
     second.assert_nothing_left(seconds=15)
@@ -54,18 +37,24 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(
     assert_whole(second)
     assert len({row["attempt"] for row in second.rows()}) == 2
 
-    third = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(third)
+    third = launches.submit("r", ONE_SERVER)
     assert third.end() == 2
     assert "start a new run with name=r-2" in third.output()
 
+    again = launches.evaluate(second.run, "again", "checkpoint=latest")
+    assert again.end() == 0, again.output()
+    again.assert_nothing_left()
+    (measured,) = (row for row in again.rows("eval") if row["step"] == STEPS)
+    (then,) = (row for row in second.rows("eval") if row["step"] == STEPS)
+    assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"
+    found = json.loads(again.run.evaluation.read_text())["sets"]["held_out"]
+    assert (found["accuracy"], found["prompts"]) == (then["eval/accuracy"], 32)
+    assert len(read_kept(second.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
 
-def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
-    tmp_path: Path, launches: list[Launched]
-) -> None:
-    whole = Launched.start(tmp_path, "whole", "streams.backend=files")
-    broken = Launched.start(tmp_path, "broken", ONE_SERVER)
-    launches += [whole, broken]
+
+def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(launches: Launches) -> None:
+    whole = launches.submit("whole", "streams.backend=files")
+    broken = launches.submit("broken", ONE_SERVER)
     whole.wait_for_state("trainer.0", "ready")
     broken.wait_for_step(7)
     broken.kill_role("trainer", 0)
@@ -82,8 +71,7 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
     assert_whole(whole)
     assert len({*broken.ports(), *whole.ports()}) == len(broken.ports()) + len(whole.ports())
 
-    resumed = Launched.start(tmp_path, "broken", ONE_SERVER)
-    launches.append(resumed)
+    resumed = launches.submit("broken", ONE_SERVER)
     resumed.wait_for_step(STEPS)
     assert resumed.end() == 0, resumed.output()
     assert_whole(resumed)
@@ -92,10 +80,9 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("moment", ["world", "roles"])
 def test_a_launcher_that_ends_during_start_up_leaves_nothing(
-    moment: str, number: signal.Signals, tmp_path: Path, launches: list[Launched]
+    moment: str, number: signal.Signals, launches: Launches
 ) -> None:
-    launched = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(launched)
+    launched = launches.submit("r", ONE_SERVER)
     if moment == "world":
         launched.wait_for_world()
     else:
@@ -105,11 +92,8 @@ def test_a_launcher_that_ends_during_start_up_leaves_nothing(
     assert launched.end() == (130 if number == signal.SIGINT else -signal.SIGKILL)
 
 
-def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends_it_at_once(
-    tmp_path: Path, launches: list[Launched]
-) -> None:
-    launched = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(launched)
+def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends_it_at_once(launches: Launches) -> None:
+    launched = launches.submit("r", ONE_SERVER)
     launched.wait_for_state("trainer.0", "starting")
     with (launched.run.job_lock).open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -122,11 +106,8 @@ def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends
 
 
 @pytest.mark.parametrize(("role", "rank"), [("redis", 0), ("actor", 0)])
-def test_a_role_that_is_killed_is_named_and_nothing_is_left(
-    role: RoleName, rank: int, tmp_path: Path, launches: list[Launched]
-) -> None:
-    launched = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(launched)
+def test_a_role_that_is_killed_is_named_and_nothing_is_left(role: RoleName, rank: int, launches: Launches) -> None:
+    launched = launches.submit("r", ONE_SERVER)
     launched.wait_for_state("actor.0", "ready")
     launched.kill_role(role, 0)
     launched.assert_nothing_left()
@@ -136,9 +117,8 @@ def test_a_role_that_is_killed_is_named_and_nothing_is_left(
     assert (failure.role, failure.rank, failure.cause) == (f"{role}.0", rank, "killed by SIGKILL")
 
 
-def test_a_server_that_is_killed_is_started_again_and_its_run_goes_on(tmp_path: Path, launches: list[Launched]) -> None:
-    launched = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(launched)
+def test_a_server_that_is_killed_is_started_again_and_its_run_goes_on(launches: Launches) -> None:
+    launched = launches.submit("r", ONE_SERVER)
     launched.wait_for_step(3)
     launched.kill_role("inference", 0)
     assert launched.end() == 0, launched.output()
@@ -149,9 +129,8 @@ def test_a_server_that_is_killed_is_started_again_and_its_run_goes_on(tmp_path: 
     assert states[:4] == ["starting", "ready", "starting", "ready"]
 
 
-def test_an_agent_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, launches: list[Launched]) -> None:
-    launched = Launched.start(tmp_path, "r", ONE_SERVER)
-    launches.append(launched)
+def test_an_agent_that_is_killed_is_named_and_nothing_is_left(launches: Launches) -> None:
+    launched = launches.submit("r", ONE_SERVER)
     launched.wait_for_state("inference.0", "starting")
     launched.kill_agent(1)
     launched.assert_nothing_left()

@@ -1,13 +1,11 @@
 """SFT alone: a run whose plan has trainers only, on two nodes, interrupted and resumed."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pipeline.rundir.metrics import read_rows
-from tests.support.runs.launched import Launched
+from tests.support.runs.launched import Launched, Launches
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 STEPS = 100
@@ -21,27 +19,12 @@ SFT = (
 )
 
 
-@pytest.fixture
-def launches() -> Iterator[list[Launched]]:
-    started: list[Launched] = []
-    yield started
-    for launched in started:
-        if launched.process.poll() is None:
-            launched.process.kill()
-        for process in launched.processes():
-            process.kill()
-        launched.close()
-
-
 def steps_of(launched: Launched) -> list[int]:
     return [row["step"] for row in read_rows(launched.run.metrics) if row["job"] == "sft"]
 
 
-def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(
-    tmp_path: Path, launches: list[Launched]
-) -> None:
-    first = Launched.start(tmp_path, "sft", *SFT)
-    launches.append(first)
+def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(launches: Launches) -> None:
+    first = launches.submit("sft", *SFT)
     first.wait("a step", lambda: bool(steps_of(first)), 120)
     first.interrupt(signal.SIGTERM)
     assert first.end() == 143, first.output()
@@ -51,8 +34,7 @@ def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(
     assert 0 < len(done) < STEPS
     assert list(first.run.checkpoints.glob(f"sft-{len(done)}/*/COMMIT"))
 
-    second = Launched.start(tmp_path, "sft", *SFT)
-    launches.append(second)
+    second = launches.submit("sft", *SFT)
     second.wait("the end", second.run.finished.exists, 120)
     assert second.end() == 0, second.output()
     assert steps_of(second) == list(range(1, STEPS + 1))

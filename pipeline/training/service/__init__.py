@@ -6,6 +6,7 @@
 | `models` | clients' models on the dispatch: adapters that share a base, and whole models |
 | `room` | whether a model can be made |
 | `commits` | all models in one commit, and back |
+| `base` | the directory of the base model |
 | `link` | the way to the front |
 
 A request changes one model, and the requests of a model are done in the order of their numbers. So each model's state

@@ -8,5 +8,9 @@
 | `collate` | a micro-batch as tensors |
 | `optimizer` | AdamW, its schedule, clipping, skipped steps |
 | `offload` | parts that leave the device and come back |
+| `loading`, `form`, `tensor_files` | a model's first weights; which tensors of files make which of the network |
 | `lora`, `export` | adapters; model directories that others load |
+| `guests`, `queries` | several adapters that take turns on a model; answers about given tokens |
+| `sizes`, `small`, `likeness` | a model's size; a small copy of it; whether its rows come out packed as alone |
+| `transfer` | numbers from the host to the device |
 """

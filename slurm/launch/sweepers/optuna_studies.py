@@ -2,7 +2,8 @@
 
 Owns Optuna's storage before its sweeper opens it. Promises that the same command completes a study: trials that did not
 come to a number, since they failed or their command was ended, are asked for again with the same parameters, which are
-the same runs; and only as many new ones as are wanting of `n_trials`. Imports Optuna only where its sweeper is named.
+the same runs; and only those new ones are run that `n_trials` still lacks. Imports Optuna only where its sweeper is
+named.
 
 The sweeper by itself forgets a study that has no storage, leaves the trials of a command that was killed running for
 ever, and runs `n_trials` more each time.

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 STEPS, PROMPTS = 12, 8
 SMALL = (
     "experiment=demo",
+    "resources.trainer.processes=2",
     "training.warm_start.steps=4",
     f"training.steps={STEPS}",
     f"training.prompts_per_step={PROMPTS}",
@@ -37,7 +38,7 @@ SMALL = (
 
 @dataclass
 class Launched:
-    """One start of `launchers/submit.py`, or of `launchers/train.py`."""
+    """One start of `launchers/submit.py`, of `launchers/train.py` or of `launchers/evaluate.py`."""
 
     process: subprocess.Popen[str]
     run: RunPaths
@@ -52,6 +53,12 @@ class Launched:
     def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
         """Do the jobs of a file or a folder; `run` is the directory that their run has."""
         return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
+
+    @classmethod
+    def evaluate(cls, evaluated: RunPaths, name: str, *arguments: str) -> "Launched":
+        """Evaluate a run; the run that does so is called `name`, and lies beside it."""
+        run = evaluated.root.with_name(name)
+        return cls._launch(RunPaths(run), "evaluate.py", f"run={evaluated.root}", f"name={name}", *arguments)
 
     @classmethod
     def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":
@@ -132,6 +139,14 @@ class Launched:
         self._output = self.process.communicate(timeout=seconds)[0]
         return self.process.returncode
 
+    def kill(self) -> None:
+        """End the launcher and all below it at once, and close it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for process in self.processes():
+            process.kill()
+        self.close()
+
     def close(self) -> None:
         """Reap the launcher and let go of its output, whatever became of the test."""
         self.process.wait(30)
@@ -176,6 +191,42 @@ class Launched:
         assert body is not None
         world: dict[str, Any] = json.loads(body)
         return world
+
+
+class Launches:
+    """Launchers that one test starts; whatever is left of them ends with it.
+
+    with Launches(tmp_path / "runs") as launches:
+        run = launches.submit("r", "training.steps=3")
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._started: list[Launched] = []
+
+    def __enter__(self) -> "Launches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launched in self._started:
+            launched.kill()
+
+    def submit(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
+        """`launchers/submit.py` with a small run of this name; the same call resumes it."""
+        return self._keep(Launched.start(self._output, name, *overrides, env=env))
+
+    def train(self, jobs: Path, *overrides: str, run: str = "") -> Launched:
+        """`launchers/train.py` on the jobs of a file or a folder, as the run of their name or of another one."""
+        run_directory = self._output / (run or jobs.stem)
+        return self._keep(Launched.train(jobs, run_directory, f"output={self._output}", *overrides))
+
+    def evaluate(self, evaluated: RunPaths, name: str, *overrides: str) -> Launched:
+        """`launchers/evaluate.py` on a run; the run that does so is called `name`, and lies beside it."""
+        return self._keep(Launched.evaluate(evaluated, name, *overrides))
+
+    def _keep(self, launched: Launched) -> Launched:
+        self._started.append(launched)
+        return launched
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -91,11 +92,11 @@ def _choice(index: int, text: str, version: int) -> dict[str, Any]:
 
 
 @contextmanager
-def a_policy_server() -> Iterator[PolicyServer]:
-    """A running server; ends with the block."""
+def a_policy_server(routes: Mapping[str, Fault] = MappingProxyType({})) -> Iterator[PolicyServer]:
+    """A running server, which has these further `routes`; ends with the block."""
     server, loop = PolicyServer(), asyncio.new_event_loop()
     stack = AsyncExitStack()
-    server.port = loop.run_until_complete(stack.enter_async_context(serving({ROUTE: server.answer})))
+    server.port = loop.run_until_complete(stack.enter_async_context(serving({ROUTE: server.answer, **routes})))
     thread = threading.Thread(target=loop.run_forever, name="policy server")
     thread.start()
     try:

@@ -169,7 +169,7 @@ def test_the_points_are_those_of_hydras_own_sweeper() -> None:
         ),
         ("seed=range(3,1)", "expected at least one value"),
         ("seed=range(0,1000000000)", "expected at most 1000 points"),
-        ("name=a,b", "each point of a sweep gets a directory of its own by itself"),
+        ("name=a,b", "each point of a sweep gets its own directory"),
         ("seed=1,", "expected key=value"),
     ],
 )

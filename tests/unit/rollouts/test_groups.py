@@ -52,7 +52,7 @@ class Answering:
         self.asked: list[tuple[tuple[int, ...], int, float, int]] = []
 
     async def generate(
-        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, stop_token_ids: Sequence[int]
+        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, **_: Any
     ) -> list[Said]:
         self.asked.append((tuple(token_ids), n, temperature, max_tokens))
         return [self.turn] * n
@@ -268,7 +268,7 @@ def test_a_held_out_prompt_that_fails_counts_as_wrong_and_is_told(caplog: pytest
     calls = iter(range(2))
     result = evaluate(a_task(reward=lambda *_: raising() if next(calls) else 1.0), Answering())
     assert (result.prompts, result.accuracy, result.failed) == (2, 0.5, 1)
-    assert "1 of 2 prompts failed; the first: reward raised ValueError" in caplog.text
+    assert "1 of 2 samples failed; the first: reward raised ValueError" in caplog.text
 
 
 def test_an_evaluation_without_failures_tells_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from pipeline.weights.sender import WeightSender
 from tests.fakes.weight_server import WeightServer
 from tests.patience import WAIT_SECONDS
 
-Told = list[tuple[str, int | None]]
+Changes = list[tuple[str, int | None]]
 OnChange = Callable[[str, int | None], None]
 WEIGHTS = [("w", torch.ones(2))]
 
@@ -53,7 +53,7 @@ def test_closing_gives_the_last_version_back() -> None:
 @contextmanager
 def a_sender(
     servers: str | list[str],
-    told: Told | OnChange,
+    told: Changes | OnChange,
     patience: float = 0.5,
     lora: LoraConfig | None = None,
     **settings: float,
@@ -68,7 +68,7 @@ def a_sender(
 
 
 def test_a_server_that_accepts_and_never_answers_is_not_waited_for_beyond_the_patience() -> None:
-    told: Told = []
+    told: Changes = []
     with socket.create_server(("127.0.0.5", 0)) as silent:
         endpoint = f"127.0.0.5:{silent.getsockname()[1]}"
         with a_sender(endpoint, told, update_seconds=0.2) as sender:
@@ -143,7 +143,7 @@ def test_a_busy_server_skips_to_the_newest_of_the_versions_that_were_started_mea
 
 
 def test_settling_does_not_wait_for_a_server_that_failed_at_the_version_before() -> None:
-    told: Told = []
+    told: Changes = []
     with two_servers() as (steady, failing), a_sender([steady.endpoint, failing.endpoint], told, 10) as sender:
         bring_all(sender, 1)
         with failing.held("/get_world_size"):
@@ -183,7 +183,7 @@ ODD = [("/collective_rpc", answer) for answer in (b"<html>", b"\xff", b"[]", b"{
 
 @pytest.mark.parametrize(("route", "answer"), ODD, ids=str)
 def test_a_server_with_an_odd_answer_is_evicted_and_comes_back_when_it_answers_again(route: str, answer: bytes) -> None:
-    told: Told = []
+    told: Changes = []
     with two_servers() as (steady, odd), a_sender([steady.endpoint, odd.endpoint], told, 10) as sender:
         bring_all(sender, 1)
         odd.answers[route] = answer
@@ -212,7 +212,7 @@ def test_a_server_that_fails_while_paused_is_evicted_before_it_goes_on() -> None
 
 
 def test_a_server_of_which_nobody_can_be_told_is_brought_again_until_somebody_can() -> None:
-    told: Told = []
+    told: Changes = []
     lost = StreamError("no connection")
 
     def tell(server: str, version: int | None) -> None:

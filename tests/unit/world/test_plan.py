@@ -104,12 +104,6 @@ def test_too_few_nodes_are_counted_as_the_plan_has_them(sections: dict[str, Any]
         make_plan(make_config(resources=resources, **sections))
 
 
-def test_more_than_one_gpu_for_a_trainer_process_is_refused_by_key():
-    with pytest.raises(PlanError) as caught:
-        plan_of(trainer={"gpus": 2})
-    assert caught.value.key == "resources.trainer.gpus"
-
-
 def test_a_plan_is_described_rank_by_rank():
     assert describe_plan(plan_of(trainer={"processes": 2, "gpus": 1}, inference={"gpus": 1}, spares=1)) == (
         "rank 0: trainer.0 (2 GPUs)",

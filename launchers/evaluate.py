@@ -1,0 +1,19 @@
+"""Evaluate a model: `python launchers/evaluate.py run=<name> [checkpoint=rl-50] [key=value …]`, or `model=<directory>`.
+
+One job of servers and an actor, here or with `cluster=slurm`; prints a table and writes `evaluation.json`. Which
+prompts are asked, and how: docs/evaluation.md. All else is as for launchers/submit.py.
+"""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
+    from entry import run
+
+    return run("slurm.launch.evaluate", usage=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The actor of a run that evaluates alone: servers that have the model from disk, and every evaluation set once.
+
+Owns the life of such an attempt: it waits for the servers, evaluates the sets that no earlier attempt did, writes
+`evaluation.json` and tells the end. Promises that what is logged is not measured again, and that an attempt which
+another has replaced logs nothing. Must not know how the model came to be.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from pipeline.checkpoints import Fence, root_of
+from pipeline.config.evaluation import OWN_SET
+from pipeline.errors import DeadlineError
+from pipeline.groups.records import EvalRequest
+from pipeline.roles.actor import REPORT_SECONDS, beat, in_thread
+from pipeline.roles.benchmark import run_command
+from pipeline.roles.context import RoleContext
+from pipeline.roles.inference import is_healthy
+from pipeline.roles.keeping import kept_samples
+from pipeline.rollouts.client import InferenceClient
+from pipeline.rollouts.evaluation import Evaluation
+from pipeline.rollouts.kept import EVAL
+from pipeline.rundir.documents import SubmittedJob
+from pipeline.rundir.metrics import Console, MetricSinks, Row, read_rows
+from pipeline.system import files
+from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
+from pipeline.system.waiting import Deadline
+from pipeline.tasks import load_task
+from pipeline.tasks.chat import Chat
+from pipeline.tasks.pool import TaskPool
+from pipeline.tasks.worker import Setup
+from pipeline.training.evaluation import measured_in, metrics_of
+
+log = logging.getLogger(__name__)
+JOB = "rl"
+"""The job whose steps the numbers stand at."""
+
+
+class Evaluator:
+    """One attempt."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context, self._config = context, context.config
+        self._endpoints = [placement.endpoint for placement in context.world.of_role("inference")]
+        self._fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
+
+    async def work(self) -> None:
+        """Evaluate what is left, then tell the end; `DeadlineError` if a server does not come up."""
+        submitted = files.read_document(self._context.run.job, SubmittedJob)
+        self._fence.claim(submitted.job if submitted else "")
+        self._fence.keep(())  # it commits nothing
+        alive = asyncio.create_task(beat())
+        try:
+            async with AsyncExitStack() as opened:
+                evaluation = await self._open(opened)
+                self._context.announce("ready", "waiting for the servers")
+                await self._servers_are_up()
+                await self._evaluate(evaluation)
+                await run_command(self._context, self._endpoints)
+        finally:
+            alive.cancel()
+        name, events = self._context.placement.name, self._context.events
+        await asyncio.to_thread(
+            retry_transient, "the end to be told", partial(events.publish, "training_finished", name), OUTAGE_SECONDS
+        )
+
+    async def _open(self, opened: AsyncExitStack) -> Evaluation:
+        config, world = self._config, self._context.world
+        task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
+        await opened.enter_async_context(aclosing(task))
+        setup = Setup(config.task, config.seed, Path(config.model.path), config.reward)
+        calls = await opened.enter_async_context(TaskPool(setup, config.cluster.startup_seconds))
+        client = InferenceClient(
+            self._endpoints,
+            world.password,
+            config.rollout.request_seconds,
+            request_tokens=config.rollout.request_tokens,
+            vocabulary=chat.vocabulary,
+            fixed=True,
+        )
+        await opened.enter_async_context(client)
+        for endpoint in self._endpoints:
+            client.update(endpoint, config.evaluation.step)
+        kept = kept_samples(self._context, EVAL)
+        await opened.enter_async_context(in_thread(kept))
+        return Evaluation(task, calls, chat, client, config, kept.add)
+
+    async def _servers_are_up(self) -> None:
+        """The deadline of a set is not to run while servers load their weights."""
+        deadline = Deadline("the servers to load the model", 2 * self._config.cluster.startup_seconds)
+        for place in self._context.world.of_role("inference"):
+            while not await asyncio.to_thread(is_healthy, place.address, place.ports[0]):
+                if deadline.passed:
+                    raise DeadlineError("the servers to load the model", deadline.seconds, place.name)
+                await asyncio.sleep(REPORT_SECONDS)
+
+    async def _evaluate(self, evaluation: Evaluation) -> None:
+        """Log each set that is left, then write down all of them."""
+        run, step = self._context.run, self._config.evaluation.step
+        done = {name for name, version in measured_in(read_rows(run.metrics)) if version == step}
+        with MetricSinks(run.metrics, self._context.paths.attempt, [Console()], check=self._fence.check) as sinks:
+            for name in evaluation.names:
+                if name in done:
+                    continue
+                self._context.report("ready", f"evaluating {name or OWN_SET}")
+                request = EvalRequest(id=f"{self._context.paths.attempt}:{name}", weights=step, set=name)
+                result = await evaluation.run(request)
+                log.info("accuracy on %s: %.3f", name or OWN_SET, result.accuracy)
+                sinks.log("eval", JOB, step, metrics_of(result), eval_set=name)
+                sinks.flush()
+                self._context.paths.committed.touch()
+        found = found_in(read_rows(run.metrics), step)
+        document = {"model": self._config.model.path, "step": step, "sets": found}
+        files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+
+
+def found_in(rows: Iterable[Row], step: int) -> dict[str, dict[str, float | None]]:
+    """What each set found at a step, by its name and by the names of its numbers there."""
+    found = {}
+    for row in rows:
+        if row["kind"] == "eval" and row["step"] == step:
+            name = row.get("set", "")
+            prefix = f"eval/{name}/" if name else "eval/"
+            numbers = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+            found[name or OWN_SET] = numbers
+    return found

@@ -1,0 +1,10 @@
+"""Where a role keeps samples. Owns the shares that training and evaluations have of `rollout.kept_bytes`."""
+
+from pipeline.roles.context import RoleContext
+from pipeline.rollouts.kept import SHARES, KeptSamples
+
+
+def kept_samples(context: RoleContext, kind: str) -> KeptSamples:
+    """The samples of this attempt of one kind, `train` or `eval`; to be entered."""
+    bound = int(SHARES[kind] * context.config.rollout.kept_bytes)
+    return KeptSamples(context.run.rollouts / kind, context.paths.attempt, bound)

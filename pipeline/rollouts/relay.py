@@ -1,0 +1,74 @@
+"""One address for all servers of a run.
+
+Owns the passing on of HTTP requests, for programs that know one OpenAI-compatible address: each goes to the server with
+the fewest of them, and its answer comes back as it is, streamed too. Promises that nothing is let in which the servers
+would not let in, since the key that the caller gives is passed on; and listens on this machine's loopback alone.
+
+    async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"]) as relay:
+        relay.url       # http://127.0.0.1:40001
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp import web
+
+CONNECT_SECONDS = 30.0
+MOST_BYTES = 1 << 26
+_HOP = frozenset(
+    {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers that are of one connection only."""
+
+
+class Relay:
+    """Passes requests on while its block lasts."""
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        """`servers`: `host:port` of each, all with the same model."""
+        self._servers, self._running = list(servers), Counter[str]()
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            auto_decompress=False,
+        )
+        app = web.Application(client_max_size=MOST_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1.0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+        await self._http.close()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        server = min(self._servers, key=lambda each: self._running[each])
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        body, url = await request.read(), f"http://{server}{request.path_qs}"
+        self._running[server] += 1
+        try:
+            async with self._http.request(request.method, url, data=body, headers=headers) as answer:
+                kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for part in answer.content.iter_any():
+                    await response.write(part)
+                await response.write_eof()
+                return response
+        except aiohttp.ClientConnectorError as error:
+            return web.json_response({"error": {"message": f"{server} cannot be reached: {error}"}}, status=502)
+        finally:
+            self._running[server] -= 1

@@ -1,0 +1,19 @@
+"""What a server's answer over HTTP says of an error."""
+
+import json
+
+MOST_CHARACTERS = 300
+
+
+def error_text(body: bytes, otherwise: str = "") -> str:
+    """The server's own words: `error.message` or `error` of a JSON object, else the body; `otherwise` if it is empty.
+
+    >>> error_text(b'{"error": {"message": "token 99 is out of vocabulary", "code": 400}}')
+    'token 99 is out of vocabulary'
+    """
+    text = body.decode(errors="replace")
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        return text[:MOST_CHARACTERS] or otherwise
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:MOST_CHARACTERS]

@@ -1,0 +1,215 @@
+"""Evaluating a commit of a run, or a model directory: a run like any other, of servers and an actor.
+
+Owns what `launchers/evaluate.py` adds to a submission: which model is meant, the config of the run that evaluates it,
+and the table at the end. Promises that the evaluated run is only read, but for the commit that is written as a model
+below its `exports/`; and that the same command goes on with an evaluation that was interrupted.
+
+    python launchers/evaluate.py run=demo                              the finished model, or the newest commit
+    python launchers/evaluate.py run=demo checkpoint=rl-50 evaluation.sets.p.samples=8 …
+    python launchers/evaluate.py model=models/mine task=countdown
+"""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.checkpoints.store import commit_name
+from pipeline.config import RunConfig, load_config
+from pipeline.config.kept import kept_config
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.report.history import find_run
+from pipeline.rundir.documents import Finished
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files, process
+from pipeline.system.waiting import wait_for
+from pipeline.training.exported import find_commit
+from slurm.launch import submit
+from slurm.launch.compose import compose_config, compose_upon
+from slurm.launch.train import next_name
+from slurm.scheduler.environment import child_environment
+
+EXPORT_SECONDS = 3600.0
+KEYS = ("run", "checkpoint", "model")
+"""What is ours on the command line; everything else are keys of the config."""
+ALONE: Mapping[str, Any] = {
+    "evaluation": {"alone": True},
+    "training": {"steps": 0, "jobs": "", "warm_start": {"steps": 0, "epochs": 0}},
+    "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
+    "serve": {"enabled": False},
+    "tracking": {"wandb": "off"},
+    "resources": {"nodes": 0, "spares": 0, "share_gpus": False, "layout": "one", "services": {"nodes": 0}},
+}
+"""What a run that evaluates alone has in place of what its model was trained with."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `evaluate.py run=… [checkpoint=…] [options] [key=value …]`, or `model=…`."""
+    composed: list[RunConfig] = []
+
+    def compose(overrides: Sequence[str]) -> RunConfig:
+        composed.append(compose_evaluation(overrides))
+        return composed[-1]
+
+    code = submit.main(argv, compose)
+    evaluation = RunPaths(composed[-1].directory).evaluation if composed else None
+    if code == 0 and evaluation is not None and evaluation.exists():
+        show(evaluation)
+    return code
+
+
+def compose_evaluation(overrides: Sequence[str]) -> RunConfig:
+    """The config of the run that evaluates what the command line names; `ConfigError` as for every other."""
+    ours = {key: text.partition("=")[2] for text in overrides for key in KEYS if text.startswith(f"{key}=")}
+    rest = [text for text in overrides if text.partition("=")[0] not in KEYS]
+    if ("run" in ours) == ("model" in ours):
+        mend = "run=<name or directory>, with checkpoint=rl-50 for one of its commits, or model=<directory>"
+        raise ConfigError("run", ours.get("run"), "a run or a model directory to evaluate", mend)
+    if "model" in ours:
+        if "checkpoint" in ours:
+            raise ConfigError("checkpoint", ours["checkpoint"], "nothing with model=…", "name its run instead: run=…")
+        config = _of_directory(ours["model"], rest)
+    else:
+        config = _of_run(RunPaths(find_run([ours["run"]])), ours.get("checkpoint", ""), rest)
+    if any(text.lstrip("+").startswith("name=") for text in rest):
+        return config
+    return config.model_copy(update={"name": next_name(config.output, config.name)})
+
+
+def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
+    directory = Path(model)
+    if (directory / "adapter_config.json").is_file():
+        mend = "evaluate the run that trained it (run=…), or merge it into its base"
+        raise ConfigError("model", model, "a whole model, and this is an adapter", mend)
+    if RunPaths(directory).run.is_file():
+        raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
+    if not (directory / "config.json").is_file():
+        raise ConfigError("model", model, "a directory with a Hugging Face model", "mend the path")
+    own = _asks_own("model", model, overrides)
+    named = f"eval-{_as_name(directory.resolve().name)}"
+    base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
+    return load_config(_merged(base, own, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}}))
+
+
+def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Of a model that no run was trained on a task with: what is asked. `ConfigError` if nothing is named."""
+    if any(re.match(r"\+*(task|experiment)\b", text) for text in overrides):
+        return {}
+    if any(re.match(r"\+*evaluation\.sets\b", text) for text in overrides):
+        return {"evaluation": {"own": False}}
+    mend = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
+    raise ConfigError(key, value, "a task as well, to ask the model", mend)
+
+
+def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> RunConfig:
+    kept = kept_config(run)
+    if kept is None:
+        raise ConfigError("run", run.root.name, "a run with a readable config.json", f"see {run.config}")
+    chosen, step, model = find_model(run, kept, checkpoint)
+    lora = kept.model.lora.rank > 0
+    placed = {"lora": {"adapter": str(model)}} if lora else {"path": str(model), "init": "pretrained"}
+    step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
+    own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_own("run", run.root.name, overrides)
+    begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, ALONE, step_of)
+    return load_config(_merged(compose_upon(begun, overrides), {"model": placed}, _fixed(ALONE)))
+
+
+def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, int, Path]:
+    """What is meant by `checkpoint`, its step, and its directory: `model`, `best`, `latest` or a commit, which is
+    written as a model if it is not there yet; empty: the model of a finished run, else its newest commit."""
+    finished = files.read_document(run.finished, Finished)
+    checkpoint = checkpoint or ("model" if finished is not None and run.model.is_dir() else "latest")
+    if checkpoint in ("model", "best"):
+        place = run.model if checkpoint == "model" else run.best
+        if not place.is_dir():
+            mend = "name a commit, as checkpoint=latest"
+            raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", mend)
+        return checkpoint, finished.steps if finished is not None else config.training.steps, place
+    try:
+        commit = find_commit(run, checkpoint)
+    except RollcallError as error:
+        raise ConfigError("checkpoint", checkpoint, "a commit of the run", str(error)) from None
+    name = commit_name(commit.manifest.job, commit.manifest.step)
+    target = run.exports / name
+    if not (target / "config.json").is_file() and not (target / "adapter_config.json").is_file():
+        _export(run, name, target)
+    before_rl = config.has_rollouts and commit.manifest.job != "rl"
+    return name, 0 if before_rl else commit.manifest.step, target
+
+
+def _export(run: RunPaths, name: str, target: Path) -> None:
+    print(f"writing {name} as a model: {target}", flush=True)
+    command = [sys.executable, "-P", "-m", "pipeline.training.exported", str(run.root), name, str(target)]
+    log = target.with_name(f"{name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    child = process.Child(command, log, child_environment({"CUDA_VISIBLE_DEVICES": ""}))
+    try:
+        code = wait_for(f"{name} to be written", child.poll, EXPORT_SECONDS, longest_pause=1.0)
+    finally:
+        child.kill()
+    if code:
+        why = " ".join(process.tail(log, 1)) or process.describe_exit(code)
+        raise ConfigError("checkpoint", name, "a commit that can be written as a model", f"{why} (see {log})")
+    log.unlink()
+
+
+def show(evaluation: Path) -> None:
+    """Print what was found as a table."""
+    found = msgspec.json.decode(evaluation.read_bytes())
+    console = Console(highlight=False)
+    console.print(f"\n[bold]{found['model']}[/]  step {found['step']}", soft_wrap=True)
+    console.print(table_of(found["sets"]))
+    output = RunPaths(evaluation.parent).benchmark
+    if output.is_dir():
+        print(f"  benchmark   {output}", flush=True)
+
+
+def table_of(sets: Mapping[str, Mapping[str, float | None]]) -> Table:
+    """One line for each set; a column for each k of pass@k and each number of the tasks."""
+    shown = ("accuracy", "error", "prompts", "samples", "failed", "late", "seconds", "version_min", "version_max")
+    more = sorted({name for numbers in sets.values() for name in numbers if name not in shown}, key=_natural)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for column in ("set", "prompts", "samples", "accuracy", *more, "failed", "seconds"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    for name, numbers in sets.items():
+        accuracy = f"{numbers.get('accuracy') or 0.0:.4f} ± {numbers.get('error') or 0.0:.4f}"
+        counts = [f"{numbers.get(key) or default:.0f}" for key, default in (("prompts", 0), ("samples", 1))]
+        others = [f"{value:.4f}" if (value := numbers.get(key)) is not None else "—" for key in more]
+        ends = [f"{numbers.get('failed') or 0:.0f}", f"{numbers.get('seconds') or 0:.1f}"]
+        table.add_row(name, *counts, accuracy, *others, *ends)
+    return table
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """pass@8 comes before pass@16."""
+    head, _, number = name.partition("@")
+    return (head, int(number)) if number.isdecimal() else (name, 0)
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:50].lstrip("._-") or "model"
+
+
+def _output(run: RunPaths, kept: RunConfig) -> Path:
+    """Beside the evaluated run; as its config says it where that is the same place."""
+    return kept.output if kept.output.resolve() == run.root.parent else run.root.parent
+
+
+def _fixed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What no override may undo: resources and tracking are the user's to change."""
+    return {key: value for key, value in tree.items() if key not in ("resources", "tracking")}
+
+
+def _merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Trees laid over each other; the last counts."""
+    merged = dict(base)
+    for other in others:
+        for key, value in other.items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = _merged(merged[key], value) if both else value
+    return merged

@@ -1,0 +1,197 @@
+"""`launchers/evaluate.py`: which model is meant, and the run that evaluates it."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.config.models import BUILT_IN
+from pipeline.errors import ConfigError
+from pipeline.roles.inference import server_command
+from pipeline.rollouts.evaluation import eval_sets
+from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
+from pipeline.tasks import load_task
+from pipeline.training.evaluation import schedules_of
+from pipeline.world.plan import Placement, make_plan
+from slurm.launch.compose import compose_config, compose_upon
+from slurm.launch.evaluate import compose_evaluation, main, table_of
+from tests.fakes.inline_calls import InlineCalls
+from tests.fakes.run_directory import FakeRun
+
+SETS = ("evaluation.sets.p.samples=4", "evaluation.sets.p.temperature=0.8")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """A finished run of SFT and RL with a model, kept as a submission keeps it."""
+    config = compose_config(["experiment=demo", "name=demo", f"output={tmp_path}", *SETS])
+    made = FakeRun(tmp_path / "demo", config)
+    a_model(made.paths.model)
+    made.finish(150)
+    return made
+
+
+def a_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((BUILT_IN / "tiny_qwen3" / file).read_bytes())
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_a_finished_run_is_evaluated_by_its_model_as_it_was_evaluated_in_training(run: FakeRun) -> None:
+    config = compose_evaluation([f"run={run.root}"])
+    assert (config.name, config.directory) == ("demo-eval-model", run.root.with_name("demo-eval-model"))
+    assert (config.model.path, config.model.init) == (str(run.paths.model), "pretrained")
+    assert (config.evaluation.alone, config.evaluation.step) == (True, 150)
+    assert (config.evaluation.sets, config.task) == (run.config.evaluation.sets, run.config.task)
+    assert {config.has_rollouts, config.has_sft, config.serve.enabled} == {False}
+
+
+def test_keys_and_groups_are_laid_over_the_runs_own(run: FakeRun) -> None:
+    config = compose_evaluation(
+        [f"run={run.root}", "cluster=slurm", "cluster.partition=gpu", "evaluation.sets.p.samples=8"]
+    )
+    assert (config.cluster.kind, config.cluster.partition) == ("slurm", "gpu")
+    assert (config.evaluation.sets["p"].samples, config.evaluation.sets["p"].temperature) == (8, 0.8)
+    assert config.model.path == str(run.paths.model)
+
+
+def test_the_same_command_makes_another_evaluation_once_the_first_is_finished(run: FakeRun) -> None:
+    FakeRun(run.root.with_name("demo-eval-model")).finish(150)
+    assert compose_evaluation([f"run={run.root}"]).name == "demo-eval-model-2"
+    assert compose_evaluation([f"run={run.root}", "name=mine"]).name == "mine"
+
+
+def test_a_model_directory_is_evaluated_on_a_task_that_is_named(run: FakeRun, tmp_path: Path) -> None:
+    config = compose_evaluation([f"model={run.paths.model}", "task=countdown", f"output={tmp_path}"])
+    assert (config.name, config.task.name, config.model.path) == ("eval-model", "countdown", str(run.paths.model))
+
+
+def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own(run: FakeRun) -> None:
+    config = compose_evaluation([f"model={run.paths.model}", "evaluation.sets.sums.task.name=arithmetic"])
+    assert not config.evaluation.own
+    task = load_task(config.task, 0)
+    assert list(eval_sets(task, InlineCalls(task), config)) == ["sums"]
+    assert list(schedules_of(config)) == ["sums"]
+
+
+def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
+    overrides = ["experiment=demo", "name=sft", f"output={tmp_path}", "training.steps=0"]
+    tuned = FakeRun(tmp_path / "sft", compose_config(overrides))
+    a_model(tuned.paths.model)
+    tuned.finish(400)
+    with pytest.raises(ConfigError, match="a task as well"):
+        compose_evaluation([f"run={tuned.root}"])
+    assert compose_evaluation([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
+
+
+def test_its_plan_has_servers_and_an_actor_and_no_trainer(run: FakeRun) -> None:
+    plan = make_plan(compose_evaluation([f"run={run.root}"]))
+    assert [seat.name for seat in plan.seats] == ["inference.0", "inference.1 + actor.0"]
+    shared = compose_evaluation([f"run={run.root}", "resources=one_gpu"])
+    assert [seat.name for seat in make_plan(shared).seats] == ["inference.0 + actor.0"]
+
+
+def test_its_servers_load_the_model_from_disk(run: FakeRun) -> None:
+    config = compose_evaluation([f"run={run.root}"])
+    place = Placement(role="inference", index=0, rank=0, address="127.0.0.2", ports=(8000,))
+    command = server_command(config, place)
+    assert command[command.index("--model") + 1] == str(run.paths.model)
+    assert command[command.index("--served-model-name") + 1] == "policy"
+    assert not {"--load-format", "--weight-transfer-config"} & set(command)
+    with_command = compose_evaluation([f"run={run.root}", "evaluation.command=[echo]"])
+    assert "--tokens-only" not in server_command(with_command, place)
+
+
+def test_an_adapter_is_served_on_the_base_that_it_was_trained_on(run: FakeRun, tmp_path: Path) -> None:
+    base = a_model(tmp_path / "base")
+    config = compose_config(
+        ["experiment=demo", "name=lora", f"model.path={base}", "model.init=pretrained", "model.lora.rank=4"]
+    )
+    adapted = FakeRun(tmp_path / "lora", config)
+    adapted.paths.model.mkdir()
+    adapted.finish(5)
+    composed = compose_evaluation([f"run={adapted.root}"])
+    assert (composed.model.path, composed.model.lora.adapter) == (str(base), str(adapted.paths.model))
+    place = Placement(role="inference", index=0, rank=0, address="127.0.0.2", ports=(8000,))
+    command = server_command(composed, place)
+    assert command[command.index("--lora-modules") + 1] == f"policy={adapted.paths.model}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "run=None: expected a run or a model directory to evaluate"),
+        (["run={run}", "model={run}/model"], "expected a run or a model directory to evaluate"),
+        (["run={run}", "checkpoint=rl-7"], "checkpoint='rl-7': expected a commit of the run; demo has no commit rl-7"),
+        (["run={run}", "checkpoint=best"], "checkpoint='best': expected a run that has one"),
+        (["run=nobody"], "run='nobody': expected a run directory"),
+        (["model={run}", "task=countdown"], "expected a model, and this is a run; evaluate it as one: run="),
+        (["model={run}/jobs", "task=countdown"], "expected a directory with a Hugging Face model"),
+        (["model={run}/model"], "expected a task as well, to ask the model; name it: task=countdown"),
+        (["model={run}/model", "checkpoint=latest", "task=countdown"], "expected nothing with model=…"),
+        (["run={run}", "experiment=countdown"], "experiment='countdown': expected a group that names no others"),
+        (["run={run}", "evaluation.sets.p.smaples=3"], "did you mean evaluation.sets.<name>.samples?"),
+        (["run={run}", "evaluation.alone=false", "training.steps=4", "--dry-run"], ""),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line_and_nothing_is_started(
+    run: FakeRun, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    before = set(run.root.parent.iterdir())
+    code = main([argument.format(run=run.root) for argument in arguments])
+    shown = capsys.readouterr()
+    if told:
+        assert (code, shown.err.count("\n")) == (2, 1)
+        assert told in shown.err
+    else:
+        assert (code, "evaluation of" in shown.out) == (0, True), "what makes it an evaluation is not to be undone"
+    assert set(run.root.parent.iterdir()) == before
+
+
+def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="evaluate the run that trained it"):
+        compose_evaluation([f"model={tmp_path}", "task=countdown"])
+
+
+def test_a_command_is_refused_in_a_run_that_trains(tmp_path: Path) -> None:
+    from pipeline.config.rules import check_run
+
+    with pytest.raises(ConfigError, match=r"evaluation\.command='echo': expected nothing in a run that trains"):
+        check_run(compose_config(["experiment=demo", "evaluation.command=[echo]"]))
+
+
+def test_overrides_upon_a_tree_keep_what_they_do_not_name() -> None:
+    tree = compose_config(["experiment=demo", "task.options.held_out=7"]).model_dump(mode="json")
+    laid = compose_upon(tree, ["loss=gspo", "optim.lr=0.5", "resources=one_gpu", "task.options.more={a: [1, 'x y']}"])
+    assert (laid["loss"]["name"], laid["optim"]["lr"]) == ("gspo", 0.5)
+    assert (laid["resources"]["device"], laid["inference"]["gpu_memory"]) == ("cuda", 0.4)
+    assert laid["task"]["options"] == tree["task"]["options"] | {"more": {"a": [1, "x y"]}}
+
+
+def test_the_table_has_a_line_for_each_set_and_a_column_for_each_k() -> None:
+    numbers: dict[str, dict[str, Any]] = {
+        "held_out": {"accuracy": 0.5, "error": 0.1, "prompts": 32.0, "failed": 0.0, "seconds": 1.25},
+        "hard": {"accuracy": 0.25, "prompts": 8.0, "samples": 16.0, "pass@16": 0.75, "pass@8": None, "failed": 3.0},
+    }
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(table_of(numbers))
+    head, *lines = (line.split() for line in console.export_text().splitlines())
+    assert head == ["set", "prompts", "samples", "accuracy", "pass@8", "pass@16", "failed", "seconds"]
+    assert lines[0] == ["held_out", "32", "1", "0.5000", "±", "0.1000", "—", "—", "0", "1.2"]
+    assert lines[1][:3] + lines[1][6:8] == ["hard", "8", "16", "—", "0.7500"]
+
+
+def test_what_was_found_is_printed_from_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from slurm.launch.evaluate import show
+
+    found = RunPaths(tmp_path).evaluation
+    files.write_atomic(found, json.dumps({"model": "m", "step": 5, "sets": {"hard": {"accuracy": 0.25}}}).encode())
+    show(found)
+    assert "0.2500" in capsys.readouterr().out

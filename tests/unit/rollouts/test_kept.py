@@ -1,0 +1,164 @@
+"""Samples that are kept: what is written, what stays, and that nobody waits."""
+
+import logging
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from pipeline.groups.records import Group, PreparedGroup, Sample
+from pipeline.rollouts import kept as module
+from pipeline.rollouts.kept import (
+    COLUMNS,
+    KeptSamples,
+    Row,
+    beyond,
+    rows_of_evaluation,
+    rows_of_group,
+    segments,
+)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take long to import Arrow."""
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 60.0)
+
+
+def a_sample(reward: float = 1.0, **more: Any) -> Sample:
+    values = {
+        "tokens": np.array([1, 2, 3], "<i4").tobytes(),
+        "sampled": np.array([0, 1, 1], "u1").tobytes(),
+        "logprobs": np.array([0, -0.5, -0.25], "<f4").tobytes(),
+        "version_min": 3,
+        "version_max": 4,
+        "finish": "stop",
+        "metrics": {"rewards/exact": reward},
+    }
+    return Sample(**{**values, "reward": reward, **more})
+
+
+def a_group(position: int = 7, *, outcome: str = "train", failures: tuple[str, ...] = ("reward raised: x",)) -> Any:
+    group = Group(position=position, prompt=2, samples=(a_sample(1.0), a_sample(0.0)), failures=failures)
+    return PreparedGroup(group=group, advantages=(0.5, -0.5), outcome=outcome)
+
+
+def written(folder: Path) -> list[Row]:
+    return [row for file in segments(folder) for row in parquet.read_table(file).to_pylist()]
+
+
+def test_a_group_is_kept_with_its_tokens_advantages_and_failures(tmp_path: Path) -> None:
+    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    best, worst, failed = written(tmp_path)
+    assert (best["tokens"], best["mask"], best["logprobs"]) == ([1, 2, 3], [0, 1, 1], [0.0, -0.5, -0.25])
+    assert (best["reward"], best["advantage"], worst["reward"], worst["advantage"]) == (1.0, 0.5, 0.0, -0.5)
+    assert (best["attempt"], best["task"], best["position"], best["prompt"]) == ("a-0", "countdown", 7, 2)
+    assert (best["length"], best["sampled"], best["version_min"], best["version_max"]) == (3, 2, 3, 4)
+    assert dict(best["metrics"]) == {"rewards/exact": 1.0}
+    assert best["eval_set"] is None
+    assert [row["sample"] for row in (best, worst, failed)] == [0, 1, 2]
+    assert (failed["failure"], failed["reward"], failed["tokens"]) == ("reward raised: x", None, None)
+    assert list(best) == list(COLUMNS)
+
+
+def test_advantages_that_the_trainer_makes_are_not_kept_as_if_they_were_known(tmp_path: Path) -> None:
+    rows = rows_of_group(a_group(), "countdown", "gae")
+    assert [row.get("advantage") for row in rows] == [None, None, None]
+
+
+def test_a_group_that_is_not_trained_is_kept_with_its_outcome() -> None:
+    group = PreparedGroup(group=a_group().group, outcome="filtered: zero advantage")
+    assert {row["outcome"] for row in rows_of_group(group, "countdown", "group")} == {"filtered: zero advantage"}
+
+
+def test_an_evaluation_is_kept_by_prompt_and_sample(tmp_path: Path) -> None:
+    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(rows_of_evaluation([[a_sample(), "too late"], [a_sample(0.0), a_sample()]], "sums", "hard"))
+    rows = written(tmp_path)
+    assert [(row["position"], row["sample"], row["reward"]) for row in rows] == [
+        (0, 0, 1.0),
+        (0, 1, None),
+        (1, 0, 0.0),
+        (1, 1, 1.0),
+    ]
+    assert {row["eval_set"] for row in rows} == {"hard"}
+
+
+def test_a_bound_of_0_keeps_nothing(tmp_path: Path) -> None:
+    with KeptSamples(tmp_path / "none", "a-0", 0) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_samples_that_come_faster_than_the_disk_takes_them_are_left_out_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptSamples(tmp_path, "a-0", 1 << 20)  # its thread has not begun, as if the disk hung
+    monkeypatch.setattr(module, "MOST_WAITING", 4)
+    full = KeptSamples(tmp_path, "a-0", 1 << 20)
+    rows = rows_of_group(a_group(), "countdown", "group")
+    for _ in range(6):
+        full.add(list(rows))
+        kept.add(list(rows))
+    assert (full.left_out, kept.left_out) == (2 * len(rows), 0)
+
+
+def test_a_disk_that_fails_costs_samples_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING), KeptSamples(tmp_path / "file", "a-0", 1 << 20) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group"))
+    assert kept.left_out == 3
+    assert len([record for record in caplog.records if "samples are not kept" in record.message]) == 1
+
+
+def test_what_was_handed_over_is_on_disk_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEGMENT_SECONDS", 0.1)
+    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group"))
+        deadline = time.monotonic() + 30
+        while not segments(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(written(tmp_path)) == 3
+
+
+def test_what_is_handed_over_at_once_is_cut_into_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 1000)
+    outcomes = [[a_sample(float(place))] for place in range(20)]
+    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(rows_of_evaluation(outcomes, "sums", "hard"))
+    assert len(segments(tmp_path)) == 4
+    assert [row["reward"] for row in written(tmp_path)] == list(range(20))
+
+
+def test_all_segments_together_stay_below_the_bound(tmp_path: Path) -> None:
+    bound = 60_000
+    for position in range(30):
+        with KeptSamples(tmp_path, "a-0", bound) as kept:
+            kept.add(rows_of_group(a_group(position), "countdown", "group"))
+    sizes = [file.stat().st_size for file in segments(tmp_path)]
+    assert sum(sizes) <= bound
+    assert len(sizes) > 3
+    positions = {row["position"] for row in written(tmp_path)}
+    assert {0, 29} <= positions
+
+
+def test_beyond_the_bound_the_newer_half_stays_and_of_the_older_one_evenly_fewer() -> None:
+    left = [Path(f"{place:03}") for place in range(200)]
+    for _ in range(3):  # as it goes on, one after the other
+        gone = set(beyond(dict.fromkeys(left, 10), 400))
+        left = [file for file in left if file not in gone]
+    assert len(left) == 40
+    places = [int(file.name) for file in left]
+    assert places[-20:] == list(range(180, 200)), "the newest half is whole"
+    assert places[0] == 0
+    gaps = [after - before for before, after in pairwise(places[:21])]
+    assert max(gaps) <= 4 * min(gaps)
+
+
+def test_one_segment_stays_however_large_it_is() -> None:
+    assert beyond({Path("0"): 10, Path("1"): 10}, 1) == [Path("0")]
