@@ -79,6 +79,8 @@ class EnvironmentProcess:
         except DeadlineError:
             await self.end("it was not loaded in time")
             raise
+        except OSError:
+            line = b""  # it ended before it read what was sent
         if not line:
             await self.end()
             raise Refused(f"{self._ended} while the environment was loaded", "python")
