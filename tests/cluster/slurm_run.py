@@ -22,6 +22,7 @@ from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Card, World
 from tests.cluster.slurm_cluster import ENDED, SlurmCluster
+from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT, SMALL
 
 SUBMIT_SECONDS = 120.0
@@ -119,7 +120,7 @@ class SlurmRun:
         lines = [line for file in self.attempts[attempt].timeline.glob("*.jsonl") for line in file.open()]
         return [(entry["role"], entry["state"]) for entry in map(json.loads, lines)]
 
-    def wait_for(self, what: str, probe: Callable[[], bool], seconds: float = 200) -> None:
+    def wait_for(self, what: str, probe: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
         """Until `probe()`; gives up, with the job's output, as soon as the job is over."""
         wait_for(what, lambda: probe() or self.has_ended(), seconds, missing=self.output, pause=0.2, longest_pause=0.5)
         assert probe(), f"the job ended while waiting for {what}: {self.output()}"
@@ -135,7 +136,7 @@ class SlurmRun:
         """Until a role of the newest attempt was in this state."""
         self.wait_for(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
 
-    def wait_for_step(self, step: int, seconds: float = 200, job: str = "rl") -> None:
+    def wait_for_step(self, step: int, seconds: float = WAIT_SECONDS, job: str = "rl") -> None:
         """Until this step is on record."""
         self.wait_for(f"step {step}", lambda: any(row["step"] >= step for row in self.rows(job=job)), seconds)
 

@@ -22,6 +22,7 @@ from slurm.scheduler.commands import SlurmCommands
 from slurm.scheduler.environment import Environment
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.cluster
 
@@ -68,7 +69,7 @@ def wait_for_line(job: RunJob, line: str) -> None:
     def reached() -> bool:
         return all(lines(job, rank)[-1:] == [line] for rank in range(RANKS))
 
-    wait_for(f"all ranks to say {line}", reached, 90, missing=lambda: str(job.stdout()))
+    wait_for(f"all ranks to say {line}", reached, WAIT_SECONDS, missing=lambda: str(job.stdout()))
 
 
 def say_who_i_am() -> Callable[[], None]:
@@ -102,7 +103,7 @@ def test_each_node_has_one_rank_with_its_gpus_and_its_own_log(
     resources: dict[str, Any], gpus: list[str], slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     job = submit(tmp_path, say_who_i_am(), resources, sbatch={"export": "NONE"})
-    wait_for("the job to end", job.done, 60, missing=lambda: str(job.stdout()))
+    wait_for("the job to end", job.done, WAIT_SECONDS, missing=lambda: str(job.stdout()))
     assert job.state == "COMPLETED", job.stdout()
     said = [f"> {job.job_id}-0 {rank} {RANKS} {gpus[rank]}" for rank in range(RANKS)]
     assert [lines(job, rank) for rank in range(RANKS)] == [[line, "> error"] for line in said]
@@ -121,7 +122,7 @@ def test_a_requeued_job_starts_on_all_nodes_again_and_keeps_its_logs(
     wait_for_line(job, "> ready 1")
     assert not job.done(force_check=True)
     slurm.run("scancel", "--signal=USR2", job.job_id)
-    wait_for("the job to end", job.done, 60, missing=lambda: str(job.stdout()))
+    wait_for("the job to end", job.done, WAIT_SECONDS, missing=lambda: str(job.stdout()))
     story = ["> ready 0", "> SIGTERM", "> ready 1", "> SIGUSR2"]
     assert [lines(job, rank) for rank in range(RANKS)] == [story] * RANKS
     assert job.state == "COMPLETED"
@@ -130,7 +131,7 @@ def test_a_requeued_job_starts_on_all_nodes_again_and_keeps_its_logs(
 @pytest.mark.slow
 def test_both_components_hear_that_the_time_limit_is_near(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = submit(tmp_path, wait_for_a_signal(), HET, time="1", notice_seconds=30)
-    wait_for("the job to end", job.done, 120, missing=lambda: str(job.stdout()))
+    wait_for("the job to end", job.done, WAIT_SECONDS, missing=lambda: str(job.stdout()))
     assert [lines(job, rank) for rank in range(RANKS)] == [["> ready 0", "> SIGUSR2"]] * RANKS
     assert job.state == "COMPLETED"
 
@@ -146,6 +147,6 @@ def test_a_cancelled_job_is_done(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = submit(tmp_path, wait_for_a_signal(), HET)
     wait_for_line(job, "> ready 0")
     job.cancel()
-    wait_for("the job to end", lambda: job.done(force_check=True), 60, missing=lambda: str(job.stdout()))
+    wait_for("the job to end", lambda: job.done(force_check=True), WAIT_SECONDS, missing=lambda: str(job.stdout()))
     assert job.state == "CANCELLED"
     assert [lines(job, rank) for rank in range(RANKS)] == [["> ready 0", "> SIGTERM"]] * RANKS

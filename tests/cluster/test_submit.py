@@ -13,6 +13,7 @@ from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
+from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT, SMALL
 
 pytestmark = pytest.mark.cluster
@@ -96,5 +97,5 @@ def follow(slurm: SlurmCluster, output: Path) -> tuple[subprocess.Popen[str], Sl
         start_new_session=True,
     )
     paths = RunPaths(output / "r")
-    wait_for("the job to be submitted", paths.job.exists, 60, missing=lambda: str(process.poll()))
+    wait_for("the job to be submitted", paths.job.exists, WAIT_SECONDS, missing=lambda: str(process.poll()))
     return process, SlurmRun(slurm, paths)

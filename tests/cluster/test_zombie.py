@@ -52,7 +52,7 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_cut_off_and_the_zombie_ends_by_i
     run.wait_for("Slurm to notice", lambda: networked.node_states()[f"node{node}"].startswith("down"), WAIT_SECONDS)
     assert running(networked, node, f"pipeline.roles.{role}" if role == "trainer" else "redis-server")
     left = run.attempts[0].down(f"agent.{rank}")
-    wait_for("the zombie, which still sees the files, to come down", left.exists, 60, missing=run.output)
+    wait_for("the zombie, which still sees the files, to come down", left.exists, WAIT_SECONDS, missing=run.output)
     run.wait_for_attempts(2)
     networked.heal(node)
     run.wait_for_end()
@@ -74,7 +74,7 @@ def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_
     wait_for(
         "a step of the new attempt",
         lambda: any(row["attempt"] == second.attempt for row in run.rows()),
-        120,
+        WAIT_SECONDS,
         missing=run.output,
         longest_pause=0.05,
     )
@@ -84,7 +84,10 @@ def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_
     # Its commit is refused, or fails since the new attempt has removed what there was of it; then the next is refused.
     told = (f"rl-{step} is not committed", f"attempt {second.attempt} has taken over")
     wait_for(
-        "the zombie to be refused", lambda: all(each in log.read_text() for each in told), 60, missing=log.read_text
+        "the zombie to be refused",
+        lambda: all(each in log.read_text() for each in told),
+        WAIT_SECONDS,
+        missing=log.read_text,
     )
     assert f" committed rl-{step}" not in log.read_text()
     networked.heal(node)
@@ -112,7 +115,7 @@ def hang_in_a_commit(cluster: NetworkedCluster, run: SlurmRun, node: int) -> int
     trainer, attempt = running(cluster, node, "pipeline.roles.trainer"), run.attempts[-1].attempt
     for step in range(EVERY, STEPS, EVERY):
         folder = run.run.checkpoints / f"rl-{step}" / attempt
-        wait_for(f"checkpoint rl-{step} to begin", folder.exists, 60, pause=0.001, longest_pause=0.001)
+        wait_for(f"checkpoint rl-{step} to begin", folder.exists, WAIT_SECONDS, pause=0.001, longest_pause=0.001)
         send(trainer, signal.SIGSTOP)
         send(cluster.processes(node), signal.SIGSTOP)
         if not (folder / "manifest.json").exists():

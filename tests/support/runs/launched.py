@@ -20,6 +20,7 @@ from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Card, RoleName
+from tests.patience import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, PROMPTS = 12, 8
@@ -85,16 +86,16 @@ class Launched:
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
         return [row for row in read_rows(self.run.metrics) if row["job"] == "rl" and row["kind"] == kind]
 
-    def wait_for_step(self, step: int, seconds: float = 200) -> None:
+    def wait_for_step(self, step: int, seconds: float = WAIT_SECONDS) -> None:
         self.wait(f"step {step}", lambda: any(row["step"] >= step for row in self.rows()), seconds)
 
-    def wait_for_world(self, seconds: float = 60) -> None:
+    def wait_for_world(self, seconds: float = WAIT_SECONDS) -> None:
         def published() -> bool:
             return any((attempt.rendezvous / "world.json").exists() for attempt in self.attempts)
 
         self.wait("a world", published, seconds)
 
-    def wait_for_state(self, role: str, state: str, seconds: float = 100) -> None:
+    def wait_for_state(self, role: str, state: str, seconds: float = WAIT_SECONDS) -> None:
         self.wait(f"{role} {state}", lambda: (role, state) in self.history(), seconds)
 
     def wait(self, what: str, probe: Callable[[], bool], seconds: float) -> None:
@@ -134,7 +135,7 @@ class Launched:
     def interrupt(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, seconds: float = 200) -> int:
+    def end(self, seconds: float = WAIT_SECONDS) -> int:
         """The launcher's exit code; what it printed is in `output`."""
         self._output = self.process.communicate(timeout=seconds)[0]
         return self.process.returncode
