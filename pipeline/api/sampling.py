@@ -120,7 +120,11 @@ class Sampling:
 
     async def accept(self, id: str, sampler: Sampler, folder: str, seq: int, body: dict[str, Any]) -> str:
         """The id of the request, which is in the store by now; `ApiError` 429 where too many wait."""
-        if id in self._jobs:
+        if (known := self._jobs.get(id)) is not None:
+            while known.task is None and self._jobs.get(id) is known:  # it is on its way into the store
+                await asyncio.sleep(0.01)
+            if self._jobs.get(id) is not known:
+                raise Full("the store took nothing just now; ask again", 429)
             return id
         if sum(1 for job in self._jobs.values() if job.task is None or not job.task.done()) >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pipeline.api import wire
-from pipeline.api.errors import ApiError
+from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import Sampler
 from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
@@ -140,7 +140,11 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_refuses_is
     with_servers(tmp_path, play)
 
 
-def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy(tmp_path: Path) -> None:
+def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.system.rest.pause_after", lambda failures: 60.0)  # as if the machine were fast
+
     async def play(sampling: Sampling, scripts: list[Script]) -> None:
         free = hold_port()
         lost, sound = f"127.0.0.1:{free.getsockname()[1]}", sampling._servers[0]
@@ -160,7 +164,27 @@ def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy
             first = asked
             for number in range(20, 40):
                 assert isinstance(await sample(sampling, number), bytes)
-        assert asked <= first + 1, "nobody asks a server that rests while another is there"
+        assert asked == first, "nobody asks a server that rests while another is there"
+
+    with_servers(tmp_path, play)
+
+
+def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        full = asyncio.Event()
+
+        async def keep(*changes: Any) -> None:
+            await full.wait()
+            raise Full("no space")
+
+        sampling._store.keep = keep  # type: ignore[method-assign]
+        given = ("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        tries = [asyncio.create_task(sampling.accept(*given)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert not any(each.done() for each in tries)
+        full.set()
+        outcomes = await asyncio.gather(*tries, return_exceptions=True)
+        assert [getattr(each, "status", None) for each in outcomes] == [429, 429]
 
     with_servers(tmp_path, play)
 

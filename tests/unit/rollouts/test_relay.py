@@ -27,9 +27,12 @@ def with_relay(play: Play, *others: str, answers: bool = True) -> None:
     async def run() -> None:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", answer)
-        async with TestServer(app) as server, aiohttp.ClientSession() as client:
-            async with Relay([*others, f"127.0.0.1:{server.port}"]) as relay:
-                await play(client, relay.url)
+        async with (
+            TestServer(app) as server,
+            aiohttp.ClientSession() as client,
+            Relay([*others, f"127.0.0.1:{server.port}"]) as relay,
+        ):
+            await play(client, relay.url)
 
     asyncio.run(run())
 
