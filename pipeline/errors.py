@@ -17,6 +17,7 @@ into one of these at the boundary where they appear. Must not import anything of
     │   └── OvertakenError   another attempt has the right to write by now
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
+    │   └── EpisodeError     whoever ran the episode says that it came to nothing
     ├── TaskError            a task cannot produce anything usable
     ├── SweepError           a point of a sweep has no result; says why
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
@@ -115,6 +116,10 @@ class WeightSyncError(RollcallError):
 
 class RolloutError(RollcallError):
     """One sample could not be produced. The message is the reason that is counted and shown."""
+
+
+class EpisodeError(RolloutError):
+    """An episode came to nothing, by the word of what ran it. The message is the sample's reason as it is."""
 
 
 class TaskError(RollcallError):

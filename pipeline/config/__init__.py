@@ -1,10 +1,21 @@
 """The typed configuration of a run: its keys and their rules, what a resumed run may change, and the copy it keeps.
 
-`schema` has the keys, `places` those of cluster and resources, `data` those of datasets, `tasks` those of tasks and
-rewards, `generation` those of rollouts and servers, `evaluation` those of evaluation sets, `values` the forms of
-values; `reading` makes a config of a tree. `rules` has what must hold between keys, `relevance` who reads which key,
-`identity` which of them make a run the same, `kept` the copy in the run directory, `models` the model directories,
-`serving` the keys of a run that serves, `sums` the losses that its clients name.
+| module | owns |
+|---|---|
+| `schema` | the keys of the algorithm, and the whole |
+| `reading` | how a tree of values becomes a config |
+| `places` | the keys of cluster and resources |
+| `data` | the keys of datasets |
+| `tasks` | the keys of tasks and rewards |
+| `generation` | the keys of rollouts and servers |
+| `evaluation` | the keys of evaluation sets |
+| `serving`, `sums` | the keys of a run that serves; the losses that its clients name |
+| `values` | the forms of values |
+| `rules` | what must hold between keys |
+| `relevance` | who reads which key |
+| `identity` | which keys make a run the same |
+| `kept` | the copy in the run directory |
+| `models` | model directories, built-in ones among them |
 """
 
 from pipeline.config.data import ColumnsConfig, DataConfig, SourceConfig

@@ -4,7 +4,7 @@ Owns `data.*`. A `SourceConfig` is what any reader of rows needs; `DataConfig` a
 them. Must not know how a row is read or rendered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,8 +83,16 @@ def located_data(data: DataConfig) -> DataConfig:
 
 
 def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the options of a task that reads a dataset."""
-    return {key: _whole(value) if key in ("path", "eval_path") else value for key, value in options.items()}
+    """The same for the options of a task that reads a dataset, or works on one that does, or starts a command."""
+    return {key: _located(key, value) for key, value in options.items()}
+
+
+def _located(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return located_options(value)
+    if key == "command" and isinstance(value, Sequence) and not isinstance(value, str):
+        return [_whole(part) if isinstance(part, str) and Path(part).is_file() else part for part in value]
+    return _whole(value) if key in ("path", "eval_path") and isinstance(value, str) else value
 
 
 def _whole(path: str) -> str:

@@ -1,10 +1,12 @@
 """Model directories.
 
-Owns what counts as a model path: a directory with a Hugging Face config and tokenizer, or a name under `conf/models/`.
-Reads no weights and imports neither torch nor transformers.
+Owns what counts as a model path: a directory with a Hugging Face config and tokenizer, a name under `conf/models/`, or
+the name of a model on the Hugging Face Hub that was downloaded to its cache. Reads no weights, asks no network, and
+imports neither torch nor transformers.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import conf
 from pipeline.config import ModelConfig, nearest
 from pipeline.errors import ConfigError
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 BUILT_IN = Path(conf.__file__).parent / "models"
 
 
 def model_directory(model: ModelConfig) -> Path:
     """The directory that `model.path` names; `ConfigError` if it is not one that can be trained and served."""
-    directory = BUILT_IN / model.path if _is_built_in(model.path) else Path(model.path)
+    directory = _directory(model.path)
     if not (directory / "config.json").is_file():
         raise _error(model, "a directory with config.json and tokenizer.json", _mend(model.path))
     if not (directory / "tokenizer.json").is_file():
@@ -54,7 +57,20 @@ def located_model(model: ModelConfig) -> ModelConfig:
     model = model.model_copy(update={"lora": model.lora.model_copy(update={"adapter": adapter})})
     if _is_built_in(model.path):
         return model
-    return model.model_copy(update={"path": str(Path(model.path).resolve())})
+    return model.model_copy(update={"path": str(_directory(model.path).resolve())})
+
+
+def _directory(path: str) -> Path:
+    """Where a path leads: of a name on the hub, to what was downloaded of its main branch, if anything was."""
+    if _is_built_in(path):
+        return BUILT_IN / path
+    if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return Path(path)
 
 
 def _text_settings(model: ModelConfig) -> dict[str, Any]:
@@ -89,4 +105,4 @@ def _is_name(path: str) -> bool:
 def _mend(path: str) -> str:
     if _is_name(path):
         return nearest(path, sorted(child.name for child in BUILT_IN.iterdir() if child.is_dir()))
-    return f"download the model first, for instance: hf download {path} --local-dir DIR, then model.path=DIR"
+    return f"download the model first, for instance: hf download {path}; or set model.path to its directory"

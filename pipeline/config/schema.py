@@ -51,7 +51,10 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field(description="Directory with a Hugging Face config and tokenizer, or a name of `conf/models/`.")
+    path: str = Field(
+        description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, or one on the "
+        "Hugging Face Hub whose files were downloaded (`hf download NAME`)."
+    )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights there, or make random ones."
     )

@@ -6,11 +6,14 @@ pickle. Promises that what `encode_record` writes `decode_record` returns equal,
 Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its elements.
 
 Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
+
+An episode whose conversation branched, or was compacted, has several rows of tokens and one reward. It is one sample:
+its first row is the sample's own, the others are `branches`, each with what it does not share with an earlier row.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +34,30 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     version: int = WIRE_VERSION
 
 
+class TokenRow(NamedTuple):
+    """One sequence of an episode: int32[T] tokens, uint8[T] sampled, float32[T] logprobs; see `Sample`."""
+
+    tokens: NDArray[np.int32]
+    sampled: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+
+
+class Branch(Record, frozen=True, kw_only=True, tag="branch"):
+    """A further row of an episode: it begins as an earlier row does, and goes on in its own way.
+
+    Attributes:
+        of: the row that it begins as: 0 is the sample's own, n its nth branch.
+        shared: that many tokens of that row. Whatever of them was sampled counts there, and is only read here.
+        tokens, sampled, logprobs: what follows, as in `Sample`.
+    """
+
+    of: Place
+    shared: Place
+    tokens: bytes
+    sampled: bytes
+    logprobs: bytes
+
+
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One episode of the policy on one prompt.
 
@@ -46,6 +73,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         seconds: wall time of the episode.
         server: the inference server that answered (`host:port`).
         metrics: numbers about it by their names in metrics: what each reward function said, and the task's own.
+        branches: its further rows; versions, finish and turns are those of all rows.
     """
 
     tokens: bytes
@@ -59,34 +87,75 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     seconds: float = 0.0
     server: str = ""
     metrics: dict[str, float] = {}
+    branches: tuple[Branch, ...] = ()
+
+    def rows(self) -> list[TokenRow]:
+        """Every row of the episode, its own first; each sampled token is marked as such in one of them."""
+        rows = [TokenRow(self.token_array(), self.sampled_array(), self.logprob_array())]
+        for branch in self.branches:
+            tokens, sampled, logprobs = _arrays(branch)
+            start = rows[branch.of].tokens[: branch.shared]
+            read = np.zeros(len(start), np.uint8), np.zeros(len(start), np.float32)
+            row = (
+                np.concatenate((start, tokens)),
+                np.concatenate((read[0], sampled)),
+                np.concatenate((read[1], logprobs)),
+            )
+            rows.append(TokenRow(*row))
+        return rows
 
     def token_array(self) -> NDArray[np.int32]:
         """int32[T], a read-only view."""
-        return np.frombuffer(self.tokens, dtype="<i4")
+        return _arrays(self).tokens
 
     def sampled_array(self) -> NDArray[np.uint8]:
         """uint8[T], a read-only view."""
-        return np.frombuffer(self.sampled, dtype="<u1")
+        return _arrays(self).sampled
 
     def logprob_array(self) -> NDArray[np.float32]:
         """float32[T], a read-only view."""
-        return np.frombuffer(self.logprobs, dtype="<f4")
+        return _arrays(self).logprobs
 
     def check(self) -> None:
         """Raise `RecordError` unless it can be trained: arrays of one length, a prompt first, all numbers finite."""
-        lengths = len(self.tokens) // 4, len(self.sampled), len(self.logprobs) // 4
-        if len(set(lengths)) != 1 or len(self.tokens) % 4 or len(self.logprobs) % 4:
-            raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
-        if not self.tokens or self.sampled[0] or self.sampled_array().max() > 1:
-            raise RecordError("sampled is no row of 0 and 1 that begins with a prompt")
-        if self.token_array().min() < 0:
-            raise RecordError("a token id is negative")
-        if not (np.isfinite(self.logprob_array()).all() and math.isfinite(self.reward)):
+        _check_lengths(self)
+        for number, branch in enumerate(self.branches):
+            _check_lengths(branch)
+            if branch.of > number:
+                raise RecordError(f"branch {number + 1} begins as row {branch.of}, which does not come before it")
+        rows = self.rows()
+        for row in rows:
+            _check_row(row)
+        for row, branch in zip(rows[1:], self.branches, strict=True):
+            if not branch.sampled or branch.shared + len(branch.sampled) != len(row.tokens):
+                raise RecordError(f"a branch of {len(branch.sampled)} tokens shares more than there is")
+        if not math.isfinite(self.reward):
             raise RecordError("a log-probability or the reward is not finite")
         if not all(map(math.isfinite, self.metrics.values())):
             raise RecordError("one of its metrics is not finite")
         if not 0 <= self.version_min <= self.version_max:
             raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
+
+
+def _arrays(part: Sample | Branch) -> TokenRow:
+    """Its own arrays, read-only views."""
+    tokens, logprobs = np.frombuffer(part.tokens, dtype="<i4"), np.frombuffer(part.logprobs, dtype="<f4")
+    return TokenRow(tokens, np.frombuffer(part.sampled, dtype="<u1"), logprobs)
+
+
+def _check_lengths(part: Sample | Branch) -> None:
+    lengths = len(part.tokens) // 4, len(part.sampled), len(part.logprobs) // 4
+    if len(set(lengths)) != 1 or len(part.tokens) % 4 or len(part.logprobs) % 4:
+        raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
+
+
+def _check_row(row: TokenRow) -> None:
+    if not len(row.tokens) or row.sampled[0] or row.sampled.max() > 1:
+        raise RecordError("sampled is no row of 0 and 1 that begins with a prompt")
+    if row.tokens.min() < 0:
+        raise RecordError("a token id is negative")
+    if not np.isfinite(row.logprobs).all():
+        raise RecordError("a log-probability or the reward is not finite")
 
 
 class Group(Record, frozen=True, kw_only=True, tag="group"):
@@ -134,10 +203,11 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
             raise RecordError("an advantage is not finite")
         for sample in samples:
             sample.check()
-            if len(sample.sampled) > max_length:
-                raise RecordError(f"a sample of {len(sample.sampled)} tokens, above model.max_length={max_length}")
-            if (highest := sample.token_array().max()) >= vocabulary:
-                raise RecordError(f"token id {highest} is outside of the vocabulary of {vocabulary} tokens")
+            for row in sample.rows():
+                if len(row.tokens) > max_length:
+                    raise RecordError(f"a sample of {len(row.tokens)} tokens, above model.max_length={max_length}")
+                if (highest := row.tokens.max()) >= vocabulary:
+                    raise RecordError(f"token id {highest} is outside of the vocabulary of {vocabulary} tokens")
 
 
 class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):

@@ -1,10 +1,18 @@
-"""The roles of a run, one module each: `redis`, `trainer`, `inference`, `actor`, `preprocessor`.
+"""The roles of a run, one module each.
+
+| module | owns |
+|---|---|
+| `redis`, `trainer`, `inference`, `actor`, `preprocessor` | a role |
+| `context` | what every role's process knows when it starts |
+| `controller` | the trainer's rank 0, whatever it trains |
+| `session`, `peers` | upon that, a run of ours; what it has of the other roles |
+| `job_session`, `service` | a run that does the jobs of files; one that serves the API |
+| `evaluator`, `benchmark` | what the actor does in a run that only evaluates |
+| `keeping` | where a role keeps samples |
 
 Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
 ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the
-latter. What the trainer's rank 0 does is in modules beside it (what each role knows when it starts: `context`):
-`controller`, and upon that `session`, with `peers`, `job_session` and `service`. What the actor does in a run that only
-evaluates is in `evaluator` and `benchmark`. `keeping` says where a role keeps samples.
+latter.
 """
 
 from collections.abc import Callable, Mapping

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
     streams = await asyncio.to_thread(connect, context)
     kept = kept_samples(context, EVAL)
     async with (
+        aclosing(task),
         in_thread(kept),
         AsyncStreams(streams) as asynchronous,
         TaskPool(

@@ -8,7 +8,7 @@ another has replaced logs nothing. Must not know how the model came to be.
 import asyncio
 import logging
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from pathlib import Path
 
@@ -73,6 +73,7 @@ class Evaluator:
     async def _open(self, opened: AsyncExitStack) -> Evaluation:
         config, world = self._config, self._context.world
         task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
+        await opened.enter_async_context(aclosing(task))
         setup = Setup(config.task, config.seed, Path(config.model.path), config.reward)
         calls = await opened.enter_async_context(TaskPool(setup, config.cluster.startup_seconds))
         client = InferenceClient(

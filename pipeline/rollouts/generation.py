@@ -46,7 +46,7 @@ class Counts:
         """Count a published group; tokens are those that the policy sampled."""
         self.groups += 1
         self.samples += len(group.samples)
-        self.tokens += sum(int(sample.sampled_array().sum()) for sample in group.samples)
+        self.tokens += sum(int(row.sampled.sum()) for sample in group.samples for row in sample.rows())
 
 
 class Generation:

@@ -8,6 +8,13 @@ that the servers are slow, gone, or being restarted, for none of that is the tas
 
     with own_time.paused():                                            # in the policy
         turn = await servers.generate(...)
+
+What works for the task in the meantime, such as a process that asks the policy through an endpoint, is the task's own:
+
+    with own_time.paused():                                            # waits for a process
+        ...
+        with own_time.resumed():                                       # has it, and lets it work
+            ...
 """
 
 import asyncio
@@ -53,6 +60,19 @@ class OwnTime:
             self._asked -= 1
             if not self._asked:
                 self._run()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within a block of `paused`: that one does not count in this block."""
+        self._asked -= 1
+        if not self._asked:
+            self._run()
+        try:
+            yield
+        finally:
+            if not self._asked:
+                self._stop()
+            self._asked += 1
 
     def _run(self) -> None:
         if self._seconds and not self._ended:

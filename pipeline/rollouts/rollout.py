@@ -10,18 +10,21 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.errors import DeadlineError, RolloutError
-from pipeline.groups.records import Sample
+from pipeline.errors import DeadlineError, EpisodeError, RolloutError
+from pipeline.groups.records import Branch, Sample
+from pipeline.rollouts.gateway.endpoint import LOOPBACK, Endpoint
 from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Answer, Episode, Message, Prompt, Task, Turn
+from pipeline.tasks.calling import Form
 from pipeline.tasks.calls import Asked, Calls
 from pipeline.tasks.chat import Chat
-from pipeline.tasks.guard import reason
+from pipeline.tasks.episode import Branch as EpisodeBranch
+from pipeline.tasks.guard import REASON_LENGTH, reason
 from pipeline.tasks.rewards import Score
 
 LONG_PROMPT = 2000
@@ -95,12 +98,16 @@ class Sampler:
         """A turn after `tokens`."""
         return (await self._generate(tokens, 1))[0]
 
+    async def continuations(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
+        """`n` turns after `tokens`, of at most `max_tokens` if that is less than the run allows."""
+        return await self._generate(tokens, n, max_tokens)
+
     def close(self) -> None:
         """Give up a request that nobody waits for."""
         if self._opening is not None:
             self._opening.cancel()
 
-    async def _generate(self, tokens: Sequence[int], n: int) -> Sequence[Turn]:
+    async def _generate(self, tokens: Sequence[int], n: int, max_tokens: int | None = None) -> Sequence[Turn]:
         sampling = self.sampling
         room = sampling.max_length - len(tokens)
         if room < 1:
@@ -109,7 +116,7 @@ class Sampler:
             tokens,
             n=n,
             temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens, room),
+            max_tokens=min(sampling.max_tokens, room, max_tokens or room),
             stop_token_ids=self._chat.stop_token_ids,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -132,6 +139,13 @@ class RolloutPolicy:
                 return await self._sampler.opening(self._index)
             return await self._sampler.continuation(tokens)
 
+    def endpoint(self, form: Form = "tagged", address: str = LOOPBACK) -> Endpoint:
+        return Endpoint(self._chat, self._asked, self._sampler.sampling.max_length, form, address)
+
+    async def _asked(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
+        with self._own_time.paused():
+            return await self._sampler.continuations(tokens, n, max_tokens)
+
     def room(self, tokens: Sequence[int]) -> int:
         return max(0, self._sampler.sampling.max_length - len(tokens))
 
@@ -144,6 +158,13 @@ class RolloutPolicy:
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
         with self._own_time.paused():  # the pool has a deadline of its own, and others may be before us there
             used = await self._sampler.calls.use(prompt, name, arguments)
+        if isinstance(used, str):
+            raise RolloutError(used)
+        return used.text
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any) -> str:
+        with self._own_time.paused():
+            used = await self._sampler.calls.run(prompt, name, arguments, self._own_time.resumed())
         if isinstance(used, str):
             raise RolloutError(used)
         return used.text
@@ -179,6 +200,8 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
         episode = await own_time.limit(task.rollout(prompt, sampler.policy(index, own_time)))
     except DeadlineError as error:
         return Rollout(reason=reason("rollout took too long", error))
+    except EpisodeError as error:
+        return Rollout(reason=" ".join(str(error).split())[:REASON_LENGTH])
     except RolloutError as error:
         return Rollout(reason=reason("request refused", error))
     except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
@@ -193,9 +216,11 @@ def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:
         return f"rollout returned no episode: {type(episode).__name__}"
     if not any(episode.sampled):
         return "rollout sampled nothing"
-    if len(episode.tokens) > max_length:
-        return f"rollout too long: {len(episode.tokens)} tokens, model.max_length={max_length}"
-    foreign = next((token for token in episode.tokens if not 0 <= token < vocabulary), None)
+    longest = max(len(episode.tokens), *(branch.shared + len(branch.tokens) for branch in episode.branches), 0)
+    if longest > max_length:
+        return f"rollout too long: {longest} tokens, model.max_length={max_length}"
+    every = chain(episode.tokens, *(branch.tokens for branch in episode.branches))
+    foreign = next((token for token in every if not 0 <= token < vocabulary), None)
     if foreign is not None:
         return f"rollout has a foreign token: id {foreign} is outside of the vocabulary of {vocabulary} tokens"
     return ""
@@ -209,17 +234,21 @@ def kind_of(reason: str) -> str:
 def answer_of(episode: Episode, whole: bool = True) -> Answer:
     """An episode as rewards see it; what is not `whole` has the last turn alone, which is all that a task reads."""
     if not whole:
-        return Answer(episode.text)
+        return Answer(episode.text, reward=episode.reward)
     said = episode.said or ({"role": "assistant", "content": episode.text},)
-    return Answer(episode.text, said, tuple(compress(episode.tokens, episode.sampled)))
+    tokens = list(compress(episode.tokens, episode.sampled))
+    for branch in episode.branches:
+        tokens += compress(branch.tokens, branch.sampled)
+    return Answer(episode.text, said, tuple(tokens), episode.reward)
 
 
 def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
     """The wire record of an episode."""
+    tokens, sampled, logprobs = _bytes(episode)
     return Sample(
-        tokens=np.asarray(episode.tokens, dtype="<i4").tobytes(),
-        sampled=np.asarray(episode.sampled, dtype="<u1").tobytes(),
-        logprobs=np.asarray(episode.logprobs, dtype="<f4").tobytes(),
+        tokens=tokens,
+        sampled=sampled,
+        logprobs=logprobs,
         reward=score.reward,
         version_min=episode.version_min,
         version_max=episode.version_max,
@@ -228,4 +257,17 @@ def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
         seconds=seconds,
         server=episode.server,
         metrics={**episode.metrics, **score.metrics},
+        branches=tuple(map(_branch, episode.branches)),
     )
+
+
+def _branch(branch: EpisodeBranch) -> Branch:
+    tokens, sampled, logprobs = _bytes(branch)
+    return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs)
+
+
+def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
+    """Tokens, sampled and log-probabilities, as they travel."""
+    arrays = zip((row.tokens, row.sampled, row.logprobs), ("<i4", "<u1", "<f4"), strict=True)
+    tokens, sampled, logprobs = (np.asarray(values, dtype=kind).tobytes() for values, kind in arrays)
+    return tokens, sampled, logprobs

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NoReturn
@@ -153,6 +153,17 @@ class Leader:
             return self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
+
+    def kill_all(self) -> int:
+        """End it and all that it started, in sessions of their own too, if whoever adopts those is still below it."""
+        below: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            below = psutil.Process(self.pid).children(recursive=True)
+        code = self.kill()
+        for process in below:
+            with suppress(psutil.Error):
+                process.kill()
+        return code
 
     def stop(self, seconds: float) -> int:
         """Ask the group to end, end it after `seconds`; the exit code of its leader."""

@@ -1,12 +1,20 @@
 """Tasks: what is learned.
 
-Owns the protocol (`protocol`, `episode`), the model's view of text (`template`, `chat`), the processes in which prompts
-and rewards are made (`calls`, `worker`, `pool`), code of the user's and of the policy's (`imports`, `guard`,
-`sandbox`), rewards (`rewards`, `functions`, `judge`, `mathematics`), masks of conversations (`masks`), episodes with
-tools (`tools`), the built-in tasks (`arithmetic`, `countdown`, `dataset`, `reasoning`), those of evaluation sets
-(`sets`), and the way from a name in the config to a task: `load_task`. Promises that a wrong name or option, and a task
-that breaks while it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor
-transformers.
+| module | owns |
+|---|---|
+| `protocol`, `episode` | what a task is, and an episode of several turns |
+| `template`, `chat`, `masks` | the model's view of text, and which of a conversation's tokens are trained |
+| `calls`, `worker`, `pool` | the processes in which prompts and rewards are made |
+| `imports`, `guard`, `sandbox` | code of the user's and of the policy's |
+| `rewards`, `functions`, `judge`, `mathematics` | what an answer is worth |
+| `tools`, `calling` | episodes with tools; calls of tools, as a policy writes them |
+| `arithmetic`, `countdown`, `dataset`, `reasoning`, `code` | built-in tasks |
+| `agent`, `told` | episodes of an agent that is nobody's but its own, and what it says of them |
+| `environments/` | environments of the library verifiers |
+| `sets` | the tasks of evaluation sets |
+
+`load_task` leads from a name in the config to a task. Promises that a wrong name or option, and a task that breaks
+while it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
 """
 
 from pydantic import ValidationError
@@ -35,11 +43,14 @@ __all__ = [
 ]
 
 BUILT_IN = {
+    "agent": "pipeline.tasks.agent:Agent",
     "arithmetic": "pipeline.tasks.arithmetic:Arithmetic",
+    "code": "pipeline.tasks.code:Code",
     "countdown": "pipeline.tasks.countdown:Countdown",
     "dataset": "pipeline.tasks.dataset:Dataset",
     "reasoning_gym": "pipeline.tasks.reasoning:ReasoningGym",
     "tools": "pipeline.tasks.tools:Tools",
+    "verifiers": "pipeline.tasks.environments.task:Verifiers",
 }
 
 

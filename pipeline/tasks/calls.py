@@ -7,6 +7,7 @@ neither processes nor deadlines, which are the pool's (`pipeline.tasks.pool`).
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -50,6 +51,9 @@ class Calls(Protocol):
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
         """What a tool of the task answers."""
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+        """The same of a tool without a deadline here: the caller gives up. `working` is entered while it works."""
 
 
 class LocalCalls:
@@ -95,7 +99,10 @@ class LocalCalls:
         """What function number `which` says of an answer."""
         function = self._functions[which]
         if function is None:
-            return guarded("reward raised", lambda: _part(self._task.reward(prompt, answer.text)))
+            told = answer.reward
+            return guarded(
+                "reward raised", lambda: _part(self._task.reward(prompt, answer.text) if told is None else told)
+            )
         return self.score_all(which, prompt, (answer,))[0]
 
     def score_all(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:

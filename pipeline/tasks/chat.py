@@ -50,12 +50,17 @@ class Chat:
         return [*prompt, *self.encode(shown.answer), self.stop_token_ids[0]], len(prompt)
 
     def reply(
-        self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        told: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        ended: bool = True,
     ) -> list[int]:
         """Token ids that follow the token which ended the policy's turn after `messages`: the rest of the turn's end,
-        `told`, and the head of the next turn."""
+        `told`, and the head of the next turn. A turn that was cut off has not `ended`: then that token comes first."""
         after = self.template.reply(messages, told, tools)
-        for end in self.stops:
+        for end in self.stops if ended else ():
             if after.lstrip().startswith(end):
                 after = after.lstrip().removeprefix(end)
                 break
@@ -87,6 +92,10 @@ class Chat:
         """The text of a turn: everything the policy said, special tokens too, except the token that ended it."""
         said = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         return str(self._tokenizer.decode(list(said), skip_special_tokens=False))
+
+    def piece(self, token: int) -> str:
+        """The text of one token, special ones too; a part of a character is shown as the tokenizer does."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _find_stops(self) -> tuple[int, ...]:
         """Tokens that end a turn: the tokenizer's end of sequence first, then those the model's files add."""

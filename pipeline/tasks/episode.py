@@ -2,6 +2,8 @@
 
 Owns the token ledger of an episode: which tokens the policy sampled, with which log-probability and weights. Promises
 that token ids are kept as they were sampled, never made from text again. Knows no tokenizer and no server.
+
+Most episodes are one row of tokens. One whose conversation branched, or was compacted, has further rows, `branches`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,23 @@ class Turn(Protocol):
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A further row of an episode: it begins as an earlier row does, and goes on in its own way.
+
+    Attributes:
+        of: the row that it begins as: 0 is the episode's own, n its nth branch.
+        shared: that many tokens of that row; whatever of them was sampled counts there, and is only read here.
+        tokens, sampled, logprobs: what follows, of equal length, as in `Episode`.
+    """
+
+    of: int
+    shared: int
+    tokens: tuple[int, ...]
+    sampled: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Episode:
     """All tokens so far, in order; immutable, so a task may branch it.
 
@@ -46,6 +65,8 @@ class Episode:
         server: who answered last.
         said: the conversation since the prompt as messages, for rewards; empty for a single turn.
         metrics: numbers about the episode by their names in metrics, such as `tools/calls`.
+        branches: its further rows; versions, turns and the last turn are those of all rows.
+        reward: what it is worth, where whoever ran it says so; None: `Task.reward` is asked.
     """
 
     tokens: tuple[int, ...]
@@ -59,6 +80,8 @@ class Episode:
     server: str = ""
     said: tuple[Mapping[str, Any], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    branches: tuple[Branch, ...] = ()
+    reward: float | None = None
 
     @classmethod
     def begin(cls, prompt: Sequence[int]) -> "Episode":

@@ -15,17 +15,16 @@ rewards that take no time need no more.
 
 import asyncio
 import logging
+import math
 import os
 import pickle
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import psutil
+from typing import Any, Self, cast
 
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.system.process import Leader, describe_exit
@@ -99,10 +98,11 @@ class Worker:
         self.broken = True  # until all is read: a call that is cancelled leaves replies behind
         try:
             self._writer.write(call)
-            async with asyncio.timeout(seconds) as limit:
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
                 for _ in range(items):
                     replies.append(await self._reply())
-                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                    if limit.when() is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + seconds)
         except TimeoutError:
             return [*replies, f"{what} took too long: more than task.seconds={seconds:g}"]
         except (EOFError, OSError):
@@ -119,13 +119,7 @@ class Worker:
 
     def end(self) -> None:
         """End it and all that it started, in sessions of their own too: whatever it left is still below it."""
-        below: list[psutil.Process] = []
-        with suppress(psutil.Error):
-            below = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.kill()
-        for process in below:
-            with suppress(psutil.Error):
-                process.kill()
+        self._process.kill_all()
 
     def close(self) -> None:
         """Give back what it used, once it has ended."""
@@ -194,6 +188,16 @@ class TaskPool:
         """What a tool of the task answers, or why it does not."""
         used: list[Used | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
         return used[0]
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+        """The same without a deadline: who gives up cancels this, which ends the worker with all that it started."""
+        call = guarded("prompt cannot be pickled", lambda: frame(Call("use", (prompt, name), (arguments,))))
+        if isinstance(call, str):
+            return call
+        async with self._borrowed() as worker:
+            with working:
+                (used,) = await worker.answer(f"tool {name}", call, 1, math.inf)
+        return cast(Used | str, used)
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[Part | str]:
         """What function number `which` says of each answer."""

@@ -18,12 +18,14 @@ and `task.name=my.package.parity:Parity` in the config.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.data.messages import Message
+from pipeline.tasks.calling import Form
 from pipeline.tasks.episode import Episode, Turn
 
 
@@ -60,11 +62,13 @@ class Answer:
         text: its last turn.
         conversation: all that was said since the prompt, in order: the policy's turns, and what it was told between.
         tokens: ids of what it sampled, in order.
+        reward: what it is worth, where whoever ran the episode said so; then `Task.reward` is not asked.
     """
 
     text: str
     conversation: tuple[Message, ...] = ()
     tokens: tuple[int, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,24 @@ class Demonstration:
 
     prompt: Prompt
     answer: str
+
+
+class AgentEndpoint(Protocol):
+    """An OpenAI-compatible endpoint for one episode, open as a context; only who has its `key` is answered."""
+
+    key: str
+
+    @property
+    def url(self) -> str:
+        """The base URL, as clients of OpenAI want it."""
+
+    @property
+    def model(self) -> str:
+        """The model's name there."""
+
+    def episode(self) -> Episode:
+        """All calls that were answered, as rows, with the reward and the metrics that were posted to `reward` below
+        the URL."""
 
 
 class Policy(Protocol):
@@ -101,6 +123,13 @@ class Policy(Protocol):
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
         """What the task's tool `name` answers (`Task.use`), made in a worker process; `RolloutError` with the reason
         when it raised, hung, or ended its process."""
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any) -> str:
+        """As `use`, of what asks the policy itself, through an `endpoint`: its time is the episode's own
+        (`rollout.episode_seconds`), but for the wait for a worker and for the policy; `task.seconds` is no bound."""
+
+    def endpoint(self, form: Form = "tagged", address: str = "127.0.0.1") -> AbstractAsyncContextManager[AgentEndpoint]:
+        """An endpoint of this policy, open as a context; `form` is how the policy writes calls of tools."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without the end-of-turn token."""
@@ -159,6 +188,9 @@ class Task(ABC):
         """
         turn = await policy.sample(policy.prompt)
         return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))
+
+    async def aclose(self) -> None:  # noqa: B027 most have nothing to give back
+        """Give back what `rollout` keeps between episodes, such as processes. The actor calls it when it ends."""
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration `index` = 0, 1, 2, … without end, none of them held out. Needed by a warm start only."""

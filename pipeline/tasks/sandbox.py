@@ -15,9 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 
 MOST_OUTPUT = 1 << 16
 MOST_FILE = 1 << 24
@@ -28,10 +31,12 @@ _APART = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "-
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of some code: what it printed, errors included, and why it ended early, if it did."""
+    """What became of some code: what it printed, errors included, why it ended early, if it did, and whether because
+    its time was up."""
 
     output: str
     failed: str = ""
+    late: bool = False
 
     @property
     def text(self) -> str:
@@ -50,12 +55,23 @@ def apart() -> tuple[str, ...]:
     return ()
 
 
-def run_python(code: str, seconds: float, memory_bytes: int) -> Ran:
-    """Run `code` with Python's standard library and what is installed beside it."""
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, tempfile.TemporaryFile() as output:
+def run_python(
+    code: str, seconds: float, memory_bytes: int, *, files: Mapping[str, str] = MappingProxyType({}), given: str = ""
+) -> Ran:
+    """Run `code` with Python's standard library and what is installed beside it, in a folder that holds `files` by
+    name, with `given` as its standard input."""
+    with (
+        tempfile.TemporaryDirectory(prefix="sandbox-") as folder,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as told,
+    ):
+        for name, text in files.items():
+            Path(folder, name).write_bytes(text.encode(errors="replace"))
+        told.write(given.encode(errors="replace"))
+        told.seek(0)
         process = subprocess.Popen(
             [*apart(), sys.executable, "-I", "-c", code],
-            stdin=subprocess.DEVNULL,
+            stdin=told,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
@@ -63,16 +79,16 @@ def run_python(code: str, seconds: float, memory_bytes: int) -> Ran:
             start_new_session=True,
             preexec_fn=lambda: _bound(seconds, memory_bytes),
         )
-        failed = ""
+        failed, late = "", False
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            failed = f"error: it took more than {seconds:g} s"
+            failed, late = f"error: it took more than {seconds:g} s", True
         finally:
             _end(process)
         output.seek(0)
         printed = output.read(MOST_OUTPUT).decode(errors="replace")
-        return Ran(printed, failed or _fate(process.returncode))
+        return Ran(printed, failed or _fate(process.returncode), late)
 
 
 def _bound(seconds: float, memory_bytes: int) -> None:

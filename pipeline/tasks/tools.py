@@ -1,20 +1,16 @@
 """Episodes with tools.
 
-Owns `ToolTask`, the base of tasks whose policy may call tools in several turns: how a call is written and read, and how
-the tool's answer comes back; and the built-in task `tools`, integer arithmetic with a calculator and a Python tool.
+Owns `ToolTask`, the base of tasks whose policy may call tools in several turns: which calls are made, and how the
+tool's answer comes back; and the built-in task `tools`, integer arithmetic with a calculator and a Python tool.
 Promises that what the policy sampled stays token by token as it was: a tool's answer is appended as the model's chat
 template writes it, and nothing before it is rendered or tokenised again. Tools run in worker processes (`Task.use`); a
-tool that fails tells the policy so.
-
-A call is written as models are trained to, `<tool_call>{"name": "calculator", "arguments": {"expression": "37*52"}}
-</tool_call>`, or, for tiny models, as `[calculator:37*52]`, whose text is the tool's first argument.
+tool that fails tells the policy so. How a call is written is in `pipeline.tasks.calling`.
 """
 
 import json
-import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Annotated, Any, Literal, Self
 
@@ -23,6 +19,7 @@ from pydantic import Field, model_validator
 from pipeline.data.messages import Message
 from pipeline.errors import RolloutError
 from pipeline.tasks.arithmetic import evaluate as arithmetic_value
+from pipeline.tasks.calling import Takes, ToolCall, takes_of, written_calls
 from pipeline.tasks.countdown import evaluate
 from pipeline.tasks.episode import Episode
 from pipeline.tasks.protocol import Demonstration, Policy, Prompt, Task, TaskOptions
@@ -33,17 +30,6 @@ MOST_CALLS = 16
 TOO_MANY = f"error: more than {MOST_CALLS} calls in a turn"
 MOST_ANSWER = 2000
 """Characters of a tool's answer that the policy is shown."""
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_SHORT = re.compile(r"\[(\w+):([^\]]*)\]")
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """What the policy asks of a tool; `wrong` says why it cannot be asked."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    wrong: str = ""
 
 
 class ToolOptions(TaskOptions):
@@ -98,29 +84,13 @@ class ToolTask(Task):
 
     def read_calls(self, text: str) -> list[ToolCall]:
         """The calls that a turn makes, in order."""
-        calls = [self._checked(call) for call in self._written(text)]
+        calls = [self._checked(call) for call in written_calls(text, self.options.calls, self._names)]
         return [*calls[:MOST_CALLS], *(replace(call, wrong=TOO_MANY) for call in calls[MOST_CALLS:])]
 
     @property
-    def _names(self) -> dict[str, Mapping[str, Any]]:
+    def _names(self) -> Takes:
         """What each tool takes, by its name."""
-        return {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
-
-    def _written(self, text: str) -> Iterator[ToolCall]:
-        if self.options.calls == "short":
-            for name, argument in _SHORT.findall(_upto_last("]", text)):
-                first = next(iter(self._names.get(name, {}).get("properties", ())), "")
-                yield ToolCall(name, {first: argument} if first or argument else {})
-            return
-        for body in _TAGGED.findall(_upto_last("</tool_call>", text)):
-            try:
-                call = json.loads(body)
-                name, arguments = str(call["name"]), call.get("arguments") or {}
-                if not isinstance(arguments, dict):
-                    raise TypeError(f"its arguments are no object, but {type(arguments).__name__}")
-                yield ToolCall(name, arguments)
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                yield ToolCall("unknown", {}, f"error: no tool call: {error}")
+        return takes_of(self.schemas)
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.wrong:
@@ -248,13 +218,6 @@ class Tools(ToolTask):
         low, high = 10 ** (digits - 1), 10**digits - 1
         while True:
             yield f"{random.randint(low, high)}{random.choice(self.options.operators)}{random.randint(low, high)}"
-
-
-def _upto_last(close: str, text: str) -> str:
-    """The text up to its last `close`, so that whatever opens in it also closes: a search from each of many opens for a
-    close that never comes would take the square of their number."""
-    before, found, _ = text.rpartition(close)
-    return before + found
 
 
 def _schema(name: str, does: str, argument: str, meaning: str) -> dict[str, Any]:

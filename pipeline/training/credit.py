@@ -16,7 +16,8 @@ row's number, KL_k the estimate of KL(policy ‖ reference) from token k by `los
 
 `gae` whitens A_k; all others take G_k for the advantage, whitened for `batch` (REINFORCE++, Hu et al. 2025) and
 `group_batch`. Whitened is (x − mean) / (deviation + ε) over the whole batch: over the counted tokens, or over the
-samples when all tokens of a sample are alike, that is for β = 0 and γ = 1.
+samples when all tokens of a sample are alike, that is for β = 0 and γ = 1. A sample of several rows is then counted
+once; else each of its rows is a trajectory of its own, which ends with the sample's number.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.groups.advantages import EPSILON
 from pipeline.losses.penalties import ESTIMATORS
-from pipeline.training.rows import Row
+from pipeline.training.rows import Row, episodes_of
 
 Numbers = NDArray[np.float64]
 Tokens = Sequence[NDArray[np.float32]]
@@ -70,7 +71,7 @@ def assign_advantages(
     numbers = _numbers(rows)
     batchwide = loss.advantage in ("batch", "group_batch")
     if not is_taxed(loss) and loss.discount == 1 and loss.advantage != "gae":
-        whole = whitened([numbers])[0] if batchwide else numbers
+        whole = _whitened_samples(rows, numbers) if batchwide else numbers
         return Credit(_spread(rows, [np.full(row.counted, one) for row, one in zip(rows, whole, strict=True)]))
     taxes = _taxes(rows, loss, logprobs, references) if is_taxed(loss) else [np.zeros(row.counted) for row in rows]
     rewards = [_paid(tax, number) for tax, number in zip(taxes, numbers, strict=True)]
@@ -113,6 +114,14 @@ def whitened(rows: Sequence[Numbers]) -> list[Numbers]:
         return list(rows)
     mean, deviation = every.mean(), every.std()
     return [(row - mean) / (deviation + EPSILON) for row in rows]
+
+
+def _whitened_samples(rows: Sequence[Row], numbers: Numbers) -> Numbers:
+    """The number of each row, whitened over the samples."""
+    samples = np.array(episodes_of(rows), np.intp)
+    firsts, own = np.unique(samples, return_inverse=True)
+    whole: Numbers = whitened([numbers[firsts]])[0][own]
+    return whole
 
 
 def _numbers(rows: Sequence[Row]) -> Numbers:

@@ -106,17 +106,19 @@ class ReinforcementLearning:
 
 
 def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[Row]:
-    """One row for each sample, in order; of those that ended as `masked` says no token counts."""
+    """The rows of each sample, in order; of those that ended as `masked` says no token counts."""
     return [
         Row(
-            tokens=sample.token_array(),
-            mask=np.zeros(len(sample.sampled), np.uint8) if sample.finish == masked else sample.sampled_array(),
+            tokens=row.tokens,
+            mask=np.zeros(len(row.tokens), np.uint8) if sample.finish == masked else row.sampled,
             advantages=advantage,
-            behaviour=sample.logprob_array(),
+            behaviour=row.logprobs,
             prompt=prepared.group.position,
+            episode=number,
         )
         for prepared in groups
-        for sample, advantage in zip(prepared.group.samples, prepared.advantages, strict=True)
+        for number, (sample, advantage) in enumerate(zip(prepared.group.samples, prepared.advantages, strict=True))
+        for row in sample.rows()
     ]
 
 

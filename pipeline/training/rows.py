@@ -43,7 +43,8 @@ class Row:
         values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
             a critic.
         returns: float32[T], what those values should be; None without a critic.
-        prompt: key of the prompt (group) that the row belongs to; used by `normalise="prompt"` only.
+        prompt: key of the prompt (group) that the row belongs to.
+        episode: which of its prompt's episodes the row belongs to; −1: it is an episode alone.
     """
 
     tokens: NDArray[np.int32]
@@ -55,6 +56,7 @@ class Row:
     proximal: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
+    episode: int = -1
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -83,6 +85,15 @@ class Row:
         counted = values if values.shape == () else values[np.asarray(self.mask, bool)]
         if not np.isfinite(counted).all():
             raise TrainingError(f"{name}: {field} holds a value that is not finite")
+
+
+def episodes_of(rows: Sequence[Row]) -> list[int]:
+    """The episode of each row, as the place of its first row."""
+    first: dict[tuple[int, int], int] = {}
+    return [
+        place if row.episode < 0 else first.setdefault((row.prompt, row.episode), place)
+        for place, row in enumerate(rows)
+    ]
 
 
 def refuse_unsampled(rows: Sequence[Row], name: str = "row") -> None:
@@ -119,9 +130,11 @@ class Batch:
         """The batch whose loss is the mean over what `normalise` names; every row is checked.
 
         - `token`: over all counted tokens.
-        - `sequence`: over the rows that have counted tokens, each first averaged over its counted tokens.
+        - `sequence`: over the episodes that have counted tokens, each first averaged over its counted tokens.
         - `prompt`: over the prompts that have counted tokens, each first averaged over all its counted tokens.
-        - `fixed`: the sum divided by R × `max_length` (Dr. GRPO, Liu et al. 2025): no length bias at all.
+        - `fixed`: the sum divided by E × `max_length`, with E episodes (Dr. GRPO, Liu et al. 2025): no length bias.
+
+        An episode is a row, but for those with several.
         """
         for index, row in enumerate(rows):
             row.check(f"row {index}")
@@ -152,11 +165,11 @@ def _weights(rows: Sequence[Row], counts: list[int], normalise: Normalise, max_l
     if normalise == "fixed":
         if max_length <= 0:
             raise TrainingError(f"normalise='fixed' divides by rows × max_length; max_length is {max_length}")
-        return [1.0 / (len(rows) * max_length)] * len(rows)
+        return [1.0 / (len(set(episodes_of(rows))) * max_length)] * len(rows)
     if normalise == "prompt":
         groups = [row.prompt for row in rows]
     elif normalise == "sequence":
-        groups = list(range(len(rows)))
+        groups = episodes_of(rows)
     else:
         groups = [0] * len(rows)
     totals: Counter[int] = Counter()

@@ -35,7 +35,6 @@ CONFIG = (
     f"training.prompts_per_step={PROMPTS}",
     "training.checkpoint_every=5",
     "training.eval_every=0",
-    "cluster.startup_seconds=900",
     "resources.inference.nodes=1",
     "resources.trainer.gpus=1",
     "resources.inference.gpus=2",

@@ -1,6 +1,8 @@
 """The calls of a task made at once in the test's own process, by the code that the workers run."""
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +31,7 @@ class InlineCalls:
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
         return self._calls.use(prompt, name, arguments)
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+        with working:
+            return await asyncio.to_thread(self._calls.use, prompt, name, arguments)

@@ -18,7 +18,7 @@ from pipeline.rollouts.kept import COLUMNS
 from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import load_task
 from slurm.launch.compose import compose_config
-from slurm.launch.submit import check
+from slurm.launch.submit import check_submission
 from tests.fakes.inline_calls import InlineCalls
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def command_with(page: str, words: str, launcher: str) -> list[str]:
 
 def test_the_sets_of_the_page_would_start_and_are_asked_as_they_say(tmp_path: Path) -> None:
     config = compose_config([*command_with(EVALUATION, "name=sets", "submit.py"), f"output={tmp_path}"])
-    check(config)
+    check_submission(config)
     task = load_task(config.task, config.seed)
     sets = eval_sets(task, InlineCalls(task), config)
     assert list(sets) == ["", "sampled", "long"]
@@ -83,7 +83,7 @@ def test_the_page_of_samples_names_every_filter() -> None:
 @pytest.mark.skipif(not INSPECT, reason="set INSPECT to the program of pip install inspect_ai openai")
 def test_the_benchmark_of_the_page_is_run_against_the_servers(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shape = ROOT / "conf" / "models" / "tiny_qwen3"
+    shape = ROOT / "conf" / "models" / "tiny_text"  # its vocabulary has what vLLM tries out when it serves text
     base = [sys.executable, "-m", "pipeline.training.service.base", str(shape), str(model), "0"]
     subprocess.run(base, cwd=ROOT, check=True, timeout=300)
     (tmp_path / "sums.py").write_text(EVALUATION.split("```python")[1].split("```")[0])

@@ -1,5 +1,6 @@
 """docs/tasks.md and docs/rewards.md word by word, as far as that needs no servers; and every experiment is whole."""
 
+import json
 import os
 import re
 import shlex
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.models import model_directory
+from pipeline.errors import ConfigError
 from pipeline.tasks import ask, load_task
-from slurm.launch.compose import compose_config
+from slurm.launch.compose import CONF, compose_config
 from slurm.launch.submit import check_submission
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +97,46 @@ def test_math_would_start_on_a_file_of_gsm8ks_form(tmp_path: Path) -> None:
     config = compose_config(["experiment=math", *words, "model.init=random", f"output={tmp_path}"])
     check_submission(config)
     assert load_task(config.task, config.seed).prompt(0).columns == {"answer": "2 + 2 = 4\n#### 4"}
+
+
+FAMILIES = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if not path.stem.startswith("tiny_"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_composes_with_an_experiment_and_names_what_to_download(name: str, tmp_path: Path) -> None:
+    config = compose_config(["experiment=math", f"model={name}", f"output={tmp_path}"])
+    organisation, _, model = config.model.path.partition("/")
+    assert organisation
+    assert model
+    assert (config.model.init, config.model.dtype) == ("pretrained", "bfloat16")
+    with pytest.raises(ConfigError, match=re.escape(f"hf download {config.model.path}")):
+        model_directory(config.model)
+
+
+SMALL = ["model=tiny_text", "model.init=random", "model.max_length=512", "rollout.max_tokens=32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "row"),
+    [
+        ("agent", ["task.options.of.options.path={file}"], {"prompt": "2 and 2?", "answer": "4"}),
+        ("code", ["task.options.path={file}"], {"prompt": "Write add.", "tests": ["assert add(1, 2) == 3"]}),
+        ("math", ["task.options.path={file}"], {"question": "2 and 2?", "answer": "#### 4"}),
+        ("tools", [], {}),
+    ],
+)
+def test_every_experiment_of_a_users_own_would_start(
+    name: str, words: list[str], row: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(300)))
+    given = [word.format(file=file) for word in words]
+    config = compose_config([f"experiment={name}", *SMALL, *given, f"output={tmp_path}"])
+    check_submission(config)
+    assert len(load_task(config.task, config.seed)) > 0
+
+
+def test_the_experiment_of_verifiers_composes_and_asks_for_its_environment(tmp_path: Path) -> None:
+    config = compose_config(["experiment=verifiers", *SMALL, f"output={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"task\.options\.id=''"):
+        check_submission(config)

@@ -31,6 +31,21 @@ def test_adapters_need_a_base_whose_weights_are_on_disk(base: Path) -> None:
         model_directory(ModelConfig(path=str(base), lora=LORA))
 
 
+def test_a_name_on_the_hub_is_what_was_downloaded_of_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelConfig(path="Qwen/Qwen3-0.6B")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0\.6B"):
+        model_directory(model)
+    cached = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("c1899de2")
+    snapshot = shutil.copytree(base, cached / "snapshots" / "c1899de2")
+    assert model_directory(model) == snapshot
+    assert located_model(model).path == str(snapshot)
+
+
 def test_an_adapter_to_go_on_from_is_kept_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lora = LORA.model_copy(update={"adapter": "runs/first/model"})

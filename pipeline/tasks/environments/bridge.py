@@ -1,0 +1,220 @@
+"""Environments of verifiers, served to a process that has other dependencies.
+
+Runs with the interpreter that verifiers is installed for, as a script: nothing of Rollcall can be imported here. Owns
+what becomes of an episode there: who its policy is, and what its reward and its rubric's parts are. Promises that what
+verifiers lets pass in silence is a failure with its reason: a stage that ran out of time, a reward that was not scored,
+an error of any attempt that was the last. Must not know how episodes are trained.
+
+Lines of JSON, both ways, over standard input, a socket. First the environment comes: `{"train": {…}, "held_out": {…},
+"most": 100}`, configurations as `verifiers.v1` has them, the second one null where there is none; and
+`{"counts": {…}}` goes back, or `{"wrong": …, "key": …}`. Then
+
+    {"id": 7, "part": "train", "index": 3, "url": "http://…/v1", "key": "…", "model": "…"}      an episode
+    {"id": 7, "cancel": true}
+
+each answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, but for what was cancelled;
+and `{"alive": true}` goes back every second, from the loop that the episodes run in.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+ALIVE_SECONDS = 1.0
+MOST_LINE = 1 << 26
+HARNESS = "rollcall_chat"
+"""The harness of this folder, by the name that verifiers imports it by."""
+
+
+class Relay:
+    """Passes calls of the policy on, each to the endpoint of its episode, which verifiers names by its trace.
+
+    Verifiers keeps a client for every endpoint that it ever saw; so it sees this one only.
+    """
+
+    def __init__(self) -> None:
+        self._targets: dict[str, tuple[str, str]] = {}
+
+    async def __aenter__(self) -> "Relay":
+        import aiohttp
+        from aiohttp import web
+
+        self._http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+        )
+        application = web.Application(client_max_size=MOST_LINE)
+        application.router.add_route("*", "/v1/{route:.*}", self._pass_on)
+        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        await self._http.close()
+
+    def add(self, session: str, url: str, key: str) -> None:
+        """Calls of this session go to this endpoint."""
+        self._targets[session] = (url, key)
+
+    def remove(self, session: str) -> None:
+        """The session is over."""
+        self._targets.pop(session, None)
+
+    async def _pass_on(self, request: Any) -> Any:
+        from aiohttp import web
+
+        session = request.headers.get("X-Session-ID", "")
+        if session not in self._targets:
+            why = "this seat is not trained, so it needs a client of its own"
+            return web.json_response({"error": {"message": why}}, status=400)
+        url, key = self._targets[session]
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        target, body = f"{url}/{request.match_info['route']}", await request.read()
+        async with self._http.request(request.method, target, data=body, headers=headers) as answer:
+            kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+            return web.Response(body=await answer.read(), status=answer.status, headers=kind)
+
+
+class Environment:
+    """One environment with its tasks."""
+
+    def __init__(self, config: dict[str, Any], most: int, relay: Relay) -> None:
+        import verifiers.v1 as vf
+
+        self._relay = relay
+        agent = config["agent"]
+        if "harness" not in agent and vf.default_harness_id(config["taskset"]["id"]) == "bash":
+            config = {**config, "agent": {**agent, "harness": {"id": HARNESS}}}
+        self._env = vf.load_environment(vf.resolve_env_config(config))
+        tasks = iter(self._env.taskset) if not most else itertools.islice(self._env.taskset, most)
+        if not most and not self._env.taskset.bounded:
+            raise ValueError("its tasks have no end; set task.options.size")
+        self._tasks = list(tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def serving(self) -> Any:
+        """What the environment's episodes need, as a context."""
+        return self._env.serving()
+
+    async def episode(self, index: int, url: str, key: str, model: str) -> dict[str, Any]:
+        """What came of an episode of task `index`."""
+        import verifiers.v1 as vf
+
+        client = vf.EvalClientConfig(base_url=self._relay.url, api_key_var="ROLLCALL_UNUSED")
+        sessions: list[str] = []
+
+        def minted(trace: Any) -> None:
+            if trace.agent.trainable:  # another seat has a client of its own, and its turns are not the policy's
+                sessions.append(trace.id)
+                self._relay.add(trace.id, url, key)
+
+        try:
+            slot = self._env.slots(self._tasks[index])[0]
+            episode = await self._env.run_slot(slot, vf.ModelContext(model=model, client=client), on_trace=minted)
+        finally:
+            for session in sessions:
+                self._relay.remove(session)
+        return told_of(episode)
+
+
+def told_of(episode: Any) -> dict[str, Any]:
+    """The reward with its parts by name, or why there is none."""
+    traces = list(episode.traces)
+    errors = [error for part in (episode, *traces) if not part.ok for error in part.errors]
+    if errors:
+        return {"failed": f"{errors[-1].type}: {errors[-1].message}"}
+    late = next((part for part in (*traces, episode) if part.is_timeout), None)
+    if late is not None:
+        return {"failed": f"it ran out of time: {getattr(late, 'stop_condition', None) or 'episode_timeout'}"}
+    trained = [trace for trace in traces if trace.agent.trainable]
+    if len(trained) != 1:
+        return {"failed": f"it has {len(trained)} traces of agents that learn; one can be trained"}
+    (trace,) = trained
+    unscored = [name for name, reward in trace.rewards.items() if reward is None]
+    if unscored or not trace.ok:
+        return {"failed": f"not scored: {', '.join(unscored) or trace.stop_condition}"}
+    metrics = {f"rewards/{name}": reward.score for name, reward in trace.rewards.items()}
+    metrics |= {f"env/{name}": value for name, value in trace.metrics.items() if value is not None}
+    return {"reward": trace.reward if trace.rewards else None, "metrics": metrics}
+
+
+async def serve(channel: socket.socket) -> None:
+    """Serve until the other side is gone."""
+    reader, writer = await asyncio.open_connection(sock=channel, limit=MOST_LINE)
+
+    def tell(value: dict[str, Any]) -> None:
+        writer.write(json.dumps(value, default=str).encode() + b"\n")
+
+    setup = json.loads(await reader.readline())
+    async with AsyncExitStack() as stack:
+        try:
+            relay = await stack.enter_async_context(Relay())
+            parts = {}
+            for part in ("train", "held_out"):
+                if setup[part] is not None:
+                    parts[part] = Environment(setup[part], setup["most"], relay)
+                    await stack.enter_async_context(parts[part].serving())
+        except Exception as error:  # noqa: BLE001 an environment is foreign code: whatever it raises is told
+            tell({"wrong": f"{type(error).__name__}: {error}"})
+            await writer.drain()
+            return
+        tell({"counts": {name: len(environment) for name, environment in parts.items()}})
+        await _answer(reader, tell, parts)
+
+
+async def _answer(reader: asyncio.StreamReader, tell: Any, parts: dict[str, Environment]) -> None:
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def alive() -> None:
+        while True:
+            tell({"alive": True})
+            await asyncio.sleep(ALIVE_SECONDS)
+
+    async def run(number: int, asked: dict[str, Any]) -> None:
+        try:
+            environment = parts[asked["part"]]
+            told = await environment.episode(asked["index"], asked["url"], asked["key"], asked["model"])
+        except Exception as error:  # noqa: BLE001 as above
+            told = {"failed": f"{type(error).__name__}: {error}"}
+        finally:
+            running.pop(number, None)
+        tell({"id": number, **told})
+
+    beating = asyncio.create_task(alive())
+    while line := await reader.readline():
+        asked = json.loads(line)
+        number = asked["id"]
+        if asked.get("cancel"):
+            if number in running:
+                running[number].cancel()
+        else:
+            running[number] = asyncio.create_task(run(number, asked))
+    beating.cancel()
+
+
+def main() -> None:
+    """The process: its standard input is the socket; what is printed is the environment's."""
+    channel = socket.socket(fileno=os.dup(0))
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    try:
+        import verifiers.v1  # noqa: F401
+    except ImportError as error:
+        channel.sendall(json.dumps({"wrong": str(error), "key": "python"}).encode() + b"\n")
+        sys.exit(1)
+    asyncio.run(serve(channel))
+    os._exit(0)  # nothing that an environment left behind keeps the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""An agent that does as the prompt says: for tests of what one may do wrong. Standard library alone."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+def post(route: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/{route}",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return json.load(response)
+
+
+def ask(text: str) -> str:
+    messages = [{"role": "user", "content": text}]
+    return post("chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]["content"]
+
+
+def tell(value: Any) -> None:
+    Path(os.environ["ROLLCALL_REWARD"]).write_text(json.dumps(value))
+
+
+def main(how: str, notes: Path) -> None:
+    columns = json.loads(Path(os.environ["ROLLCALL_PROMPT"]).read_text())["columns"]
+    if how == "silent":
+        return
+    said = ask("2+2")
+    if how == "hangs":
+        (notes / str(os.getpid())).touch()
+        time.sleep(3600)
+    elif how == "fails":
+        sys.exit("there is no such town")
+    elif how == "prints":
+        for _ in range(200):
+            print("." * (1 << 16))
+        tell(0.25)
+    elif how == "leaves":
+        left = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        (notes / str(left.pid)).touch()
+        tell(1)
+    elif how == "mumbles":
+        tell({"score": 1})
+    elif how == "posts":
+        post("reward", {"reward": 0.75})
+    elif how == "scores":
+        tell({"reward": float(said == columns["answer"]), "metrics": {"agent/steps": 3}})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
