@@ -26,6 +26,7 @@ from pipeline.api.generation import adapter_name, checked_request, request_body,
 from pipeline.api.records import Facts, Failed
 from pipeline.api.store import Store
 from pipeline.errors import one_line
+from pipeline.system.rest import Resting, rested
 
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 1800.0
@@ -59,7 +60,7 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Server:
+class _Server(Resting):
     """One server: what it works on, and its adapters, the last used one at the end."""
 
     endpoint: str
@@ -119,7 +120,11 @@ class Sampling:
 
     async def accept(self, id: str, sampler: Sampler, folder: str, seq: int, body: dict[str, Any]) -> str:
         """The id of the request, which is in the store by now; `ApiError` 429 where too many wait."""
-        if id in self._jobs:
+        if (known := self._jobs.get(id)) is not None:
+            while known.task is None and self._jobs.get(id) is known:  # it is on its way into the store
+                await asyncio.sleep(0.01)
+            if self._jobs.get(id) is not known:
+                raise Full("the store took nothing just now; ask again", 429)
             return id
         if sum(1 for job in self._jobs.values() if job.task is None or not job.task.done()) >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)
@@ -192,7 +197,7 @@ class Sampling:
 
     async def _once(self, given: Sampled) -> bytes:
         await self._there.wait()
-        server = min(self._servers, key=lambda each: each.running, default=None)
+        server = min(rested(self._servers), key=lambda each: each.running, default=None)
         if server is None:
             raise OSError("the servers are gone")
         server.running += 1
@@ -202,7 +207,11 @@ class Sampling:
                     await self._load(server, given.folder)
                 body = request_body(given.body, adapter_name(given.folder), self._max_length)
                 answer = await self._post(server, "/inference/v1/generate", body)
+                server.rest.worked()
                 return written_sample(msgspec.json.decode(answer), given.body)
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            server.rest.failed()
+            raise
         finally:
             server.running -= 1
 

@@ -112,12 +112,12 @@ def _show(run: RunPaths, options: argparse.Namespace) -> None:
         raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", mend)
     found = kept.where(_filter(options))
     chosen = _ordered(found, options)
+    reader = _reader(run)
     if options.json:
         for sample in chosen.load():
-            print(msgspec.json.encode(as_json(sample, _reader(run))).decode())
+            print(msgspec.json.encode(as_json(sample, reader)).decode())
         return
-    console, reader = Console(highlight=False), _reader(run)
-    shown = 0
+    console, shown = Console(highlight=False), 0
     for sample in chosen.load():
         console.print(rendered(sample, reader, tokens=options.tokens))
         shown += 1

@@ -27,7 +27,8 @@ from typing import Self
 import aiohttp
 
 from pipeline.errors import RolloutError
-from pipeline.rollouts.server import Completion, GenerationRequest, Server, Transient, pause_after
+from pipeline.rollouts.server import Completion, GenerationRequest, Server, Transient
+from pipeline.system.rest import pause_after, rested
 
 COMPARED = 32
 """Servers whose loads are compared for one request."""
@@ -131,10 +132,10 @@ class InferenceClient:
                 completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
             except Transient as failure:
                 self.retries[failure.reason] += 1
-                server.failed()
+                server.rest.failed()
                 await asyncio.sleep(next(pauses))
             else:
-                server.worked()
+                server.rest.worked()
                 self.retries.update("aborted" for completion in completions if not completion.complete)
                 return [_marked(completion, piece, request.max_tokens) for completion in completions]
 
@@ -154,11 +155,10 @@ class InferenceClient:
         while not (eligible := self._current()):
             self._changed.clear()
             await self._changed.wait()
-        now = asyncio.get_running_loop().time()
         among = eligible if len(eligible) <= COMPARED else random.sample(eligible, COMPARED)
-        rested = [server for server in among if server.rests_until <= now] or among
-        least = min(server.samples for server in rested)
-        return random.choice([server for server in rested if server.samples == least])
+        awake = rested(among)
+        least = min(server.samples for server in awake)
+        return random.choice([server for server in awake if server.samples == least])
 
     def _current(self) -> list[Server]:
         """The servers that may be asked, found anew only when a version has changed."""

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -107,6 +108,7 @@ class KeptSamples:
     def _write_all(self) -> None:
         """Write a segment whenever there is enough for one, or when its first row has waited long enough."""
         schema()  # imports Arrow, which takes a while, before anybody waits for the end
+        remove_parts(self._folder)
         rows, size, since = list[Row](), 0, time.monotonic()
         got: list[Row] | None = []
         while got is not None:
@@ -156,6 +158,13 @@ def write_segment(folder: Path, attempt: str, rows: Sequence[Row]) -> Path:
     finally:
         part.unlink(missing_ok=True)
     return target
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what attempts left that were killed while they wrote; the bound does not count it."""
+    for part in folder.glob(f".*{SUFFIX}.part"):
+        with suppress(OSError):
+            part.unlink()
 
 
 def schema() -> Any:

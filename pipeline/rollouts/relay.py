@@ -1,20 +1,24 @@
 """One address for all servers of a run.
 
 Owns the passing on of HTTP requests, for programs that know one OpenAI-compatible address: each goes to the server with
-the fewest of them, and its answer comes back as it is, streamed too. Promises that nothing is let in which the servers
+the fewest of them, or to another where that cannot be reached, and its answer comes back as it is, streamed too.
+Promises that nothing is let in which the servers
 would not let in, since the key that the caller gives is passed on; and listens on this machine's loopback alone.
 
     async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"]) as relay:
         relay.url       # http://127.0.0.1:40001
 """
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import aiohttp
 from aiohttp import web
+
+from pipeline.errors import one_line
+from pipeline.system.rest import Resting, rested
 
 CONNECT_SECONDS = 30.0
 MOST_BYTES = 1 << 26
@@ -24,12 +28,18 @@ _HOP = frozenset(
 """Headers that are of one connection only."""
 
 
+@dataclass(eq=False)
+class _Server(Resting):
+    endpoint: str
+    running: int = 0
+
+
 class Relay:
     """Passes requests on while its block lasts."""
 
     def __init__(self, servers: Sequence[str]) -> None:
         """`servers`: `host:port` of each, all with the same model."""
-        self._servers, self._running = list(servers), Counter[str]()
+        self._servers = [_Server(endpoint) for endpoint in servers]
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -40,9 +50,9 @@ class Relay:
         )
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
@@ -55,12 +65,27 @@ class Relay:
         await self._http.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        server = min(self._servers, key=lambda each: self._running[each])
+        """The answer of the first server that can be reached; status 502 where none can, or one was lost meanwhile."""
+        body, left, trouble = await request.read(), list(self._servers), "there is no server"
+        while left:
+            server = min(rested(left), key=lambda each: each.running)
+            left.remove(server)
+            server.running += 1
+            try:
+                return await self._answer_of(server, request, body)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                server.rest.failed()
+                trouble = f"{server.endpoint} cannot be reached: {one_line(error)}"
+            finally:
+                server.running -= 1
+        return _bad_gateway(trouble)
+
+    async def _answer_of(self, server: _Server, request: web.Request, body: bytes) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
-        body, url = await request.read(), f"http://{server}{request.path_qs}"
-        self._running[server] += 1
+        url, response = f"http://{server.endpoint}{request.path_qs}", web.StreamResponse()
         try:
             async with self._http.request(request.method, url, data=body, headers=headers) as answer:
+                server.rest.worked()
                 kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 await response.prepare(request)
@@ -68,7 +93,13 @@ class Relay:
                     await response.write(part)
                 await response.write_eof()
                 return response
-        except aiohttp.ClientConnectorError as error:
-            return web.json_response({"error": {"message": f"{server} cannot be reached: {error}"}}, status=502)
-        finally:
-            self._running[server] -= 1
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if response.prepared or isinstance(error, aiohttp.ClientConnectorError):
+                raise
+            server.rest.failed()
+            return _bad_gateway(f"{server.endpoint} was lost: {one_line(error)}")
+
+
+def _bad_gateway(why: str) -> web.Response:
+    """In the form of OpenAI's errors."""
+    return web.json_response({"error": {"message": why}}, status=502)

@@ -20,6 +20,7 @@ import msgspec
 from pipeline.errors import RolloutError
 from pipeline.rollouts.meters import Share
 from pipeline.system.answers import error_text
+from pipeline.system.rest import Resting
 from pipeline.weights.plugin import MODEL
 
 ROUTE = "/inference/v1/generate"
@@ -27,12 +28,6 @@ ABORT_ROUTE = "/inference/v1/abort_requests"
 INTERRUPTION_SECONDS = 10.0
 """What a server may take to answer a request with what it has, once it is told to end it."""
 BUSY_STATUS = (408, 429)
-FIRST_PAUSE, LONGEST_PAUSE, MOST_DOUBLINGS = 0.05, 5.0, 10
-
-
-def pause_after(failures: int) -> float:
-    """Seconds to wait after one more failure than `failures`: doubling from the first to the longest."""
-    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, MOST_DOUBLINGS)))
 
 
 class Transient(Exception):
@@ -144,23 +139,19 @@ class GenerationRequest:
 
 
 @dataclass(eq=False)
-class Server:
+class Server(Resting):
     """The state of one server.
 
     Attributes:
         version: what it serves; None while it must not be asked.
         fixed: whether its weights are from disk and never change, so that it counts no versions itself.
         samples: those it is working on.
-        failures: in a row; then it rests until `rests_until` (the loop's clock), lest a server that fails quickly look
-            idle and draw every request.
     """
 
     endpoint: str
     version: int | None = None
     fixed: bool = False
     samples: int = 0
-    failures: int = 0
-    rests_until: float = 0.0
     busy: Share = field(default_factory=Share)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
 
@@ -169,17 +160,6 @@ class Server:
         self.version = None
         for task in self.running:
             task.cancel()
-
-    def failed(self) -> None:
-        """Let the server rest, longer each time; requests that fail while it rests are of the same trouble."""
-        now = asyncio.get_running_loop().time()
-        if now >= self.rests_until:
-            self.rests_until = now + pause_after(self.failures)
-            self.failures += 1
-
-    def worked(self) -> None:
-        """Its earlier failures are history."""
-        self.failures, self.rests_until = 0, 0.0
 
     async def ask(self, http: aiohttp.ClientSession, request: GenerationRequest, seconds: float) -> list[Completion]:
         """The answer of this server, after `seconds` with what it has by then; raises `Transient` or `RolloutError`."""

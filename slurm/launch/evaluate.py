@@ -46,6 +46,9 @@ ALONE: Mapping[str, Any] = {
     "resources": {"nodes": 0, "spares": 0, "share_gpus": False, "layout": "one", "services": {"nodes": 0}},
 }
 """What a run that evaluates alone has in place of what its model was trained with."""
+_CHANGEABLE = ("resources", "tracking")
+"""What of that is the user's to change."""
+_LAID_LAST = rf"\+*({'|'.join(_CHANGEABLE)})\."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +96,8 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
     own = _asks_own("model", model, overrides)
     named = f"eval-{_as_name(directory.resolve().name)}"
     base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
-    return load_config(_merged(base, own, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}}))
+    begun = _merged(base, own, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}})
+    return load_config(compose_upon(begun, [text for text in overrides if re.match(_LAID_LAST, text)]))
 
 
 def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
@@ -201,8 +205,8 @@ def _output(run: RunPaths, kept: RunConfig) -> Path:
 
 
 def _fixed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What no override may undo: resources and tracking are the user's to change."""
-    return {key: value for key, value in tree.items() if key not in ("resources", "tracking")}
+    """What no override may undo."""
+    return {key: value for key, value in tree.items() if key not in _CHANGEABLE}
 
 
 def _merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:

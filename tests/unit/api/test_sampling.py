@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pipeline.api import wire
-from pipeline.api.errors import ApiError
+from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import Sampler
 from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
 from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, Sampling
 from pipeline.api.store import Store
+from pipeline.system.process import hold_port
 
 LONGEST, MOST_ADAPTERS = 16, 2
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
@@ -134,6 +136,55 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_refuses_is
         assert await sample(sampling, 2, "gone") == Failed(
             "the checkpoint that this client samples from was removed", "user"
         )
+
+    with_servers(tmp_path, play)
+
+
+def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.system.rest.pause_after", lambda failures: 60.0)  # as if the machine were fast
+
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        free = hold_port()
+        lost, sound = f"127.0.0.1:{free.getsockname()[1]}", sampling._servers[0]
+        sampling.use(Facts((lost, sound.endpoint), "word"))
+        sampling._servers[1].running = 1  # the lost one, which fails at once, is always the least loaded
+        asked = 0
+
+        async def post(*given: Any, ask: Any = sampling._post) -> Any:
+            nonlocal asked
+            asked += given[0].endpoint == lost
+            return await ask(*given)
+
+        sampling._post = post  # type: ignore[method-assign]
+        with closing(free):
+            outcomes = await asyncio.gather(*(sample(sampling, number) for number in range(20)))
+            assert all(isinstance(outcome, bytes) for outcome in outcomes)
+            first = asked
+            for number in range(20, 40):
+                assert isinstance(await sample(sampling, number), bytes)
+        assert asked == first, "nobody asks a server that rests while another is there"
+
+    with_servers(tmp_path, play)
+
+
+def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        full = asyncio.Event()
+
+        async def keep(*changes: Any) -> None:
+            await full.wait()
+            raise Full("no space")
+
+        sampling._store.keep = keep  # type: ignore[method-assign]
+        given = ("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        tries = [asyncio.create_task(sampling.accept(*given)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert not any(each.done() for each in tries)
+        full.set()
+        outcomes = await asyncio.gather(*tries, return_exceptions=True)
+        assert [getattr(each, "status", None) for each in outcomes] == [429, 429]
 
     with_servers(tmp_path, play)
 

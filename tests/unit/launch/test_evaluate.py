@@ -72,6 +72,13 @@ def test_a_model_directory_is_evaluated_on_a_task_that_is_named(run: FakeRun, tm
     assert (config.name, config.task.name, config.model.path) == ("eval-model", "countdown", str(run.paths.model))
 
 
+def test_resources_and_tracking_are_the_users_to_change_for_a_run_and_for_a_directory(run: FakeRun) -> None:
+    for meant in ([f"run={run.root}"], [f"model={run.paths.model}", "task=countdown"]):
+        config = compose_evaluation([*meant, "resources.nodes=2", "tracking.wandb=offline"])
+        assert (config.resources.nodes, config.tracking.wandb) == (2, "offline")
+        assert compose_evaluation(meant).tracking.wandb == "off"
+
+
 def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own(run: FakeRun) -> None:
     config = compose_evaluation([f"model={run.paths.model}", "evaluation.sets.sums.task.name=arithmetic"])
     assert not config.evaluation.own

@@ -155,6 +155,19 @@ def test_tokens_are_shown_with_mask_and_log_probability(run: FakeRun, capsys: py
     assert [line.split()[2:] for line in lines if line.endswith("'='")] == [["0", "'='"]]
 
 
+def test_the_tokenizer_is_read_once_for_all_samples(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Path]()
+
+    class Counted(Reader):
+        def __init__(self, directory: Path) -> None:
+            read.append(directory)
+            super().__init__(directory)
+
+    monkeypatch.setattr("pipeline.report.rollouts.Reader", Counted)
+    assert main([f"run={run.root}", "--json", "--all"]) == 0
+    assert len(read) == 1
+
+
 def test_scripts_get_one_json_object_a_line(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"run={run.root}", "--json", "--cut", "--last", "2"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

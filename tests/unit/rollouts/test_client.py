@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RolloutError
-from pipeline.rollouts import server
 from pipeline.rollouts.client import InferenceClient, _joined, _pauses
-from pipeline.rollouts.server import FINAL_ONLY, LONGEST_PAUSE, Completion, Server
+from pipeline.rollouts.server import FINAL_ONLY, Completion, Server
+from pipeline.system import rest
+from pipeline.system.rest import LONGEST_PAUSE
 from tests.fakes.scripted_server import (
     Answer,
     Script,
@@ -246,7 +247,7 @@ def test_thousands_of_servers_are_looked_at_once_a_change_and_not_once_each() ->
 
 
 def test_a_server_that_fails_at_once_does_not_draw_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "pause_after", lambda failures: 60.0)  # as if the machine were infinitely fast
+    monkeypatch.setattr(rest, "pause_after", lambda failures: 60.0)  # as if the machine were infinitely fast
 
     async def story(broken: Script, sound: Script) -> None:
         async with client_and(broken, sound) as client:

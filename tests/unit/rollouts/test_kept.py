@@ -51,6 +51,15 @@ def written(folder: Path) -> list[Row]:
     return [row for file in segments(folder) for row in parquet.read_table(file).to_pylist()]
 
 
+def test_what_a_killed_attempt_left_half_written_is_removed(tmp_path: Path) -> None:
+    part = tmp_path / ".00000000000000000001-a-0.parquet.part"
+    part.write_bytes(bytes(100))
+    with KeptSamples(tmp_path, "a-1", 1 << 20) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    assert not part.exists()
+    assert len(written(tmp_path)) == 3
+
+
 def test_a_group_is_kept_with_its_tokens_advantages_and_failures(tmp_path: Path) -> None:
     with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
         kept.add(rows_of_group(a_group(), "countdown", "group_std"))
