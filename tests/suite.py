@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-WORKERS = 4
+WORKERS = 3
 """Files of tests that run at a time. Most of them wait, for Slurm or for a server."""
 
 MOST_TRIED_AGAIN = 5

@@ -74,7 +74,9 @@ def a_run(
 
 
 def ended(child: Child) -> int:
-    return int(wait_for("the actor to end", lambda: (child.poll(),) if child.poll() is not None else None, 60)[0])
+    return int(
+        wait_for("the actor to end", lambda: (child.poll(),) if child.poll() is not None else None, WAIT_SECONDS)[0]
+    )
 
 
 def test_every_set_is_measured_once_and_the_end_is_told(stack: ExitStack, tmp_path: Path) -> None:
@@ -113,10 +115,10 @@ def test_an_attempt_that_is_told_to_end_in_the_middle_leaves_the_rest_to_the_nex
     stack: ExitStack, tmp_path: Path
 ) -> None:
     attempt, servers = a_run(stack, tmp_path, sets={"sampled": SETS["sampled"]})
-    child = attempt.start("actor")
     metrics = RunPaths(tmp_path).metrics
     for server in servers:
         server.hold.clear()
+    child = attempt.start("actor")
     wait_for("requests in flight", lambda: any(server.in_flight for server in servers), WAIT_SECONDS)
     done = read_rows(metrics)
     assert child.stop(20) == 0

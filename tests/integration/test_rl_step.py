@@ -72,7 +72,7 @@ class CountingDispatch:
 class Book:
     """Keeps what was committed: the step's number, the model, and how much the ledger has settled."""
 
-    whole = True
+    intact = True
     crowded = False
 
     def __init__(self, dispatch: CountingDispatch, ledger: Ledger) -> None:

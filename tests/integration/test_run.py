@@ -43,7 +43,6 @@ def test_an_interrupted_run_resumes_where_it_was_and_a_finished_one_says_so(laun
 
     again = launches.evaluate(second.run, "again", "checkpoint=latest")
     assert again.end() == 0, again.output()
-    again.assert_nothing_left()
     (measured,) = (row for row in again.rows("eval") if row["step"] == STEPS)
     (then,) = (row for row in second.rows("eval") if row["step"] == STEPS)
     assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"

@@ -19,7 +19,7 @@ import pytest
 from tests.integration.tinker_server import TinkerServer, serving
 from tests.support.models.jobs import write_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.integration, pytest.mark.trial, pytest.mark.filterwarnings("ignore")]
 TOUR = Path(__file__).with_name("tinker_tour.py")
 SECONDS = 300
 

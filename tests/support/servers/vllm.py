@@ -33,7 +33,7 @@ from tests.patience import WAIT_SECONDS
 
 SECRET = "the-secret-of-the-tests"
 TRAINER = "127.0.0.2"
-START_SECONDS = 180
+START_SECONDS = 400
 TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 EOS = 2
 
