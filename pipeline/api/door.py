@@ -101,5 +101,5 @@ class Door:
         return None
 
     def _admit(self, request: web.Request) -> None:
-        if not hmac.compare_digest(request.headers.get(SECRET, ""), self.secret):
+        if not hmac.compare_digest(request.headers.get(SECRET, "").encode(errors="replace"), self.secret.encode()):
             raise web.HTTPUnauthorized(text="this door is for the trainer of this run")

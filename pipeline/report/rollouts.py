@@ -198,8 +198,19 @@ def conversation(parts: Iterable[Part]) -> list[RenderableType]:
     for part in parts:
         colour = COLOURS.get(part.role, "")
         lines.append(Text(part.role, f"{colour} dim"))
-        lines.append(Text(part.text, f"{colour} bold" if part.sampled else colour))
+        lines.append(Text(visible(part.text), f"{colour} bold" if part.sampled else colour))
     return lines
+
+
+def visible(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters but line ends and tabs as Unicode's pictures of
+    them, those without a picture as their number."""
+    return "".join(each if each.isprintable() or each in "\n\t" else _picture(each) for each in text)
+
+
+def _picture(character: str) -> str:
+    number_of = ord(character)
+    return chr(0x2400 + number_of) if number_of < 0x20 else f"\\u{number_of:04x}"
 
 
 def token_lines(sample: ReadSample, reader: Reader) -> Text:

@@ -98,7 +98,8 @@ class WeightRoutes:
         expires = request.query.get("expires", "")
         if checkpoint is None or not expires.isdecimal() or int(expires) < time.time():
             raise Missing("this address has expired, or what it names was removed; ask for another one")
-        if not hmac.compare_digest(self._sign(checkpoint, file, int(expires)), request.query.get("sign", "")):
+        signed = self._sign(checkpoint, file, int(expires))
+        if not hmac.compare_digest(signed.encode(), request.query.get("sign", "").encode(errors="replace")):
             raise ApiError("this address was not made by this server", 403)
         folder = self._settings.weights / checkpoint.folder
         return await _send_tar(request, folder) if file == ARCHIVE else web.FileResponse(folder / file)

@@ -15,7 +15,7 @@ from pipeline.report.conversation import Part, Reader
 from pipeline.report.gallery import gallery, phases
 from pipeline.report.history import read_history
 from pipeline.report.page import page, state, tiles
-from pipeline.report.rollouts import main
+from pipeline.report.rollouts import main, visible
 from pipeline.report.samples import Filter, KeptTable, read_kept
 from pipeline.rollouts.kept import KeptSamples, rows_of_evaluation, rows_of_group, segments
 from pipeline.rundir.metrics import MetricSinks
@@ -250,6 +250,12 @@ def test_a_built_in_models_turns_are_told_apart_by_mask_and_template() -> None:
     tokens = CHAT.encode("^2+2=4$")
     assert reader.parts(tokens, [0] * 5 + [1, 1]) == [Part("prompt", "^2+2=", False), Part("assistant", "4$", True)]
     assert Reader(Path("/nowhere")).parts([5, 6], [0, 1]) == [Part("prompt", "5", False), Part("assistant", "6", True)]
+
+
+def test_a_terminal_shows_what_was_sampled_and_does_not_obey_it() -> None:
+    assert visible("naïve\t数\n") == "naïve\t数\n"
+    assert visible("\x1b]0;title\x07") == "␛]0;title␇"
+    assert visible("\x9b2J\x7f\u202e") == "\\u009b2J\\u007f\\u202e"
 
 
 def test_the_page_of_a_run_that_only_evaluates_has_its_sets_and_no_training(tmp_path: Path) -> None:
