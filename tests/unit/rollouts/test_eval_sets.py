@@ -109,9 +109,10 @@ def test_a_timeout_of_the_task_is_its_samples_failure_and_not_the_deadline() -> 
 
 
 def test_a_set_with_a_task_of_its_own_is_made_in_processes_that_end_with_the_evaluation() -> None:
+    before = set(psutil.Process().children(recursive=True))  # of other tests in the same process
     result = evaluate(Scripted(FOUR), own={"name": "arithmetic", "options": {"held_out": 3}}, prompts=2)
     assert (result.prompts, result.failed) == (2, 0)
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_task_whose_processes_cannot_be_started_costs_its_samples_and_not_the_actor() -> None:
