@@ -34,25 +34,26 @@ def main(how: str, notes: Path) -> None:
     if how == "silent":
         return
     said = ask("2+2")
-    if how == "hangs":
-        (notes / str(os.getpid())).touch()
-        time.sleep(3600)
-    elif how == "fails":
-        sys.exit("there is no such town")
-    elif how == "prints":
-        for _ in range(200):
-            print("." * (1 << 16))
-        tell(0.25)
-    elif how == "leaves":
-        left = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-        (notes / str(left.pid)).touch()
-        tell(1)
-    elif how == "mumbles":
-        tell({"score": 1})
-    elif how == "posts":
-        post("reward", {"reward": 0.75})
-    elif how == "scores":
-        tell({"reward": float(said == columns["answer"]), "metrics": {"agent/steps": 3}})
+    match how:
+        case "hangs":
+            (notes / str(os.getpid())).touch()
+            time.sleep(3600)
+        case "fails":
+            sys.exit("there is no such town")
+        case "prints":
+            for _ in range(200):
+                print("." * (1 << 16))
+            tell(0.25)
+        case "leaves":
+            left = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+            (notes / str(left.pid)).touch()
+            tell(1)
+        case "mumbles":
+            tell({"score": 1})
+        case "posts":
+            post("reward", {"reward": 0.75})
+        case "scores":
+            tell({"reward": float(said == columns["answer"]), "metrics": {"agent/steps": 3}})
 
 
 if __name__ == "__main__":
