@@ -211,10 +211,14 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
 
 
 class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
-    """The trainer asks the actor for a position again (its samples were older than `max_lag`, or made no sense)."""
+    """The trainer asks the actor for a position again (its samples were older than `max_lag`, or made no sense).
+
+    `awaited`: it was too old twice, so what comes after it waits (see `pipeline.groups.staleness`).
+    """
 
     position: Place
     reason: str
+    awaited: bool = False
 
 
 class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):

@@ -18,15 +18,16 @@ train now and 32 for the next step. The trainer steps to 6 and settles 32; while
 
 Groups that overtake each other may miss the bound by what was overtaken. The trainer refuses those by their `lag` and
 asks for them again, so what is trained always keeps it. A group that is always overtaken would be refused for ever.
-So a group that is issued again is awaited until it is published: meanwhile the gate counts it as a server at the
-version w with which it was issued, whatever the servers are at.
+So a group that was refused twice is awaited until it is published: meanwhile the gate counts it as a server at the
+version w with which it was issued, whatever the servers are at. Not the first time: that is mostly chance (its answer
+came late, or was long), and to wait for a group empties the servers.
 
 Invariant: while a group is awaited, at most P · (L + 1 − (v − w)) groups are outstanding, itself among them. It holds
 when the group is issued, for the gate let it in; a step takes P from both sides; and nothing more is issued than it
 allows. So at v = w + L there are at most P − 1 others, too few for a step: the trainer gets the group before it steps
-on, with lag L. Hence a group is refused at most once, however slow it is.
+on, with lag L. Hence a group is refused at most twice, however slow it is.
 
-Worked example, P = 32 and L = 1: group 7 was refused, and is issued again at version 5, when 40 others are outstanding.
+Worked example, P = 32 and L = 1: group 7 was refused twice, and is issued again at version 5, when 40 others are outstanding.
 23 more may follow. The trainer steps to 6 and settles 32, the servers step to 6, and no group is issued: 31 others are
 outstanding, with which the trainer cannot step to 7. When group 7 is published, 32 more may be issued.
 
@@ -64,7 +65,7 @@ class Gate:
         self.version, self.slowest = version, slowest
 
     def wait_for(self, position: int) -> None:
-        """A refused position is issued again now: let it not be overtaken until it `arrived`."""
+        """A position that was refused twice is issued again: let it not be overtaken until it `arrived`."""
         if self.slowest is not None:
             self._awaited.setdefault(position, self.slowest)
 

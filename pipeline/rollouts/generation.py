@@ -62,6 +62,7 @@ class Generation:
         self._changed = asyncio.Condition()
         self._progress = TrainerProgress(version=0, settled=0)
         self._refusals: dict[int, list[str]] = {}
+        self._awaited: set[int] = set()
         self._blocked, self._full = Share(), Share()
         self.counts = Counts()
 
@@ -144,11 +145,11 @@ class Generation:
             self._tasks.create_task(self._produce(position))
 
     async def _admitted(self) -> int:
-        """The next position, once the gate lets it in; one that was refused may not be overtaken again."""
+        """The next position, once the gate lets it in; one that was refused twice may not be overtaken again."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._gate.room(self._queue.outstanding(self._progress.settled)))
             position = self._queue.take()
-            if position in self._refusals:
+            if position in self._awaited:
                 self._gate.wait_for(position)
         return position
 
@@ -164,6 +165,7 @@ class Generation:
     async def _publish(self, group: Group) -> None:
         """Publish a group, and with it settle the requests for it."""
         refusals = self._refusals.pop(group.position, [])
+        self._awaited.discard(group.position)
         with self._full:
             await self._streams.publish("groups", group, acknowledging=(self._reissues, refusals) if refusals else None)
         self.counts.add(group)
@@ -179,6 +181,8 @@ class Generation:
                 if entry.id in self._refusals.get(position, ()):
                     continue  # delivered again
                 self._refusals.setdefault(position, []).append(entry.id)
+                if entry.record.awaited:
+                    self._awaited.add(position)
                 async with self._changed:
                     self._queue.again(position)
                     self._changed.notify_all()

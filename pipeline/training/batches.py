@@ -67,6 +67,7 @@ class GroupBatches:
         self._covered: list[str] = []
         self._uncommitted = 0
         self._malformed: Counter[int] = Counter()
+        self._overtaken: set[int] = set()
 
     def next(self, version: int) -> list[PreparedGroup]:
         """The groups of the next step, in their order of arrival, for weights of `version`.
@@ -93,7 +94,7 @@ class GroupBatches:
         It talks to nobody, so a step and its settlements happen together or not at all.
         """
         for position, entry in self._fresh.items():
-            self.ledger.settle(position, outcome, step)
+            self._settle(position, outcome, step)
             self._cover(entry)
         self._fresh.clear()
 
@@ -135,10 +136,12 @@ class GroupBatches:
         elif fault := self._fault(prepared):
             self._refuse(entry, fault, version)
         elif prepared.outcome != "train":
-            self.ledger.settle(position, prepared.outcome, version)
+            self._settle(position, prepared.outcome, version)
             self._set_aside(entry, prepared.outcome)
         elif lag(version, prepared.group) > self.config.training.max_lag:
-            self.streams.publish("reissue", Reissue(position=position, reason="older than max_lag"))
+            again = Reissue(position=position, reason="older than max_lag", awaited=position in self._overtaken)
+            self.streams.publish("reissue", again)
+            self._overtaken.add(position)
             self._set_aside(entry, "stale")
         else:
             self._fresh[position] = entry
@@ -159,8 +162,12 @@ class GroupBatches:
         if times < MOST_MALFORMED:
             self.streams.publish("reissue", Reissue(position=position, reason=fault))
         else:
-            self.ledger.settle(position, f"failed: {MALFORMED}", version)
+            self._settle(position, f"failed: {MALFORMED}", version)
         self._set_aside(entry, MALFORMED)
+
+    def _settle(self, position: int, outcome: str, step: int) -> None:
+        self.ledger.settle(position, outcome, step)
+        self._overtaken.discard(position)
 
     def _set_aside(self, entry: Entry[PreparedGroup], reason: str) -> None:
         self.counts[reason] += 1

@@ -2,7 +2,8 @@
 
 vLLM slices three arrays for each request and step and encodes each by itself; for a small model that costs the engine
 process as much as all else. Where no request of a step asks for more than its sampled tokens, plain numbers make the
-way instead; on its other side, one dimension tells them from vLLM's own form, which has two. Promises the same answers.
+way instead; on its other side, one dimension tells them from vLLM's own form, which has two. Promises the same answers,
+but for what repeats the sampled token.
 Where vLLM's code is not what this was written for, it says so once and changes nothing.
 """
 
@@ -11,9 +12,11 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
+import msgspec
 import numpy as np
 from pydantic import BaseModel
 
@@ -22,6 +25,7 @@ SWITCH = "ROLLCALL_FAST_LOGPROBS"
 """The variable of the server's environment that turns this off when it is 0."""
 _LISTS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 _SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
+_ROUTER = "vllm.entrypoints.scale_out.token_in_token_out.api_router"
 _ENTRIES = ("ChatCompletionLogProb", "ChatCompletionLogProbsContent", "GenerateLogProb", "GenerateLogProbsContent")
 
 
@@ -55,12 +59,17 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
     LogprobsProcessor._update_sample_logprobs = _updating(stock, LogprobsLists, Logprob)
 
 
-def add_fast_answers(serving: Any) -> None:
-    """Have the module of the generate route make the entries of its answers without validating what it says itself."""
+def add_fast_answers(serving: Any, router: Any) -> None:
+    """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
+    follow wait for them. Who asks for no alternatives (`logprobs=0`) gets none, where vLLM repeats the sampled token;
+    entries are not validated; and JSON is written by msgspec."""
+    tokens = serving.ServingTokens
+    tokens._create_tokens_logprobs = _without_repetition(tokens._create_tokens_logprobs)
     for name in _ENTRIES:
         model = getattr(serving, name, None)
         if isinstance(model, type) and issubclass(model, BaseModel):
             setattr(serving, name, _unvalidated(model))
+    router.JSONResponse = _encoded(router.JSONResponse)
 
 
 def _takes(function: Callable[..., Any], *arguments: str) -> bool:
@@ -68,21 +77,26 @@ def _takes(function: Callable[..., Any], *arguments: str) -> bool:
 
 
 def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
-    """In the engine process: the requests of a step share one conversion of its arrays."""
-    step: tuple[Any, list[int], list[float], list[int]] = (None, [], [], [])
+    """In the engine process: the parts of all requests of a step, of one token each, are made at once."""
+    whole: Any = None
+    parts: list[Any] = []
 
     def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
-        nonlocal step
-        whole, boundaries = self.logprobs, self.cu_num_generated_tokens
-        if np.shape(whole)[1:] != (1,):
+        nonlocal whole, parts
+        if num_positions != 1 or self.cu_num_generated_tokens is not None:
             return stock(self, req_idx, num_positions)
-        if step[0] is not whole:
-            ids, values = self.logprob_token_ids[:, 0].tolist(), whole[:, 0].tolist()
-            step = whole, ids, values, self.sampled_token_ranks.tolist()
-        first = req_idx if boundaries is None else boundaries[req_idx]
-        return lists(*[numbers[first : first + num_positions] for numbers in step[1:]], None)
+        if self.logprobs is not whole:
+            whole = self.logprobs
+            parts = [*map(lists, *_columns(self), repeat(None))] if np.shape(whole)[1:] == (1,) else []
+        return parts[req_idx] if parts else stock(self, req_idx, num_positions)
 
     return slice_request
+
+
+def _columns(step: Any) -> list[Iterator[tuple[float]]]:
+    """Of each row of a step its token, log-probability and rank."""
+    columns = step.logprob_token_ids[:, 0], step.logprobs[:, 0], step.sampled_token_ranks
+    return [zip(column.tolist(), strict=True) for column in columns]
 
 
 def _decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,8 +113,8 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
 
     @functools.cache
     def prepare() -> None:
-        if _SERVING in sys.modules:
-            add_fast_answers(sys.modules[_SERVING])
+        if _ROUTER in sys.modules:
+            add_fast_answers(sys.modules[_SERVING], sys.modules[_ROUTER])
 
     def update(self: Any, logprobs_lists: Any) -> None:
         prepare()
@@ -115,6 +129,23 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
                 self.logprobs.append({token: logprob(value, rank, None)})
 
     return update
+
+
+def _without_repetition(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def create(self: Any, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int | None = None) -> Any:
+        return stock(self, token_ids, top_logprobs, num_output_top_logprobs or None)
+
+    return create
+
+
+def _encoded(response: Any) -> Any:
+    """The class of responses with msgspec for its encoder; not a number is null there, and no error."""
+
+    class Encoded(response):  # type: ignore[misc]
+        def render(self, content: Any) -> bytes:
+            return msgspec.json.encode(content)
+
+    return Encoded
 
 
 def _unvalidated(model: type[BaseModel]) -> Callable[..., BaseModel]:

@@ -10,6 +10,7 @@ starts, `launchers/submit.py cluster=local`; its rate is taken over the steps af
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import psutil
 
 from tests.gpu.ceilings import PROMPT, Halves, measure
-from tests.gpu.pulse import pulse
+from tests.gpu.pulse import pulse, servers_below
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
@@ -31,6 +32,7 @@ SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
 LOOK_SECONDS = 5.0
 """Between two looks at how much memory the run's processes hold."""
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
+    parser.add_argument("--fault", choices=[*FAULTS], help="what happens to the first server")
+    parser.add_argument("--fault-at", type=int, default=12, help="after this step")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
     chosen = parser.parse_intermixed_args(arguments)
     result: dict[str, Any] = {"command": asked(chosen)}
@@ -114,6 +118,7 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     started, peak = time.monotonic(), dict[str, int]()
     process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
     code: int | None = None
+    struck: list[float] = []
     with pulse(process.pid) as taken:
         while code is None and time.monotonic() - started < chosen.seconds:
             try:
@@ -121,15 +126,35 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 for name, held in memory_of(process.pid).items():
                     peak[name] = max(peak.get(name, 0), held)
+            if chosen.fault and not struck and steps_done(root) >= chosen.fault_at:
+                struck = strike(process.pid, FAULTS[chosen.fault])
         if code is None:
-            process.send_signal(2)
+            process.send_signal(signal.SIGINT)
             code = process.wait(120) or 124
     return {
         "exit": code,
+        "struck": struck,
         "seconds": time.monotonic() - started,
         "host_gib": {name: held / 2**30 for name, held in peak.items()},
         "pulse": taken.beats,
     }
+
+
+def steps_done(root: Path) -> int:
+    return sum(row["kind"] == "train" for row in rows_of(root / "runs" / "loop" / "metrics.jsonl"))
+
+
+def strike(pid: int, number: signal.Signals) -> list[float]:
+    """Send a signal to a server's main process below `pid` and to all below it; the time, or nothing if there is none.
+
+    The engine's processes are struck first: they must not see their parent go and end in order.
+    """
+    server = next(iter(servers_below(pid)), None)
+    if server is None:
+        return []
+    for each in (*reversed(server.children(recursive=True)), server):
+        each.send_signal(number)
+    return [time.time()]
 
 
 def memory_of(pid: int) -> dict[str, int]:

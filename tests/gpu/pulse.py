@@ -57,6 +57,19 @@ def _look(pid: int, taken: Pulse, over: threading.Event) -> None:
 def endpoints_below(pid: int) -> set[str]:
     """`host:port` of each vLLM server among the descendants of a process."""
     found = set[str]()
+    for server in servers_below(pid):
+        try:
+            words = server.cmdline()
+        except psutil.Error:
+            continue  # it has just ended
+        if "--host" in words and "--port" in words:
+            found.add(f"{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}")
+    return found
+
+
+def servers_below(pid: int) -> list[psutil.Process]:
+    """The main process of each vLLM server among the descendants of a process."""
+    found = []
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -65,9 +78,9 @@ def endpoints_below(pid: int) -> set[str]:
         try:
             words = child.cmdline()
         except psutil.Error:
-            continue  # it has just ended
+            continue
         if "--host" in words and "--port" in words and any("vllm" in word for word in words):
-            found.add(f"{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}")
+            found.append(child)
     return found
 
 

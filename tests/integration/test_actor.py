@@ -272,7 +272,7 @@ def test_a_refused_position_is_issued_again_and_its_request_outlives_the_actor(t
     wait_for("the request to be settled", lambda: trainer.streams.depth("reissue").entries == 0, WAIT_SECONDS)
 
 
-def test_a_refused_position_is_not_overtaken_again(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_position_that_was_refused_twice_is_not_overtaken_again(stack: ExitStack, tmp_path: Path) -> None:
     trainer = a_trainer(stack, tmp_path, servers=1)
     (server,) = trainer.servers
     release = threading.Event()
@@ -280,7 +280,7 @@ def test_a_refused_position_is_not_overtaken_again(stack: ExitStack, tmp_path: P
     trainer.begin()
     trainer.take(LIMIT, refused=2)
     server.faults.append(server.late(release))
-    trainer.streams.publish("reissue", Reissue(position=2, reason="older than max_lag"))
+    trainer.streams.publish("reissue", Reissue(position=2, reason="older than max_lag", awaited=True))
     wait_for("its request", lambda: not server.faults, WAIT_SECONDS)
     trainer.update(1)
     trainer.wait_for_number("groups", LIMIT + PROMPTS - 1)

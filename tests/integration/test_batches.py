@@ -91,6 +91,18 @@ def test_a_group_older_than_max_lag_is_asked_for_again_and_not_trained(streams: 
     assert not batches.ledger.is_settled(0)
 
 
+def test_a_group_that_is_too_old_twice_is_awaited_the_next_time(streams: Streams) -> None:
+    streams.publish_many(TOPIC, [prepared(0), prepared(1, version=5), prepared(0), prepared(0), prepared(2, version=5)])
+    batches = batches_of(streams)
+    batches.next(version=5)
+    assert [entry.record.awaited for entry in streams.scan("reissue", Reissue)] == [False, True, True]
+    streams.publish_many(TOPIC, [prepared(0, version=5), prepared(3, version=5)])
+    batches.trained(5)
+    batches.next(version=6)
+    batches.trained(6)
+    assert not batches._overtaken
+
+
 NAN = float("nan")
 
 

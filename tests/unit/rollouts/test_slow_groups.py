@@ -38,7 +38,7 @@ class World:
             self.server = self.version
 
     def start(self, position: int) -> None:
-        if self.refusals[position]:
+        if self.refusals[position] > 1:
             self.gate.wait_for(position)
         usual = self.draw.randint(1, 3) if self.draw else 1
         self.flying[position] = self.now + self.slow.get(position, usual), self.server
@@ -66,13 +66,13 @@ class World:
     slow=st.dictionaries(st.integers(0, 30), st.integers(5, 60), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
-def test_a_group_is_trained_after_at_most_one_refusal_however_slow_it_is(
+def test_a_group_is_trained_after_at_most_two_refusals_however_slow_it_is(
     prompts: int, max_lag: int, slow: dict[int, int], seed: int
 ) -> None:
     world = World(Gate(prompts, max_lag), slow, seed=seed)
-    world.run(500 + 2 * sum(slow.values()))
+    world.run(500 + 3 * sum(slow.values()))
     assert slow.keys() <= world.lags.keys(), "a slow group was not trained"
-    assert max(world.refusals.values(), default=0) <= 1
+    assert max(world.refusals.values(), default=0) <= 2
     assert max(world.lags.values()) <= max_lag
 
 
@@ -95,16 +95,16 @@ def test_once_a_slow_group_came_the_others_are_as_fast_as_before() -> None:
     world, undisturbed = World(Gate(4, 1), slow={3: 10}), World(Gate(4, 1), slow={})
     world.run(100)
     undisturbed.run(100)
-    assert world.refusals == {3: 1}
+    assert world.refusals == {3: 2}
     before = world.version, undisturbed.version
     world.run(40)
     undisturbed.run(40)
     assert world.version - before[0] == undisturbed.version - before[1]
 
 
-def test_a_group_that_was_never_refused_is_overtaken_and_holds_up_nobody() -> None:
+def test_a_group_that_was_refused_once_is_overtaken_and_holds_up_nobody() -> None:
     world, forgetful = World(Gate(4, 1), slow={3: 10}), World(ForgetfulGate(4, 1), slow={3: 10})
-    world.run(9)
-    forgetful.run(9)
-    assert 3 in world.flying
+    world.run(19)
+    forgetful.run(19)
+    assert (3 in world.flying, world.refusals[3]) == (True, 1)
     assert world.version == forgetful.version > world.gate.max_lag
