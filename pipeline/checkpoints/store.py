@@ -109,6 +109,12 @@ def commit_name(job: Job, step: int) -> str:
     return f"{job}-{step}"
 
 
+def read_commit_name(name: str) -> tuple[Job, int] | None:
+    """Job and step of a `commit_name`; None for every other text."""
+    match = _NAME.fullmatch(name)
+    return (JOBS[JOBS.index(match[1])], int(match[2])) if match else None
+
+
 def committed(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
     """The commits that count, the newest first. Those that are not whole are skipped with a warning that says why.
 

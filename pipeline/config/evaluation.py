@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.config.tasks import RewardConfig, TaskConfig
-from pipeline.config.values import NAME_FORM, NotNegative, Positive, Seconds, Section
+from pipeline.config.values import KEY_NAME_FORM, NotNegative, Positive, Seconds, Section
 from pipeline.errors import ConfigError
 
 SETS = "evaluation.sets."
@@ -60,8 +60,8 @@ class EvaluationConfig(Section):
         description="Of such a run: a command that it runs against its servers after the sets, such as a benchmark's "
         "harness; `{url}`, `{model}` and `{output}` stand for where and what to ask, and where to write.",
     )
-    command_seconds: Seconds = Field(14400, description="Deadline of that command.")
-    sets: dict[Annotated[str, Field(pattern=NAME_FORM)], EvalSetConfig] = Field(
+    command_seconds: Seconds = Field(14400, description="Deadline of that command, anew in each attempt.")
+    sets: dict[Annotated[str, Field(pattern=KEY_NAME_FORM)], EvalSetConfig] = Field(
         default_factory=dict, description="The sets by name; each has the keys of the next section."
     )
 

@@ -77,7 +77,7 @@ def nearest(word: str, among: list[str], otherwise: str = "see docs/configuratio
 
 
 def _config_error(details: ErrorDetails) -> ConfigError:
-    key = ".".join(str(part) for part in details["loc"])
+    key = ".".join(str(part) for part in details["loc"] if part != "[key]")
     known = known_keys()
     form = known_form(key, known)
     if details["type"] == "extra_forbidden":

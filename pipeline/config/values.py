@@ -18,11 +18,13 @@ Bytes = Annotated[int, Field(ge=1 << 16)]
 MEMORY_FORM = r"^(\d+[KMGT]?)?$"
 TIME_FORM = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
 NAME_FORM = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+KEY_NAME_FORM = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 NETWORK_FORM = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
 FORMS = {
     MEMORY_FORM: "megabytes, or a number with K, M, G or T, as 64G",
     TIME_FORM: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
     NETWORK_FORM: "an interface as ib0, or a subnet as 10.1.0.0/16",
+    KEY_NAME_FORM: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; a dot would part the key",
     NAME_FORM: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
 }
 """What each pattern asks for, in words."""

@@ -16,14 +16,14 @@ from pipeline.report.words import clock
 
 MOST_ROLES = 32
 _WIDTH, _ROW = 10.8, 0.27
-_COLOURS = {"starting": BUSY, "ready": GOOD, "stopping": BUSY}
+_COLOURS = {"starting": BUSY, "restarting": BUSY, "ready": GOOD, "stopping": BUSY}
 Bar = tuple[float, float, str]
 """Start and length in seconds since the attempt began, and the state."""
 
 
 def timeline(attempt: Attempt) -> Chart:
     """The chart of one attempt."""
-    title, note = f"Attempt {attempt.name}", "Pale: starting or stopping. Solid: ready. A mark: it failed."
+    title, note = f"Attempt {attempt.name}", "Pale: starting, restarting or stopping. Solid: ready. A mark: it failed."
     if not attempt.transitions:
         return Chart(title, note, missing="no role of this attempt was started")
     began, ended = attempt.transitions[0].time, attempt.transitions[-1].time

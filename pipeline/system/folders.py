@@ -21,9 +21,13 @@ from pathlib import Path
 
 def unfinished(path: Path, writer: str) -> Path:
     """Where `writer` writes what will become `path`; what it left there earlier is removed."""
-    part = path.with_name(f"{_part(path)}-{writer}")
-    shutil.rmtree(part, ignore_errors=True)
-    return part
+    discard(path, writer)
+    return path.with_name(f"{_part(path)}-{writer}")
+
+
+def discard(path: Path, writer: str) -> None:
+    """Remove what `writer` left unfinished, if anything."""
+    shutil.rmtree(path.with_name(f"{_part(path)}-{writer}"), ignore_errors=True)
 
 
 def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) -> None:

@@ -136,6 +136,11 @@ class Leader:
             self._process.wait()
         return self._process.returncode
 
+    def group_is_gone(self) -> bool:
+        """Whether no process of its group is left, also none that was killed and that the kernel still ends: until then
+        that one holds its memory, also that of a GPU."""
+        return self.poll() is not None and not any(_is_of_group(pid, self.pid) for pid in psutil.pids())
+
     def terminate(self) -> None:
         """Ask the whole group to end, with INT."""
         if self.poll() is None:
@@ -194,6 +199,17 @@ class Child(Leader):
 def _has_ended(pid: int) -> bool:
     """Whether a child has ended, without reaping it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _is_of_group(pid: int, group: int) -> bool:
+    """Whether this process is of that group and has a thread left: one that has none waits for its parent alone."""
+    try:
+        if os.getpgid(pid) != group:
+            return False
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return len(threads) > 1 or psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, FileNotFoundError, psutil.NoSuchProcess):
+        return False
 
 
 def describe_exit(code: int) -> str:

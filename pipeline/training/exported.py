@@ -35,6 +35,12 @@ def find_commit(run: RunPaths, name: str) -> Checkpoint:
     return chosen
 
 
+def export_command(run: RunPaths, name: str, target: Path) -> list[str]:
+    """The process that writes the commit `name` as `target`. What it has not finished is the part that
+    `pipeline.system.folders` names by its pid."""
+    return [sys.executable, "-P", "-m", "pipeline.training.exported", str(run.root), name, str(target)]
+
+
 def export_commit(config: RunConfig, checkpoint: Checkpoint, target: Path) -> None:
     """Write the policy of a commit as `target`; of a run with adapters, its adapter."""
     from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve

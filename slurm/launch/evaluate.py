@@ -2,7 +2,8 @@
 
 Owns what `launchers/evaluate.py` adds to a submission: which model is meant, the config of the run that evaluates it,
 and the table at the end. Promises that the evaluated run is only read, but for the commit that is written as a model
-below its `exports/`; and that the same command goes on with an evaluation that was interrupted.
+below its `exports/`, whole or not at all, and never for `--dry-run` or `--cfg`; and that the same command goes on with
+an evaluation that was interrupted.
 
     python launchers/evaluate.py run=demo                              the finished model, or the newest commit
     python launchers/evaluate.py run=demo checkpoint=rl-50 evaluation.sets.p.samples=8 …
@@ -10,8 +11,8 @@ below its `exports/`; and that the same command goes on with an evaluation that 
 """
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.checkpoints.store import commit_name
-from pipeline.config import RunConfig, load_config
+from pipeline.checkpoints import Job
+from pipeline.checkpoints.store import commit_name, read_commit_name
+from pipeline.config import ModelConfig, RunConfig, load_config
 from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.history import find_run
 from pipeline.rundir.documents import Finished
 from pipeline.rundir.paths import RunPaths
-from pipeline.system import files, process
+from pipeline.system import files, folders, process
 from pipeline.system.waiting import wait_for
-from pipeline.training.exported import find_commit
+from pipeline.training.exported import export_command, find_commit
 from slurm.launch import submit
 from slurm.launch.compose import compose_config, compose_upon
 from slurm.launch.train import next_name
@@ -51,13 +53,58 @@ _CHANGEABLE = ("resources", "tracking")
 _LAID_LAST = rf"\+*({'|'.join(_CHANGEABLE)})\."
 
 
+@dataclass(frozen=True)
+class Export:
+    """A commit that has to be written as a model before it can be served.
+
+    Attributes:
+        run: the run that committed it.
+        name: `<job>-<step>`.
+        trained: the model that the run trains: of the same architecture, with the same tokenizer.
+    """
+
+    run: RunPaths
+    name: str
+    trained: ModelConfig
+
+    @property
+    def target(self) -> Path:
+        return self.run.exports / self.name
+
+    def write(self) -> None:
+        """`ConfigError` if it cannot be written. Nothing is left of one that fails but its log."""
+        print(f"writing {self.name} as a model: {self.target}", flush=True)
+        log = self.target.with_name(f"{self.name}.log")
+        command = export_command(self.run, self.name, self.target)
+        child = process.Child(command, log, child_environment({"CUDA_VISIBLE_DEVICES": ""}))
+        try:
+            code = wait_for(f"{self.name} to be written", child.poll, EXPORT_SECONDS, longest_pause=1.0)
+        except KeyboardInterrupt:
+            log.unlink()
+            raise
+        finally:
+            child.kill()
+            folders.discard(self.target, str(child.pid))
+        if code:
+            why = " ".join(process.tail(log, 1)) or process.describe_exit(code)
+            raise ConfigError("checkpoint", self.name, "a commit that can be written as a model", f"{why} (see {log})")
+        log.unlink()
+
+
 def main(argv: Sequence[str]) -> int:
     """The exit code of `evaluate.py run=… [checkpoint=…] [options] [key=value …]`, or `model=…`."""
     composed: list[RunConfig] = []
 
     def compose(overrides: Sequence[str]) -> RunConfig:
-        composed.append(compose_evaluation(overrides))
-        return composed[-1]
+        config, export = compose_evaluation(overrides)
+        if export is not None and "--dry-run" in argv:
+            print(f"{export.name} would be written as a model: {export.target}", flush=True)
+            there = {key: getattr(export.trained, key) for key in ("path", "init", "lora")}
+            config = config.model_copy(update={"model": config.model.model_copy(update=there)})
+        elif export is not None and "--cfg" not in argv:
+            export.write()
+        composed.append(config)
+        return config
 
     code = submit.main(argv, compose)
     evaluation = RunPaths(composed[-1].directory).evaluation if composed else None
@@ -66,22 +113,36 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def compose_evaluation(overrides: Sequence[str]) -> RunConfig:
-    """The config of the run that evaluates what the command line names; `ConfigError` as for every other."""
-    ours = {key: text.partition("=")[2] for text in overrides for key in KEYS if text.startswith(f"{key}=")}
-    rest = [text for text in overrides if text.partition("=")[0] not in KEYS]
+def compose_evaluation(overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
+    """The config of the run that evaluates what the command line names, and what has to be written before it starts;
+    `ConfigError` as for every other run."""
+    ours, rest = _split(overrides)
     if ("run" in ours) == ("model" in ours):
         mend = "run=<name or directory>, with checkpoint=rl-50 for one of its commits, or model=<directory>"
         raise ConfigError("run", ours.get("run"), "a run or a model directory to evaluate", mend)
+    if "model" in ours and "checkpoint" in ours:
+        raise ConfigError("checkpoint", ours["checkpoint"], "nothing with model=…", "name its run instead: run=…")
     if "model" in ours:
-        if "checkpoint" in ours:
-            raise ConfigError("checkpoint", ours["checkpoint"], "nothing with model=…", "name its run instead: run=…")
-        config = _of_directory(ours["model"], rest)
+        config, export = _of_directory(ours["model"], rest), None
     else:
-        config = _of_run(RunPaths(find_run([ours["run"]])), ours.get("checkpoint", ""), rest)
-    if any(text.lstrip("+").startswith("name=") for text in rest):
-        return config
-    return config.model_copy(update={"name": next_name(config.output, config.name)})
+        config, export = _of_run(RunPaths(find_run([ours["run"]])), ours.get("checkpoint", ""), rest)
+    if not any(text.lstrip("+").startswith("name=") for text in rest):
+        config = config.model_copy(update={"name": next_name(config.output, config.name)})
+    return config, export
+
+
+def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What is ours by its key, and the rest; `ConfigError` for one of ours that is given twice."""
+    ours, rest = dict[str, str](), list[str]()
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key not in KEYS:
+            rest.append(text)
+        elif key in ours:
+            raise ConfigError(key, value, "one value", f"{key}={ours[key]} is there too; leave one of them out")
+        else:
+            ours[key] = value
+    return ours, rest
 
 
 def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
@@ -110,7 +171,7 @@ def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, An
     raise ConfigError(key, value, "a task as well, to ask the model", mend)
 
 
-def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> RunConfig:
+def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
     kept = kept_config(run)
     if kept is None:
         raise ConfigError("run", run.root.name, "a run with a readable config.json", f"see {run.config}")
@@ -120,12 +181,16 @@ def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> RunConf
     step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
     own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_own("run", run.root.name, overrides)
     begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, ALONE, step_of)
-    return load_config(_merged(compose_upon(begun, overrides), {"model": placed}, _fixed(ALONE)))
+    config = load_config(_merged(compose_upon(begun, overrides), {"model": placed}, _fixed(ALONE)))
+    missing = model.parent == run.exports and not _is_model(model)
+    return config, Export(run, chosen, kept.model) if missing else None
 
 
 def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, int, Path]:
-    """What is meant by `checkpoint`, its step, and its directory: `model`, `best`, `latest` or a commit, which is
-    written as a model if it is not there yet; empty: the model of a finished run, else its newest commit."""
+    """What is meant by `checkpoint`, its step, and its directory, which may have to be written first if it is a commit.
+
+    `checkpoint` is `model`, `best`, `latest` or a commit; empty: the model of a finished run, else its newest commit.
+    """
     finished = files.read_document(run.finished, Finished)
     checkpoint = checkpoint or ("model" if finished is not None and run.model.is_dir() else "latest")
     if checkpoint in ("model", "best"):
@@ -134,32 +199,26 @@ def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, 
             mend = "name a commit, as checkpoint=latest"
             raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", mend)
         return checkpoint, finished.steps if finished is not None else config.training.steps, place
+    job, step = _find_commit(run, checkpoint)
+    name = commit_name(job, step)
+    return name, 0 if config.has_rollouts and job != "rl" else step, run.exports / name
+
+
+def _find_commit(run: RunPaths, checkpoint: str) -> tuple[Job, int]:
+    """Its job and step. One that is there as a model may be pruned since."""
+    named = read_commit_name(checkpoint)
+    if named is not None and _is_model(run.exports / checkpoint):
+        return named
     try:
-        commit = find_commit(run, checkpoint)
+        manifest = find_commit(run, checkpoint).manifest
     except RollcallError as error:
         raise ConfigError("checkpoint", checkpoint, "a commit of the run", str(error)) from None
-    name = commit_name(commit.manifest.job, commit.manifest.step)
-    target = run.exports / name
-    if not (target / "config.json").is_file() and not (target / "adapter_config.json").is_file():
-        _export(run, name, target)
-    before_rl = config.has_rollouts and commit.manifest.job != "rl"
-    return name, 0 if before_rl else commit.manifest.step, target
+    return manifest.job, manifest.step
 
 
-def _export(run: RunPaths, name: str, target: Path) -> None:
-    print(f"writing {name} as a model: {target}", flush=True)
-    command = [sys.executable, "-P", "-m", "pipeline.training.exported", str(run.root), name, str(target)]
-    log = target.with_name(f"{name}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    child = process.Child(command, log, child_environment({"CUDA_VISIBLE_DEVICES": ""}))
-    try:
-        code = wait_for(f"{name} to be written", child.poll, EXPORT_SECONDS, longest_pause=1.0)
-    finally:
-        child.kill()
-    if code:
-        why = " ".join(process.tail(log, 1)) or process.describe_exit(code)
-        raise ConfigError("checkpoint", name, "a commit that can be written as a model", f"{why} (see {log})")
-    log.unlink()
+def _is_model(directory: Path) -> bool:
+    """Whether a whole model, or an adapter, is there."""
+    return any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def show(evaluation: Path) -> None:

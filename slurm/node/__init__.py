@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `agent` | one rank, from its start to its end |
-| `supervisor` | the roles of a rank: started, watched, ended |
+| `supervisor`, `supervised` | the roles of a rank: started, watched, ended; what is known of one |
 | `lifecycle` | the order in which roles come up and down |
 | `preflight` | what a rank finds on its node |
 | `claims` | which GPUs of a node are whose |

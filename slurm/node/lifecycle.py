@@ -9,7 +9,7 @@ from typing import Literal
 from pipeline.errors import TransitionError
 from pipeline.world.plan import Placement, RoleName, World
 
-State = Literal["waiting", "starting", "ready", "stopping", "stopped", "failed"]
+State = Literal["waiting", "starting", "ready", "restarting", "stopping", "stopped", "failed"]
 Happening = Literal[
     "start", "became_ready", "finished", "asked_to_stop", "ended", "died", "overslept", "hung", "replaced"
 ]
@@ -26,13 +26,17 @@ TRANSITIONS: dict[tuple[State, Happening], State] = {
     ("ready", "finished"): "stopped",
     ("ready", "died"): "failed",
     ("ready", "hung"): "failed",
-    ("ready", "replaced"): "starting",
-    ("starting", "replaced"): "starting",
+    ("ready", "replaced"): "restarting",
+    ("starting", "replaced"): "restarting",
+    ("restarting", "start"): "starting",
+    ("restarting", "died"): "failed",
+    ("restarting", "asked_to_stop"): "stopped",
     ("stopping", "ended"): "stopped",
 }
 """What may happen to a role in each state. A role that ends while it is `stopping` was told to, whatever its exit code;
 one that ends before has `finished` if the end of the attempt was told and its exit code is 0, and `died` otherwise, or
-is `replaced` by a new process, if it is one that others can do without for a while."""
+is `replaced`, if it is one that others can do without for a while: then it is `restarting` until its new process is
+started."""
 
 REPLACEABLE: frozenset[RoleName] = frozenset({"inference"})
 """Roles whose process another can take the place of within an attempt: nothing is lost with a server but time."""

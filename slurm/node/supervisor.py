@@ -1,11 +1,12 @@
 """Runs the roles of one rank, from the world to a clean end.
 
 Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that a server
-which fails after it was ready is started again, up to `inference.restarts` times; that the first other failure on any
-rank stops every role of every rank, a trainer that is ready after it had time to commit; that an orderly end comes down
-in the order of `lifecycle.DESCENT`; that when `run` returns nothing it started is alive, but for what the kernel itself
-cannot end; that what other ranks tell may be seen `lateness` later and changes no end; and that a disk which fails for
-a while is tolerated (`pipeline.system.outages`). Must not know what a role does.
+which fails after it was ready is started again, up to `inference.restarts` times, once nothing is left of its group and
+after a pause that grows; that the first other failure on any rank stops every role of every rank, a trainer that is
+ready after it had time to commit; that an orderly end comes down in the order of `lifecycle.DESCENT`; that when `run`
+returns nothing it started is alive, but for what the kernel itself cannot end; that what other ranks tell may be seen
+`lateness` later and changes no end; and that a disk which fails for a while is tolerated (`pipeline.system.outages`).
+Must not know what a role does.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """
@@ -13,7 +14,7 @@ a while is tolerated (`pipeline.system.outages`). Must not know what a role does
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -29,10 +30,11 @@ from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.system import process
 from pipeline.system.directory import Directory, FileDirectory
-from pipeline.system.outages import LAST_SECONDS, Outbox, retry_transient
+from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, Outbox, is_transient, retry_transient
 from pipeline.system.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.node import lifecycle
 from slurm.node.alive import Marks
+from slurm.node.supervised import STUCK, SupervisedRole
 from slurm.node.vitals import Hang, Vitals
 from slurm.scheduler.environment import child_environment
 
@@ -46,46 +48,8 @@ ENDINGS: tuple[tuple[EventName, End], ...] = (
 
 POLL_SECONDS = 0.1
 _LEAST_TIME_TO_STOP = 0.5
-_KILL_SECONDS = 2.0
-"""How long the loop waits for the kernel to end a role; one that takes longer is checked again at the end."""
 _MOST_LINES = 200
 """Most lines of stacks in `first_failure.json`; the role's log has all of them."""
-_STUCK = "; the kernel keeps it, as if it waited for a device or a file system that is gone"
-
-
-@dataclass
-class SupervisedRole:
-    """One role of this rank and where it is in its life."""
-
-    context: RoleContext
-    launch: Launch
-    vitals: Vitals
-    state: lifecycle.State = "waiting"
-    child: process.Child | None = None
-    deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
-    reason: Deadline | None = None
-    """Until when it may show why the role, which has ended with exit code 0, did so."""
-    replaced: int = 0
-    """How often its process was replaced."""
-
-    @property
-    def name(self) -> str:
-        return self.context.placement.name
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid if self.child is not None else 0
-
-    @property
-    def down(self) -> bool:
-        return self.state in ("stopped", "failed")
-
-    def kill(self, seconds: float = _KILL_SECONDS) -> str:
-        """End it; words about it if the kernel has not let it go within `seconds`."""
-        if self.child is None:
-            return ""
-        self.child.kill(seconds)
-        return _STUCK if self.child.poll() is None else ""
 
 
 @dataclass
@@ -183,13 +147,14 @@ class Supervisor:
         except DeadlineError as late:
             print(late, flush=True)
 
-    def _start(self, role: SupervisedRole, happening: lifecycle.Happening = "start", detail: str = "") -> None:
+    def _start(self, role: SupervisedRole, patience: float = LAST_SECONDS) -> None:
+        """Start its process; a disk that takes no log is borne for `patience` seconds, in which the loop stands."""
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
         variables = child_environment({**role.launch.env, **role.vitals.board.environment, **hidden})
-        role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), LAST_SECONDS, self._clock)
+        role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), patience, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
-        self._advance(role, happening, detail)
+        self._advance(role, "start")
         role.vitals.probe.start()
 
     def _time_to_start(self, role: SupervisedRole) -> float:
@@ -198,6 +163,10 @@ class Supervisor:
         return self._cluster.startup_seconds + late
 
     def _watch(self, role: SupervisedRole) -> None:
+        if role.state == "restarting":
+            if self._end is None and role.pause.passed:
+                self._restart(role)
+            return
         code = role.child.poll() if role.child else None
         if code is not None:
             self._ended(role, code)
@@ -272,7 +241,7 @@ class Supervisor:
 
     def _may_replace(self, role: SupervisedRole) -> bool:
         """Whether a new process may do better: one that never was ready would fail again."""
-        once_ready = role.state == "ready" or role.replaced > 0
+        once_ready = role.state == "ready" or (role.state == "starting" and role.replaced > 0)
         left = role.replaced < role.context.config.inference.restarts
         return self._end is None and once_ready and left and role.context.placement.role in lifecycle.REPLACEABLE
 
@@ -282,12 +251,30 @@ class Supervisor:
         print(f"{role.name}: {told}", flush=True)
         role.vitals.close()
         role.vitals, role.reason = self._vitals(role.name, role.launch), None
-        self._start(role, "replaced", told)
+        role.pause = Deadline("its pause", next(role.pauses), self._clock)
+        role.deadline = Deadline(f"{role.name} to be started again", OUTAGE_SECONDS, self._clock)
+        self._advance(role, "replaced", told)
+
+    def _restart(self, role: SupervisedRole) -> None:
+        """Start its new process, unless the disk takes no log, or the kernel still ends one of the processes before: it
+        may hold the memory of their GPUs. Then again at the next step, until its deadline."""
+        missing = f"the end of its processes{STUCK}"
+        if role.child is None or role.child.group_is_gone():
+            try:
+                self._start(role, patience=0.0)
+            except OSError as error:
+                if not is_transient(error):
+                    raise
+                missing = f"{self._log(role)} cannot be written: {error.strerror or error}"
+            else:
+                return
+        if role.deadline.passed:
+            self._failed(role, "died", self._story(role, str(role.deadline.error(missing))))
 
     def _descend(self) -> None:
         """Ask those roles to stop whose turn has come."""
         for role in self._roles:
-            if role.state in ("waiting", "starting", "ready") and self._may_stop(role):
+            if role.state in ("waiting", "starting", "ready", "restarting") and self._may_stop(role):
                 self._advance(role, "asked_to_stop")
                 role.deadline = Deadline(f"{role.name} to stop", self._time_to_stop(), self._clock)
                 if role.child is not None:

@@ -28,6 +28,7 @@ COLOURS = {
     "left": "cyan",
     "meeting": "yellow",
     "starting": "yellow",
+    "restarting": "yellow",
     "ready": "green",
     "training": "green",
     "evaluating": "green",

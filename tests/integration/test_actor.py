@@ -20,6 +20,7 @@ from pipeline.system.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
+from tests.support.processes import runs
 from tests.support.runs.attempts import Attempt, an_attempt
 from tests.support.servers.policy_server import PolicyServer, a_policy_server, broken, disconnected, refused
 from tests.support.servers.redis_attempts import copy_of, go_back, running_redis
@@ -219,7 +220,7 @@ def test_a_foreign_error_ends_the_process_with_its_traceback_while_rewards_hang_
     trainer.update(1)
     assert failure_of(trainer, child) == "ZeroDivisionError: a foreign error"
     assert "Traceback" in child.log.read_text()
-    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+    assert not any(map(runs, workers))
 
 
 def test_an_actor_whose_trainer_posts_no_ledger_ends_with_what_it_missed(stack: ExitStack, tmp_path: Path) -> None:

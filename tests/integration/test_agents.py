@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from pipeline.config import RunConfig, TaskConfig
@@ -27,6 +26,7 @@ from pipeline.tasks.worker import Setup
 from tests.fakes.configs import make_config
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.patience import WAIT_SECONDS
+from tests.support.processes import gone
 from tests.support.runs.launched import ROOT
 from tests.unit.tasks.test_tasks import Said
 
@@ -70,10 +70,6 @@ def group_of(options: dict[str, Any], servers: Answering | None = None, **rollou
 
 def command(how: str, notes: Path) -> dict[str, Any]:
     return {"command": [sys.executable, "-m", "tests.support.tasks.agents_at_work", how, str(notes)]}
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(("how", "reward"), [("scores", 1.0), ("posts", 0.75), ("prints", 0.25), ("asks", 1.0)])

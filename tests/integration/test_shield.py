@@ -31,6 +31,7 @@ from slurm.node.vitals import Vitals
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
+from tests.support.processes import runs
 from tests.support.ranks import idle_ranks
 from tests.support.runs.attempts import an_attempt
 from tests.support.servers.redis_attempts import a_redis
@@ -60,7 +61,7 @@ def below(pid: int) -> int | None:
 
 
 def living(processes: set[psutil.Process]) -> set[psutil.Process]:
-    return {process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+    return set(filter(runs, processes))
 
 
 def hears(process: psutil.Process) -> set[str]:

@@ -23,6 +23,7 @@ from pipeline.tasks.rewards import Score
 from pipeline.tasks.worker import Setup
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.patience import WAIT_SECONDS
+from tests.support.processes import gone
 from tests.support.tasks.hostile_task import HANGING_PROMPT, LOCAL_PROMPT, REASONS
 
 pytestmark = pytest.mark.integration
@@ -62,10 +63,6 @@ async def rewards(pool: TaskPool, prompt: Prompt, texts: Sequence[str]) -> list[
     """The rewards of single turns without their metrics."""
     scores = await pool.rewards(prompt, [Answer(text) for text in texts])
     return [score.reward if isinstance(score, Score) else score for score in scores]
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_each_bad_reward_fails_its_own_sample_with_its_reason_and_the_others_are_scored(tmp_path: Path) -> None:

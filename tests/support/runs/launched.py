@@ -21,6 +21,7 @@ from pipeline.system import files
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Card, RoleName
 from tests.patience import WAIT_SECONDS
+from tests.support.processes import runs
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, PROMPTS = 12, 8
@@ -166,7 +167,7 @@ class Launched:
         """Everything below the launcher that was ever seen and still runs."""
         if self.process.poll() is None:
             self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return [process for process in self._family if _runs(process)]
+        return [process for process in self._family if runs(process)]
 
     def ports(self) -> list[tuple[str, int]]:
         """Every port that an agent of this run held in any attempt."""
@@ -235,13 +236,6 @@ def _cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _is_free(address: str, port: int) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import load_config
 from pipeline.config.rules import check_config, check_run
 from pipeline.errors import ConfigError
 from slurm.launch.compose import compose_config, config_groups
@@ -147,3 +148,13 @@ def test_servers_on_gpus_that_cannot_be_are_refused(override: str, said: str) ->
 
 def test_an_adapter_that_is_there_passes(tmp_path: Path) -> None:
     check_config(compose_config(["experiment=demo", "model.lora.rank=4", f"model.lora.adapter={tmp_path}"]))
+
+
+@pytest.mark.parametrize("name", ["gsm8k.v2", "-a", "a b"])
+def test_a_set_has_a_name_that_can_be_part_of_a_key(name: str) -> None:
+    tree = compose_config(["experiment=demo"]).model_dump(mode="json")
+    tree["evaluation"]["sets"] = {name: {"samples": 1}}
+    with pytest.raises(
+        ConfigError, match=f"^evaluation.sets.{name}='{name}': expected at most 63 letters, digits, `_`, "
+    ):
+        load_config(tree)

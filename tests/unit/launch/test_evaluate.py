@@ -1,6 +1,11 @@
 """`launchers/evaluate.py`: which model is meant, and the run that evaluates it."""
 
 import json
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -8,19 +13,27 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pipeline.checkpoints import TrainerState
+from pipeline.checkpoints.blocks import FileRecord
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import commit
+from pipeline.config import RunConfig
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.roles.inference import server_command
 from pipeline.rollouts.evaluation import eval_sets
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import files
+from pipeline.system.waiting import wait_for
 from pipeline.tasks import load_task
 from pipeline.training.evaluation import schedules_of
 from pipeline.world.plan import Placement, make_plan
+from slurm.launch import evaluate
 from slurm.launch.compose import compose_config, compose_upon
 from slurm.launch.evaluate import compose_evaluation, main, table_of
 from tests.fakes.inline_calls import InlineCalls
 from tests.fakes.run_directory import FakeRun
+from tests.patience import WAIT_SECONDS
 
 SETS = ("evaluation.sets.p.samples=4", "evaluation.sets.p.temperature=0.8")
 
@@ -35,6 +48,20 @@ def run(tmp_path: Path) -> FakeRun:
     return made
 
 
+def composed(overrides: list[str]) -> RunConfig:
+    """The config of an evaluation for which nothing has to be written first."""
+    config, export = compose_evaluation(overrides)
+    assert export is None
+    return config
+
+
+def a_commit(run: FakeRun, step: int) -> None:
+    state, shard = TrainerState(job="rl", step=step), {"policy": FileRecord.of(b"x")}
+    storage = Storage(str(run.paths.checkpoints))
+    storage.put(f"rl-{step}/a/policy", b"x")
+    commit(storage, state, "a", shard, world_size=1)
+
+
 def a_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -44,7 +71,7 @@ def a_model(folder: Path) -> Path:
 
 
 def test_a_finished_run_is_evaluated_by_its_model_as_it_was_evaluated_in_training(run: FakeRun) -> None:
-    config = compose_evaluation([f"run={run.root}"])
+    config = composed([f"run={run.root}"])
     assert (config.name, config.directory) == ("demo-eval-model", run.root.with_name("demo-eval-model"))
     assert (config.model.path, config.model.init) == (str(run.paths.model), "pretrained")
     assert (config.evaluation.alone, config.evaluation.step) == (True, 150)
@@ -53,9 +80,7 @@ def test_a_finished_run_is_evaluated_by_its_model_as_it_was_evaluated_in_trainin
 
 
 def test_keys_and_groups_are_laid_over_the_runs_own(run: FakeRun) -> None:
-    config = compose_evaluation(
-        [f"run={run.root}", "cluster=slurm", "cluster.partition=gpu", "evaluation.sets.p.samples=8"]
-    )
+    config = composed([f"run={run.root}", "cluster=slurm", "cluster.partition=gpu", "evaluation.sets.p.samples=8"])
     assert (config.cluster.kind, config.cluster.partition) == ("slurm", "gpu")
     assert (config.evaluation.sets["p"].samples, config.evaluation.sets["p"].temperature) == (8, 0.8)
     assert config.model.path == str(run.paths.model)
@@ -63,24 +88,24 @@ def test_keys_and_groups_are_laid_over_the_runs_own(run: FakeRun) -> None:
 
 def test_the_same_command_makes_another_evaluation_once_the_first_is_finished(run: FakeRun) -> None:
     FakeRun(run.root.with_name("demo-eval-model")).finish(150)
-    assert compose_evaluation([f"run={run.root}"]).name == "demo-eval-model-2"
-    assert compose_evaluation([f"run={run.root}", "name=mine"]).name == "mine"
+    assert composed([f"run={run.root}"]).name == "demo-eval-model-2"
+    assert composed([f"run={run.root}", "name=mine"]).name == "mine"
 
 
 def test_a_model_directory_is_evaluated_on_a_task_that_is_named(run: FakeRun, tmp_path: Path) -> None:
-    config = compose_evaluation([f"model={run.paths.model}", "task=countdown", f"output={tmp_path}"])
+    config = composed([f"model={run.paths.model}", "task=countdown", f"output={tmp_path}"])
     assert (config.name, config.task.name, config.model.path) == ("eval-model", "countdown", str(run.paths.model))
 
 
 def test_resources_and_tracking_are_the_users_to_change_for_a_run_and_for_a_directory(run: FakeRun) -> None:
     for meant in ([f"run={run.root}"], [f"model={run.paths.model}", "task=countdown"]):
-        config = compose_evaluation([*meant, "resources.nodes=2", "tracking.wandb=offline"])
+        config = composed([*meant, "resources.nodes=2", "tracking.wandb=offline"])
         assert (config.resources.nodes, config.tracking.wandb) == (2, "offline")
-        assert compose_evaluation(meant).tracking.wandb == "off"
+        assert composed(meant).tracking.wandb == "off"
 
 
 def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own(run: FakeRun) -> None:
-    config = compose_evaluation([f"model={run.paths.model}", "evaluation.sets.sums.task.name=arithmetic"])
+    config = composed([f"model={run.paths.model}", "evaluation.sets.sums.task.name=arithmetic"])
     assert not config.evaluation.own
     task = load_task(config.task, 0)
     assert list(eval_sets(task, InlineCalls(task), config)) == ["sums"]
@@ -93,25 +118,25 @@ def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
     a_model(tuned.paths.model)
     tuned.finish(400)
     with pytest.raises(ConfigError, match="a task as well"):
-        compose_evaluation([f"run={tuned.root}"])
-    assert compose_evaluation([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
+        composed([f"run={tuned.root}"])
+    assert composed([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
 
 
 def test_its_plan_has_servers_and_an_actor_and_no_trainer(run: FakeRun) -> None:
-    plan = make_plan(compose_evaluation([f"run={run.root}"]))
+    plan = make_plan(composed([f"run={run.root}"]))
     assert [seat.name for seat in plan.seats] == ["inference.0", "inference.1 + actor.0"]
-    shared = compose_evaluation([f"run={run.root}", "resources=one_gpu"])
+    shared = composed([f"run={run.root}", "resources=one_gpu"])
     assert [seat.name for seat in make_plan(shared).seats] == ["inference.0 + actor.0"]
 
 
 def test_its_servers_load_the_model_from_disk(run: FakeRun) -> None:
-    config = compose_evaluation([f"run={run.root}"])
+    config = composed([f"run={run.root}"])
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.2", ports=(8000,))
     command = server_command(config, place)
     assert command[command.index("--model") + 1] == str(run.paths.model)
     assert command[command.index("--served-model-name") + 1] == "policy"
     assert not {"--load-format", "--weight-transfer-config"} & set(command)
-    with_command = compose_evaluation([f"run={run.root}", "evaluation.command=[echo]"])
+    with_command = composed([f"run={run.root}", "evaluation.command=[echo]"])
     assert "--tokens-only" not in server_command(with_command, place)
 
 
@@ -123,10 +148,10 @@ def test_an_adapter_is_served_on_the_base_that_it_was_trained_on(run: FakeRun, t
     adapted = FakeRun(tmp_path / "lora", config)
     adapted.paths.model.mkdir()
     adapted.finish(5)
-    composed = compose_evaluation([f"run={adapted.root}"])
-    assert (composed.model.path, composed.model.lora.adapter) == (str(base), str(adapted.paths.model))
+    config = composed([f"run={adapted.root}"])
+    assert (config.model.path, config.model.lora.adapter) == (str(base), str(adapted.paths.model))
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.2", ports=(8000,))
-    command = server_command(composed, place)
+    command = server_command(config, place)
     assert command[command.index("--lora-modules") + 1] == f"policy={adapted.paths.model}"
 
 
@@ -137,6 +162,7 @@ def test_an_adapter_is_served_on_the_base_that_it_was_trained_on(run: FakeRun, t
         (["run={run}", "model={run}/model"], "expected a run or a model directory to evaluate"),
         (["run={run}", "checkpoint=rl-7"], "checkpoint='rl-7': expected a commit of the run; demo has no commit rl-7"),
         (["run={run}", "checkpoint=best"], "checkpoint='best': expected a run that has one"),
+        (["run=a", "run=b"], "run='b': expected one value; run=a is there too"),
         (["run=nobody"], "run='nobody': expected a run directory"),
         (["model={run}", "task=countdown"], "expected a model, and this is a run; evaluate it as one: run="),
         (["model={run}/jobs", "task=countdown"], "expected a directory with a Hugging Face model"),
@@ -161,10 +187,49 @@ def test_what_cannot_be_evaluated_is_one_line_and_nothing_is_started(
     assert set(run.root.parent.iterdir()) == before
 
 
+def test_a_commit_that_was_pruned_is_evaluated_by_the_model_that_was_written_of_it(run: FakeRun) -> None:
+    a_commit(run, 50)
+    config, export = compose_evaluation([f"run={run.root}", "checkpoint=rl-50"])
+    assert export is not None
+    a_model(export.target)
+    shutil.rmtree(run.paths.checkpoints)
+    assert composed([f"run={run.root}", "checkpoint=rl-50"]) == config
+    assert (config.evaluation.step, config.model.path) == (50, str(run.paths.exports / "rl-50"))
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--cfg"])
+def test_who_only_looks_writes_no_model(run: FakeRun, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    a_commit(run, 50)
+    assert main([f"run={run.root}", "checkpoint=latest", option]) == 0
+    shown = capsys.readouterr().out
+    assert str(run.paths.exports / "rl-50") in shown
+    assert not run.paths.exports.exists()
+
+
+def test_an_interrupted_writing_of_a_model_leaves_nothing_of_it(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_commit(run, 50)
+    slow = ("import os, sys, time; from pathlib import Path; from pipeline.system import folders\n"
+            "folders.unfinished(Path(sys.argv[1]), str(os.getpid())).mkdir(); time.sleep(600)")  # fmt: skip
+    monkeypatch.setattr(
+        evaluate, "export_command", lambda _run, _name, target: [sys.executable, "-c", slow, str(target)]
+    )
+    interrupt = threading.Thread(target=_interrupt_when, args=(lambda: list(run.paths.exports.glob(".rl-50.part-*")),))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        main([f"run={run.root}", "checkpoint=rl-50"])
+    interrupt.join()
+    assert list(run.paths.exports.iterdir()) == []
+
+
+def _interrupt_when(seen: Callable[[], object]) -> None:
+    wait_for("what is interrupted", lambda: bool(seen()), WAIT_SECONDS)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
 def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="evaluate the run that trained it"):
-        compose_evaluation([f"model={tmp_path}", "task=countdown"])
+        composed([f"model={tmp_path}", "task=countdown"])
 
 
 def test_a_command_is_refused_in_a_run_that_trains(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipeline.system import process
 from pipeline.system.waiting import wait_for
+from tests.support.processes import gone
 
 ENV = dict(os.environ)
 
@@ -36,10 +36,6 @@ def python(code: str) -> list[str]:
 
 def first_line(log: Path) -> str:
     return wait_for("the child's first line", lambda: next(iter(log.read_text().splitlines()), None), 20)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_child_that_ends_reports_its_exit_code(log: Path) -> None:
@@ -171,6 +167,7 @@ ABANDONED_GROUP = """
 import datetime, threading, time
 import torch.distributed as dist
 from pipeline.system import process
+from tests.support.processes import gone
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 patience = datetime.timedelta(seconds=1.05)

@@ -1,0 +1,59 @@
+"""One role of a rank, as its supervisor sees it: where it is in its life, its process, and until when what is due.
+
+Owns these facts and how the process is ended. Which state follows which is in `lifecycle`, and what is done about it in
+`supervisor`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+from pipeline.system import process
+from pipeline.system.waiting import Deadline, growing_pauses
+from slurm.node import lifecycle
+from slurm.node.vitals import Vitals
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before the first restart of a server, and before any later one."""
+_KILL_SECONDS = 2.0
+"""How long the loop waits for the kernel to end a role; one that takes longer is checked again at the end."""
+STUCK = "; the kernel keeps it, as if it waited for a device or a file system that is gone"
+
+
+@dataclass
+class SupervisedRole:
+    """One role of this rank and where it is in its life."""
+
+    context: RoleContext
+    launch: Launch
+    vitals: Vitals
+    state: lifecycle.State = "waiting"
+    child: process.Child | None = None
+    deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
+    reason: Deadline | None = None
+    """Until when it may show why the role, which has ended with exit code 0, did so."""
+    replaced: int = 0
+    """How often its process was replaced."""
+    pauses: Iterator[float] = field(default_factory=lambda: growing_pauses(FIRST_PAUSE, LONGEST_PAUSE))
+    pause: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
+    """Until when it is not started again."""
+
+    @property
+    def name(self) -> str:
+        return self.context.placement.name
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid if self.child is not None else 0
+
+    @property
+    def down(self) -> bool:
+        return self.state in ("stopped", "failed")
+
+    def kill(self, seconds: float = _KILL_SECONDS) -> str:
+        """End it; words about it if the kernel has not let it go within `seconds`."""
+        if self.child is None:
+            return ""
+        self.child.kill(seconds)
+        return STUCK if self.child.poll() is None else ""

@@ -1,0 +1,38 @@
+"""What the tests of supervisors share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.places import ClusterConfig
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.world.plan import RoleName
+from slurm.node import supervisor
+from tests.protocol.small_roles import FOREVER, RANKS, UNTIL_TOLD, Attempt
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
+    def make(
+        startup_seconds: float = 20,
+        silence_seconds: float = 60,
+        gpus: dict[RoleName, tuple[int, ...]] | None = None,
+        restarts: int = 0,
+        **scripts: str,
+    ) -> Attempt:
+        cluster = ClusterConfig(
+            kind="local",
+            startup_seconds=startup_seconds,
+            stop_seconds=1,
+            grace_seconds=3,
+            silence_seconds=silence_seconds,
+        )
+        usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
+        distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
+        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {}, restarts)
+        monkeypatch.setattr(supervisor, "launch_of", made.launch)
+        made.start()
+        return made
+
+    return make

@@ -1,0 +1,121 @@
+"""An attempt of three ranks whose roles are small scripts, with the real supervisors."""
+
+import json
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import psutil
+
+from pipeline.config.places import ClusterConfig
+from pipeline.roles import Launch
+from pipeline.roles.context import RoleContext
+from pipeline.rundir.events import Events
+from pipeline.rundir.paths import AttemptPaths
+from pipeline.world.plan import Placement, RoleName, World
+from slurm.launch.compose import compose_config
+from slurm.node.supervisor import End, Notice, Supervisor
+
+FOREVER = "import time; print('up', flush=True); time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{FOREVER}"
+BEATS = """
+import threading, time
+from pipeline.system import heartbeat
+heartbeat.start()
+print('up', flush=True)
+def work():
+    while True:
+        heartbeat.beat()
+        time.sleep(0.05)
+"""
+STUCK = """
+def get_stuck():
+    time.sleep(600)
+"""
+UNTIL_TOLD = (
+    "import sys, time, pathlib; print('up', flush=True)\n"
+    "while not list(pathlib.Path(sys.argv[1]).glob('*.json')): time.sleep(0.02)"
+)
+RANKS: dict[RoleName, int] = {"redis": 0, "preprocessor": 0, "actor": 0, "trainer": 1, "inference": 2}
+
+
+@dataclass
+class Attempt:
+    """An attempt of three ranks whose roles are small scripts."""
+
+    paths: AttemptPaths
+    cluster: ClusterConfig
+    scripts: dict[RoleName, str]
+    gpus: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
+    restarts: int = 0
+    ends: dict[int, End] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
+    supervisors: dict[int, Supervisor] = field(default_factory=dict)
+    notices: dict[int, Notice] = field(default_factory=dict)
+    spoken: threading.Event = field(default_factory=threading.Event)
+    """Until it is set, whoever asks whether a mute role is ready gets no answer."""
+    others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children(recursive=True)))
+
+    @property
+    def events(self) -> Events:
+        return Events(self.paths)
+
+    def launch(self, context: RoleContext) -> Launch:
+        role = context.placement.role
+        argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events))
+        return Launch(argv=argv, ready=lambda: self.is_ready(role), beats=self.scripts[role].count("heartbeat.start"))
+
+    def is_ready(self, role: RoleName) -> bool:
+        """Whether it printed `up`; what a script has in its comments goes wrong."""
+        if "# mute" in self.scripts[role]:
+            self.spoken.wait(60)
+        if "# no log" in self.scripts[role]:
+            raise FileNotFoundError("no log")
+        return b"up" in self.paths.log(role, 0).read_bytes()
+
+    def start(self) -> None:
+        config = compose_config(["experiment=demo", f"inference.restarts={self.restarts}"])
+        places = tuple(
+            Placement(role=role, index=0, rank=rank, address="127.0.0.2", gpus=self.gpus.get(role, ()))
+            for role, rank in RANKS.items()
+        )
+        world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places)
+        for rank in sorted(set(RANKS.values())):
+            contexts = [RoleContext(self.paths, config, world, place) for place in world.of_rank(rank)]
+            self.notices[rank] = Notice()
+            self.supervisors[rank] = Supervisor(contexts, f"agent.{rank}", self.paths, self.cluster, self.notices[rank])
+            thread = threading.Thread(target=self._run, args=(rank,))
+            thread.start()
+            self.threads.append(thread)
+
+    def _run(self, rank: int) -> None:
+        self.ends[rank] = self.supervisors[rank].run()
+
+    def join(self, seconds: float = 30) -> set[End]:
+        for thread in self.threads:
+            thread.join(seconds)
+            assert not thread.is_alive(), "a supervisor did not end"
+        return set(self.ends.values())
+
+    def history(self) -> list[tuple[str, str]]:
+        lines = [line for file in self.paths.timeline.glob("*.jsonl") for line in file.read_text().splitlines()]
+        entries = sorted((json.loads(line) for line in lines), key=lambda entry: entry["time"])
+        return [(entry["role"], entry["state"]) for entry in entries]
+
+    def has_been(self, role: str, states: list[str]) -> bool:
+        """Whether these, in this order, are all states of the role so far."""
+        return [state for name, state in self.history() if name == role] == states
+
+    def all_ready(self) -> bool:
+        return self.ready() == {f"{role}.0" for role in RANKS}
+
+    def ready(self) -> set[str]:
+        return {role for role, state in self.history() if state == "ready"}
+
+    def left(self) -> set[psutil.Process]:
+        """What was started since this attempt began and is still there."""
+        return set(psutil.Process().children(recursive=True)) - self.others
+
+    def pid_of(self, role: RoleName) -> int:
+        children = psutil.Process().children(recursive=True)
+        return next(child.pid for child in children if self.scripts[role] in child.cmdline())
