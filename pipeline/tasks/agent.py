@@ -82,7 +82,7 @@ class AgentOptions(TaskOptions):
         return self
 
 
-class Agent(Task):
+class AgentTask(Task):
     """The reward that the agent tells, or that of the task it works on."""
 
     name = "agent"

@@ -27,13 +27,13 @@ from typing import Any
 from pipeline.data.messages import Message
 from pipeline.tasks import Episode, Turn
 from pipeline.tasks.chat import Chat
-from pipeline.tasks.episode import Branch
+from pipeline.tasks.episode import EpisodeBranch
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """Where a call stands.
 
     Attributes:
@@ -64,7 +64,7 @@ class Node:
         order: how many calls were answered before.
     """
 
-    place: Place
+    place: CallPlace
     turn: Turn
     text: str
     reply: Message | None
@@ -89,28 +89,28 @@ class Dialogue:
         self._nodes: list[Node] = []
         self._by_digest: dict[bytes, Node] = {}
 
-    def after(self, messages: Sequence[Message], tools: Tools = ()) -> Place:
+    def after(self, messages: Sequence[Message], tools: Tools = ()) -> CallPlace:
         """The place of a call with these messages. Raises what the chat template does."""
         messages, digests = tuple(messages), tuple(_digests(messages, tools))
         parent, tokens = self._known(messages, digests, tools) or (None, None)
         if tokens is None:
             tokens = tuple(self._chat.prompt(messages, tools))
             parent = self._begun(tokens)
-        return Place(tokens, parent, digests, messages)
+        return CallPlace(tokens, parent, digests, messages)
 
-    def after_text(self, text: str) -> Place:
+    def after_text(self, text: str) -> CallPlace:
         """The place of a call with a plain text: what follows the text of an earlier call is read as it is."""
         for node in reversed(self._nodes):
             whole = node.place.text + node.text
             if node.place.text and text.startswith(whole) and text != whole and not self._ended(node):
-                return Place((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
+                return CallPlace((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
         return self.after_tokens(self._chat.encode(text), text)
 
-    def after_tokens(self, tokens: Sequence[int], text: str = "") -> Place:
+    def after_tokens(self, tokens: Sequence[int], text: str = "") -> CallPlace:
         """The place of a call with these tokens."""
-        return Place(tuple(tokens), self._begun(tuple(tokens)), text=text)
+        return CallPlace(tuple(tokens), self._begun(tuple(tokens)), text=text)
 
-    def add(self, place: Place, turn: Turn, text: str, reply: Message | None = None) -> Node:
+    def add(self, place: CallPlace, turn: Turn, text: str, reply: Message | None = None) -> Node:
         """Note what was sampled at a place."""
         node = Node(place, turn, text, reply, len(self._nodes))
         self._nodes.append(node)
@@ -162,7 +162,7 @@ class Dialogue:
     def _ended(self, node: Node) -> bool:
         return bool(node.turn.tokens) and node.turn.tokens[-1] in self._chat.stop_token_ids
 
-    def _rows(self) -> Iterator[Branch]:
+    def _rows(self) -> Iterator[EpisodeBranch]:
         """A row for each call that none goes on from, in the order in which their conversations began."""
         parents = {id(node.place.parent) for node in self._nodes}
         paths = [node.path for node in self._nodes if id(node) not in parents]
@@ -173,7 +173,7 @@ class Dialogue:
             for node in path:
                 begin, end = len(node.place.tokens), len(node.tokens)
                 sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
-            yield Branch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
+            yield EpisodeBranch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:
         """The earlier row that shares most tokens with this one, and how many: whatever of them was sampled is of a

@@ -32,7 +32,7 @@ HARNESS = "rollcall_chat"
 """The harness of this folder, by the name that verifiers imports it by."""
 
 
-class Relay:
+class PolicyRelay:
     """Passes calls of the policy on, each to the endpoint of its episode, which verifiers names by its trace.
 
     Verifiers keeps a client for every endpoint that it ever saw; so it sees this one only.
@@ -41,7 +41,7 @@ class Relay:
     def __init__(self) -> None:
         self._targets: dict[str, tuple[str, str]] = {}
 
-    async def __aenter__(self) -> "Relay":
+    async def __aenter__(self) -> "PolicyRelay":
         import aiohttp
         from aiohttp import web
 
@@ -83,10 +83,10 @@ class Relay:
             return web.Response(body=await answer.read(), status=answer.status, headers=kind)
 
 
-class Environment:
+class LoadedEnvironment:
     """One environment with its tasks."""
 
-    def __init__(self, config: dict[str, Any], most: int, relay: Relay) -> None:
+    def __init__(self, config: dict[str, Any], most: int, relay: PolicyRelay) -> None:
         import verifiers.v1 as vf
 
         self._relay = relay
@@ -158,11 +158,11 @@ async def serve(channel: socket.socket) -> None:
     setup = json.loads(await reader.readline())
     async with AsyncExitStack() as stack:
         try:
-            relay = await stack.enter_async_context(Relay())
+            relay = await stack.enter_async_context(PolicyRelay())
             parts = {}
             for part in ("train", "held_out"):
                 if setup[part] is not None:
-                    parts[part] = Environment(setup[part], setup["most"], relay)
+                    parts[part] = LoadedEnvironment(setup[part], setup["most"], relay)
                     await stack.enter_async_context(parts[part].serving())
         except Exception as error:  # noqa: BLE001 an environment is foreign code: whatever it raises is told
             tell({"wrong": f"{type(error).__name__}: {error}"})
@@ -172,7 +172,7 @@ async def serve(channel: socket.socket) -> None:
         await _answer(reader, tell, parts)
 
 
-async def _answer(reader: asyncio.StreamReader, tell: Any, parts: dict[str, Environment]) -> None:
+async def _answer(reader: asyncio.StreamReader, tell: Any, parts: dict[str, LoadedEnvironment]) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
     async def alive() -> None:

@@ -29,7 +29,7 @@ class Lost(Exception):
     """The process ended while an episode ran in it; the message says how."""
 
 
-class Refused(TaskError):
+class NoEnvironment(TaskError):
     """The environment cannot be had. `key` is the option that is to blame."""
 
     def __init__(self, why: str, key: str) -> None:
@@ -71,7 +71,7 @@ class EnvironmentProcess:
         return len(self._open)
 
     async def ready(self, seconds: float) -> dict[str, int]:
-        """How many tasks it has in each part; `Refused` when it has none, `DeadlineError` after `seconds`."""
+        """How many tasks it has in each part; `NoEnvironment` when it has none, `DeadlineError` after `seconds`."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=MOST_LINE)
         self._send(self._setup)
         try:
@@ -83,11 +83,11 @@ class EnvironmentProcess:
             line = b""  # it ended before it read what was sent
         if not line:
             await self.end()
-            raise Refused(f"{self._ended} while the environment was loaded", "python")
+            raise NoEnvironment(f"{self._ended} while the environment was loaded", "python")
         told = json.loads(line)
         if "wrong" in told:
             await self.end("refused")
-            raise Refused(told["wrong"], told.get("key", "id"))
+            raise NoEnvironment(told["wrong"], told.get("key", "id"))
         self._reading = asyncio.create_task(self._read())
         return dict(told["counts"])
 

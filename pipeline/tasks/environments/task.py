@@ -20,7 +20,7 @@ from pydantic import Field
 from pipeline.config.values import NotNegative
 from pipeline.errors import ConfigError, DeadlineError, EpisodeError
 from pipeline.tasks.calling import Form
-from pipeline.tasks.environments.process import EnvironmentProcess, Lost, Refused
+from pipeline.tasks.environments.process import EnvironmentProcess, Lost, NoEnvironment
 from pipeline.tasks.episode import Episode
 from pipeline.tasks.protocol import Policy, Prompt, Task, TaskOptions, ask
 from pipeline.tasks.told import told_of
@@ -137,7 +137,7 @@ class Verifiers(Task):
         process = self._start()
         try:
             counts = await process.ready(self.options.startup_seconds)
-        except Refused as error:
+        except NoEnvironment as error:
             raise self._refused(error) from None
         except DeadlineError as error:
             raise ConfigError("task.options.id", self.options.id, "an environment that loads", str(error)) from None
@@ -152,9 +152,9 @@ class Verifiers(Task):
         try:
             return EnvironmentProcess(self.options.python or sys.executable, self.setup())
         except OSError as error:
-            raise self._refused(Refused(str(error), "python")) from None
+            raise self._refused(NoEnvironment(str(error), "python")) from None
 
-    def _refused(self, error: Refused) -> ConfigError:
+    def _refused(self, error: NoEnvironment) -> ConfigError:
         if error.key == "python":
             expected = f"an interpreter that has verifiers ({error})"
             return ConfigError("task.options.python", self.options.python, expected, INSTALL)
@@ -169,7 +169,7 @@ class Verifiers(Task):
                 process = self._start()
                 try:
                     await process.ready(self.options.startup_seconds)
-                except (Refused, DeadlineError) as error:
+                except (NoEnvironment, DeadlineError) as error:
                     raise EpisodeError(f"environment cannot be started: {error}") from None
                 self._processes.append(process)
             return min(self._processes, key=lambda process: process.load)
