@@ -2,12 +2,12 @@
 
 Owns which call goes on from which: a tree, whose leaves are the rows. Promises that every sampled token counts in one
 row, with the log-probability and versions that it was sampled with; that each row is, token by token, what the policy
-had before its eyes; and that nothing that was sampled is tokenised again. Pure: it asks nobody.
+saw; and that nothing that was sampled is tokenised again. Pure: no I/O.
 
-A call goes on from an earlier one when its messages are those of that call, the reply to it as it was given, and more;
-or when its tokens begin with all of that call's, the reply included. Then only what is new is read. Any other call has
-a conversation of its own, rendered anew: an agent that shortens its context, drops a thought or edits a reply. It makes
-a new row, which shares with an earlier one what tokens they begin with.
+A call continues an earlier one if its messages begin with that call's messages and the unchanged reply, or if its
+tokens begin with all tokens of that call and its reply. Then only what is new is tokenised. Any other call begins a
+conversation of its own, rendered anew: the agent shortened its context, dropped a thought or edited a reply. It makes a
+new row, which shares the longest common beginning with an earlier one.
 
     dialogue = Dialogue(chat)
     place = dialogue.after(messages, tools)         # what the policy is to see: place.tokens
@@ -176,8 +176,8 @@ class Dialogue:
             yield EpisodeBranch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:
-        """The earlier row that shares most tokens with this one, and how many: whatever of them was sampled is of a
-        call that both have, and no call that an earlier row has is left out of them."""
+        """The earlier row that shares most tokens with this one, and how many: at most those before the first call that
+        this row has alone."""
         best = (0, 0)
         for number, other in enumerate(earlier):
             own = next(node for node in path if node not in other)
@@ -198,7 +198,7 @@ def _starts(tokens: tuple[int, ...], start: tuple[int, ...]) -> bool:
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens both begin with."""
+    """The length of their common beginning, in tokens."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -214,7 +214,7 @@ def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
 
 
 def _next_digest(digest: bytes, message: Message) -> bytes:
-    """Of a conversation with one more message. What clients add to a reply, or leave out, does not count."""
+    """The digest with one more message. It ignores what clients add to a reply, or leave out."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
     content = str(message.get("content") or "")

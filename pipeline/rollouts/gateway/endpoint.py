@@ -1,9 +1,8 @@
 """The server of one episode's endpoint.
 
 Owns a port for as long as an episode runs, and who may use it: whoever has its key. Promises that a call is part of
-the episode once it is answered, and that one whose client hangs up before is none; that calls in flight end with the
-episode; and that whatever cannot be answered is an error in OpenAI's form. Must not know
-what the agent is.
+the episode once it is answered, and not if its client hangs up before; that calls in flight end with the episode; and
+that whatever cannot be answered is an error in OpenAI's form. Must not know what the agent is.
 
     async with Endpoint(chat, sample, max_length=4096, form="tagged") as endpoint:
         …an agent with base_url=endpoint.url and api_key=endpoint.key…
@@ -109,7 +108,7 @@ class Endpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets in who has the key, and tells what goes wrong."""
+        """Let in callers with the key, and turn what goes wrong into an answer."""
         try:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if not secrets.compare_digest(given.encode(), self.key.encode()):
@@ -151,7 +150,7 @@ class Endpoint:
         return web.json_response({})
 
     async def _placed(self, asked: wire.CheckedRequest) -> CallPlace:
-        """Where the call stands. A long conversation is tokenised in a thread, for the loop is not to wait for it."""
+        """Where the call stands. A long conversation is tokenised in a thread, to keep the loop free."""
         try:
             if sum(len(message["content"]) for message in asked.messages) < LONG:
                 return self._dialogue.after(asked.messages, asked.tools)

@@ -4,9 +4,9 @@ Owns the forms of `/v1/chat/completions` and `/v1/completions`: what of a reques
 whole or as a stream of events. Promises that whatever cannot be read is one `RefusedCall` with a status and a line that
 says why. Must not know tokens' history or servers.
 
-Of what a client may ask, this is not done, since the policy is to be trained as it samples: its `temperature`, `top_p`
-and penalties are the run's; `tool_choice` and `response_format` bind nothing, but for `tool_choice=none`, which has
-calls left as text.
+Some of what a client may ask for is ignored, since the policy is trained as it samples: `temperature`, `top_p` and
+penalties, for which those of the run apply; `response_format`; and `tool_choice`, except `none`, which leaves calls in
+the text.
 """
 
 import json
@@ -70,7 +70,7 @@ class CheckedRequest:
         n: how many answers.
         max_tokens: most tokens of each; None: as many as the run allows.
         stop: texts at which an answer ends.
-        parses: whether calls of tools are told from the text.
+        parses: whether calls of tools are taken out of the text.
     """
 
     model: str
@@ -124,7 +124,7 @@ def read_completion(body: bytes) -> CheckedRequest:
 
 
 def reply_of(text: str, form: Form | None, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """What was said as a message: calls of tools apart, unless one of them cannot be read, then all is text."""
+    """What was said as a message, with calls of tools taken out of the text; if one cannot be read, all stays text."""
     calls = list(written_calls(text, form, takes_of(tools))) if form else []
     if not calls or any(call.wrong for call in calls):
         return {"role": "assistant", "content": text}
@@ -218,7 +218,7 @@ def _checked(asked: _Asked, **what: Any) -> CheckedRequest:
 
 
 def _sent(reply: Message) -> dict[str, Any]:
-    """A reply as clients expect it: arguments are JSON in a text, and where there are calls alone there is no text."""
+    """A reply as clients expect it: arguments are a string of JSON, and with nothing but calls the text is null."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in reply.get("tool_calls", ())

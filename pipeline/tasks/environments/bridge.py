@@ -1,9 +1,9 @@
 """Environments of verifiers, served to a process that has other dependencies.
 
 Runs with the interpreter that verifiers is installed for, as a script: nothing of Rollcall can be imported here. Owns
-what becomes of an episode there: who its policy is, and what its reward and its rubric's parts are. Promises that what
-verifiers lets pass in silence is a failure with its reason: a stage that ran out of time, a reward that was not scored,
-an error of any attempt that was the last. Must not know how episodes are trained.
+what becomes of an episode there: who its policy is, and what its reward and its rubric's parts are. Promises that three
+things which verifiers lets pass in silence are failures with a reason: a stage that ran out of time, a reward that was
+not scored, and an error in the last attempt. Must not know how episodes are trained.
 
 Lines of JSON, both ways, over standard input, a socket. First the environment comes: `{"train": {…}, "held_out": {…},
 "most": 100}`, configurations as `verifiers.v1` has them, the second one null where there is none; and
@@ -12,7 +12,7 @@ Lines of JSON, both ways, over standard input, a socket. First the environment c
     {"id": 7, "part": "train", "index": 3, "url": "http://…/v1", "key": "…", "model": "…"}      an episode
     {"id": 7, "cancel": true}
 
-each answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, but for what was cancelled;
+each answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, unless it was cancelled;
 and `{"alive": true}` goes back every second, from the loop that the episodes run in.
 """
 
@@ -35,7 +35,7 @@ HARNESS = "rollcall_chat"
 class PolicyRelay:
     """Passes calls of the policy on, each to the endpoint of its episode, which verifiers names by its trace.
 
-    Verifiers keeps a client for every endpoint that it ever saw; so it sees this one only.
+    Verifiers keeps a client for every endpoint that it has seen, so it gets to see this one only.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The process that environments of verifiers run in, as its parent sees it.
 
-Owns its start with another interpreter, its deadline for the start, and its end. Promises that a process whose loop
-stands still, because an environment computes or waits in it, is ended with all that it started, and that an episode in
-it which is not to blame is told so (`Lost`), so that it may be run again elsewhere. Must not know tasks or policies.
+Owns its start with another interpreter, the deadline of the start, and its end. Promises that a process whose loop is
+blocked by an environment is ended with all that it started, and that the other episodes in it end with `Lost`, so that
+they can be run again elsewhere. Must not know tasks or policies.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class EnvironmentProcess:
         self._writer.write(json.dumps(value).encode() + b"\n")
 
     async def _read(self) -> None:
-        """Pass answers on until the process ends, or shows no life."""
+        """Pass answers on until the process ends, or shows no sign of life."""
         why = ""
         try:
             while True:
