@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from pipeline.api.errors import Full
-from pipeline.api.records import Attach, Facts, Turn
+from pipeline.api.records import Attach, Facts, TrainerTurn
 from pipeline.api.registry import Registry
 
 ATTACH, TURN, SECRET = "/engine/attach", "/engine/turn", "X-Rollcall-Secret"
@@ -67,7 +67,7 @@ class Door:
     async def _turn(self, request: web.Request) -> web.Response:
         self._admit(request)
         epoch = self._epoch  # before its body is read, which may take until after the next attach
-        turn = msgspec.msgpack.decode(await request.read(), type=Turn)
+        turn = msgspec.msgpack.decode(await request.read(), type=TrainerTurn)
         if turn.attempt in self._replaced:
             return web.Response(status=409, text=_REPLACED)
         if turn.attempt != self._attempt or epoch != self._epoch:

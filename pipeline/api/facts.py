@@ -31,7 +31,7 @@ class Model(msgspec.Struct, frozen=True):
     """Its client is done with it."""
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class SavedWeights(msgspec.Struct, frozen=True):
     """Saved weights; `folder` is below the store's folder of weights. Times in seconds since the epoch."""
 
     path: str
@@ -47,7 +47,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """Made for one sampling client, without a name of its own: older ones give way to newer ones."""
 
 
-class Sampler(msgspec.Struct, frozen=True):
+class SamplingSession(msgspec.Struct, frozen=True):
     """What a sampling client samples from: a checkpoint's path, or the base."""
 
     id: str

@@ -17,14 +17,14 @@ from pipeline.api.routes.samples import SampleRoutes
 from pipeline.api.routes.sessions import SessionRoutes
 from pipeline.api.routes.training import TrainingRoutes
 from pipeline.api.routes.weights import WeightRoutes
-from pipeline.api.sampling import Sampling
+from pipeline.api.sampling import SampleQueue
 from pipeline.api.settings import Settings
 
 
 class Front:
     """The routes of the API, over a registry; `secret` signs addresses of downloads."""
 
-    def __init__(self, settings: Settings, registry: Registry, sampling: Sampling, keys: Keys, secret: str) -> None:
+    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue, keys: Keys, secret: str) -> None:
         self._keys, self._limit = keys, settings.request_bytes
         self._futures = FutureRoutes(registry, sampling)
         self._routes = (

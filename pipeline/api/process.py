@@ -22,7 +22,7 @@ from pipeline.api.front import Front
 from pipeline.api.keys import Keys, own_key
 from pipeline.api.records import Facts
 from pipeline.api.registry import Registry
-from pipeline.api.sampling import Sampling
+from pipeline.api.sampling import SampleQueue
 from pipeline.api.settings import MOST_ADAPTERS, Address, Settings
 from pipeline.api.store import Store
 from pipeline.errors import ConfigError, RollcallError
@@ -53,7 +53,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     keys.check()
     store = Store(settings.store)
     stop = stop or _stopped_by_signals()
-    sampling = Sampling(store, settings.weights, settings.max_length, MOST_ADAPTERS)
+    sampling = SampleQueue(store, settings.weights, settings.max_length, MOST_ADAPTERS)
     registry = Registry(store)
     registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
     known = _known(settings)
@@ -101,7 +101,7 @@ async def _listen(settings: Settings, runner: web.AppRunner, door: Door, known: 
 
 
 async def _look_around(
-    settings: Settings, registry: Registry, sampling: Sampling, door: Door, stop: asyncio.Event
+    settings: Settings, registry: Registry, sampling: SampleQueue, door: Door, stop: asyncio.Event
 ) -> None:
     rounds = 0
     while not stop.is_set():

@@ -193,7 +193,7 @@ class Attach(msgspec.Struct, frozen=True):
     facts: Facts
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TrainerTurn(msgspec.Struct, frozen=True):
     """A trainer's turn: what it has done since the last, the cursors of a commit that became durable meanwhile, and how
     many seconds it would wait for work; one that is `ending` takes none."""
 

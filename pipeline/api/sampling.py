@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline.api import store
 from pipeline.api.errors import ApiError, Full
-from pipeline.api.facts import Sampler
+from pipeline.api.facts import SamplingSession
 from pipeline.api.generation import adapter_name, checked_request, request_body, written_sample
 from pipeline.api.records import Facts, Failed
 from pipeline.api.store import Store
@@ -74,7 +74,7 @@ class _Refused(Exception):
     """A server says that the request can never work."""
 
 
-class Sampling:
+class SampleQueue:
     """All requests to sample, and the servers that there are now."""
 
     def __init__(self, kept: Store, weights: Path, max_length: int, most_adapters: int) -> None:
@@ -118,7 +118,7 @@ class Sampling:
     def has(self, id: str) -> bool:
         return id in self._jobs
 
-    async def accept(self, id: str, sampler: Sampler, folder: str, seq: int, body: dict[str, Any]) -> str:
+    async def accept(self, id: str, sampler: SamplingSession, folder: str, seq: int, body: dict[str, Any]) -> str:
         """The id of the request, which is in the store by now; `ApiError` 429 where too many wait."""
         if (known := self._jobs.get(id)) is not None:
             while known.task is None and self._jobs.get(id) is known:  # it is on its way into the store

@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline.api import names, store
 from pipeline.api.errors import ApiError, Missing
-from pipeline.api.facts import Checkpoint, Model, Sampler
+from pipeline.api.facts import Model, SamplingSession, SavedWeights
 from pipeline.api.keys import Owner
 from pipeline.api.records import Save, Saved, encode
 from pipeline.api.requests import SaveNote
@@ -30,37 +30,37 @@ class Shelf:
     def __init__(self, kept: Store, clock: Callable[[], float], is_read: Callable[[str], bool]) -> None:
         """`is_read` says of a folder whether an open request reads it."""
         self._store, self._clock, self._is_read = kept, clock, is_read
-        self.checkpoints = _restored(kept, "checkpoint", Checkpoint)
-        self.samplers = _restored(kept, "sampler", Sampler)
+        self.checkpoints = _restored(kept, "checkpoint", SavedWeights)
+        self.samplers = _restored(kept, "sampler", SamplingSession)
         self._unnamed = {folder for folder, _ in kept.facts("unnamed")}
         """Folders of checkpoints that are gone; each stays while an open request reads it."""
         self.on_removed: Callable[[str], None] = lambda folder: None
 
-    def checkpoint(self, owner: Owner, path: str) -> Checkpoint:
+    def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
         """`Missing` for one that is not there, has expired, or is another owner's."""
         found = self.checkpoints.get(str(names.parse_path(path)))
         if found is None or found.owner != owner.name or (found.expires and found.expires < self._clock()):
             raise Missing(f"no checkpoint {path!r}")
         return found
 
-    def named(self, owner: Owner, parts: Mapping[str, str]) -> Checkpoint:
+    def named(self, owner: Owner, parts: Mapping[str, str]) -> SavedWeights:
         """The checkpoint of an address's `model`, `kind` and `name`."""
         return self.checkpoint(owner, f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
 
-    def of_model(self, model: str) -> list[Checkpoint]:
+    def of_model(self, model: str) -> list[SavedWeights]:
         return [each for each in self.checkpoints.values() if names.parse_path(each.path).model == model]
 
     def stored_bytes(self, owner: str) -> int:
         return sum(each.size for each in self.checkpoints.values() if each.owner == owner)
 
-    async def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> None:
+    async def keep_for(self, checkpoint: SavedWeights, seconds: int | None) -> None:
         """Have it expire after so many seconds from now; None: never."""
         expires = None if seconds is None else self._clock() + seconds
         changed = msgspec.structs.replace(checkpoint, expires=expires)
         await self._store.keep(store.fact("checkpoint", changed.path, encode(changed)))
         self.checkpoints[changed.path] = changed
 
-    async def remove(self, checkpoint: Checkpoint) -> None:
+    async def remove(self, checkpoint: SavedWeights) -> None:
         """Forget it, with the sampling clients that were made for it alone; its folder goes once nobody reads it."""
         orphans = [each for each in self.samplers.values() if checkpoint.passing and each.path == checkpoint.path]
         dropped = [store.no_fact("sampler", each.id) for each in orphans]
@@ -93,21 +93,21 @@ class Shelf:
                 await self._store.keep(store.no_fact("unnamed", folder))
                 self._unnamed.discard(folder)
 
-    def sampler(self, owner: Owner, id: str) -> Sampler:
+    def sampler(self, owner: Owner, id: str) -> SamplingSession:
         """`Missing` for one that is not there, or another owner's."""
         found = self.samplers.get(id)
         if found is None or found.owner != owner.name:
             raise Missing(f"no sampling session {id!r}")
         return found
 
-    async def add_sampler(self, sampler: Sampler) -> None:
+    async def add_sampler(self, sampler: SamplingSession) -> None:
         await self._store.keep(store.fact("sampler", sampler.id, encode(sampler)))
         self.samplers[sampler.id] = sampler
 
     def put(self, model: Model, save: Save, size: int) -> tuple[Saved, list[Statement], Callable[[], None]]:
         """A checkpoint that was written: the result of its save, what to have in the store, and what to do then."""
         order = msgspec.json.decode(save.note, type=SaveNote)
-        checkpoint = Checkpoint(
+        checkpoint = SavedWeights(
             path=order.path,
             owner=model.owner,
             base=model.base,
@@ -120,7 +120,7 @@ class Shelf:
             passing=bool(order.sampler),
         )
         changes = [store.fact("checkpoint", checkpoint.path, encode(checkpoint))]
-        sampler = Sampler(order.sampler, model.owner, model.base, order.path) if order.sampler else None
+        sampler = SamplingSession(order.sampler, model.owner, model.base, order.path) if order.sampler else None
         if sampler:
             changes.append(store.fact("sampler", sampler.id, encode(sampler)))
         replaced = self.checkpoints.get(order.path)

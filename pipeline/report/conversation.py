@@ -28,7 +28,7 @@ _PROBE = "\ufdd0"
 
 
 @dataclass(frozen=True)
-class Part:
+class Passage:
     """A turn, or a piece of one: its `role`, its `text` as the model sees it, and whether the policy `sampled` it."""
 
     role: str
@@ -36,21 +36,21 @@ class Part:
     sampled: bool
 
 
-class Reader:
+class SampleReader:
     """Reads the samples of one model directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._tokenizer = directory, _tokenizer(directory / "tokenizer.json")
 
-    def parts(self, tokens: Sequence[int], mask: Sequence[int]) -> list[Part]:
+    def parts(self, tokens: Sequence[int], mask: Sequence[int]) -> list[Passage]:
         """The conversation, in order."""
-        found: list[Part] = []
+        found: list[Passage] = []
         place = 0
         for sampled, run in groupby(mask):
             length = len(list(run))
             text = self.text(tokens[place : place + length])
             place += length
-            found += [Part(POLICY, text, True)] if sampled else self._given(text)
+            found += [Passage(POLICY, text, True)] if sampled else self._given(text)
         return found
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -59,18 +59,18 @@ class Reader:
             return " ".join(map(str, tokens))
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def _given(self, text: str) -> Iterator[Part]:
+    def _given(self, text: str) -> Iterator[Passage]:
         """What was not sampled, cut before each head of a message."""
         if not self._heads:
-            yield Part(GIVEN, text, False)
+            yield Passage(GIVEN, text, False)
             return
         role, begin = GIVEN, 0
         for match in re.finditer("|".join(map(re.escape, sorted(self._heads, key=len, reverse=True))), text):
             if match.start() > begin:
-                yield Part(role, text[begin : match.start()], False)
+                yield Passage(role, text[begin : match.start()], False)
             role, begin = self._heads[match[0]], match.start()
         if begin < len(text):
-            yield Part(role, text[begin:], False)
+            yield Passage(role, text[begin:], False)
 
     @cached_property
     def _heads(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from pipeline.config.models import model_directory
 from pipeline.errors import ConfigError
 from pipeline.report.charts import Chart
-from pipeline.report.conversation import Reader
+from pipeline.report.conversation import SampleReader
 from pipeline.report.drawing import SERIES, draw
 from pipeline.report.history import History
 from pipeline.report.samples import Filter, KeptTable, ReadSample, read_kept
@@ -107,16 +107,16 @@ def _weights(part: KeptTable) -> str:
     return f"{among}{count(len(part), 'sample')} kept"
 
 
-def _reader(history: History) -> Reader | None:
+def _reader(history: History) -> SampleReader | None:
     if history.config is None:
         return None
     try:
-        return Reader(model_directory(history.config.model))
+        return SampleReader(model_directory(history.config.model))
     except ConfigError:
         return None
 
 
-def _phase(title: str, chosen: Samples, reader: Reader | None) -> str:
+def _phase(title: str, chosen: Samples, reader: SampleReader | None) -> str:
     cards = "".join(
         _card(kind, sample, reader, opened=place == 0)
         for kind, each in chosen.items()
@@ -125,13 +125,13 @@ def _phase(title: str, chosen: Samples, reader: Reader | None) -> str:
     return f'<h3 class="phase">{escape(title)}</h3><div class="samples">{cards}</div>'
 
 
-def _card(kind: str, sample: ReadSample, reader: Reader | None, *, opened: bool) -> str:
+def _card(kind: str, sample: ReadSample, reader: SampleReader | None, *, opened: bool) -> str:
     reward = "failed" if sample["reward"] is None else f"reward {sample['reward']:g}"
     head = f"<b>{escape(kind)}</b> · {reward} · position {sample['position']}"
     return f"<details{' open' if opened else ''}><summary>{head}</summary>{_body(sample, reader)}</details>"
 
 
-def _body(sample: ReadSample, reader: Reader | None) -> str:
+def _body(sample: ReadSample, reader: SampleReader | None) -> str:
     if sample["failure"] is not None:
         return f'<pre class="reason">{escape(sample["failure"][:MOST_TEXT])}</pre>'
     if reader is None:

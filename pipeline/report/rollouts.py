@@ -20,7 +20,7 @@ from rich.text import Text
 from pipeline.config.kept import kept_config
 from pipeline.config.models import model_directory
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.report.conversation import POLICY, Part, Reader
+from pipeline.report.conversation import POLICY, Passage, SampleReader
 from pipeline.report.history import find_run
 from pipeline.report.samples import Filter, KeptTable, ReadSample, read_kept
 from pipeline.report.words import number
@@ -154,16 +154,16 @@ def _ordered(found: KeptTable, options: argparse.Namespace) -> KeptTable:
     return found if options.all else found.newest(SHOWN)
 
 
-def _reader(run: RunPaths) -> Reader:
+def _reader(run: RunPaths) -> SampleReader:
     """Of the run's model; one that is not here has no text."""
     config = kept_config(run)
     try:
-        return Reader(model_directory(config.model) if config else Path())
+        return SampleReader(model_directory(config.model) if config else Path())
     except ConfigError:
-        return Reader(Path())
+        return SampleReader(Path())
 
 
-def as_json(sample: ReadSample, reader: Reader) -> dict[str, Any]:
+def as_json(sample: ReadSample, reader: SampleReader) -> dict[str, Any]:
     """A sample as plain values: its columns, what the ledger says, and its conversation."""
     values = dict(sample.values)
     parts = reader.parts(values["tokens"] or (), values["mask"] or ())
@@ -171,7 +171,7 @@ def as_json(sample: ReadSample, reader: Reader) -> dict[str, Any]:
     return values | told | {"conversation": [{"role": part.role, "text": part.text} for part in parts]}
 
 
-def rendered(sample: ReadSample, reader: Reader, *, tokens: bool = False) -> RenderableType:
+def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) -> RenderableType:
     """One sample as a panel: a line of what it is, its conversation, and its numbers by name."""
     body: list[RenderableType] = []
     if sample["failure"] is not None:
@@ -192,7 +192,7 @@ def _title(sample: ReadSample) -> Text:
     return Text.assemble((head, "bright_black"), (f"{reward} ", colour))
 
 
-def conversation(parts: Iterable[Part]) -> list[RenderableType]:
+def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
     """Each turn below its role; what the policy sampled is bold."""
     lines: list[RenderableType] = []
     for part in parts:
@@ -213,7 +213,7 @@ def _picture(character: str) -> str:
     return chr(0x2400 + number_of) if number_of < 0x20 else f"\\u{number_of:04x}"
 
 
-def token_lines(sample: ReadSample, reader: Reader) -> Text:
+def token_lines(sample: ReadSample, reader: SampleReader) -> Text:
     """One token a line: place, id, mask, log-probability, text; what was sampled is green."""
     text = Text()
     rows = zip(sample["tokens"], sample["mask"], sample["logprobs"], strict=True)

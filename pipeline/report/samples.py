@@ -27,7 +27,7 @@ _SEGMENT, _PLACE = "segment", "place"
 
 @dataclass(frozen=True)
 class Filter:
-    """Which samples are wanted; every bound is included, None and the empty text ask for nothing.
+    """Which samples are wanted; bounds are inclusive, and None or an empty text wants all.
 
     Attributes:
         kind: `train`, `eval`, or both when empty. `eval_set` and `task` by name.

@@ -1,7 +1,8 @@
 """A command that measures a model through an OpenAI-compatible address, such as the harness of a benchmark.
 
-Owns what the command is given, where it runs, and how it ends. Promises that it is run until it succeeded once, over
-all attempts of a run; that it and all it started end with the attempt; and that its failure is told with its last line.
+Owns what the command is given, where it runs, and how it ends. Promises that over all attempts of a run it is run until
+it has succeeded once, each time with its whole deadline; that it ends with the attempt, as does all that it started;
+and that its failure is told with its last line.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The actor of a run that evaluates alone: servers that have the model from disk, and every evaluation set once.
+"""The actor of a run that only evaluates: its servers have the model from disk, and every evaluation set is asked once.
 
 Owns the life of such an attempt: it waits for the servers, evaluates the sets that no earlier attempt did, writes
 `evaluation.json` and tells the end. Promises that what is logged is not measured again, and that an attempt which
@@ -92,7 +92,7 @@ class Evaluator:
         return Evaluation(task, calls, chat, client, config, kept.add)
 
     async def _servers_are_up(self) -> None:
-        """The deadline of a set is not to run while servers load their weights."""
+        """Wait for the servers, so that no set's deadline runs while they load their weights."""
         deadline = Deadline("the servers to load the model", 2 * self._config.cluster.startup_seconds)
         for place in self._context.world.of_role("inference"):
             while not await asyncio.to_thread(is_healthy, place.address, place.ports[0]):

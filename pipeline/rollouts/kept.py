@@ -3,7 +3,7 @@
 Owns the Parquet segments of samples below a run's directory: their columns, how they are written, and how many stay.
 Promises that whoever hands over samples never waits: a thread writes them, what comes too fast is left out, and a disk
 that fails costs samples and a warning; that a segment is whole or has another name; and that all of them together stay
-below a bound: beyond it the newer half stays, and of the older one evenly fewer.
+below a bound: above it the newer half stays, and the older half is thinned out evenly.
 
     with KeptSamples(folder, attempt, bound) as kept:
         kept.add(rows_of_group(prepared, "countdown"))
@@ -195,8 +195,8 @@ def thin_out(folder: Path, bound: int) -> None:
 def beyond(sizes: dict[Path, int], bound: int) -> list[Path]:
     """Which segments, given the oldest first with their bytes, have to go for the rest to stay within `bound`.
 
-    The newest that together have half of it stay. Of those before them, each time the one goes whose neighbours are
-    nearest to each other, so that what stays tells evenly of the whole time; the first of all stays longest.
+    The newest ones that fill half of it stay. Of those before them, the one whose neighbours are nearest to each other
+    goes first, again and again, so that what stays covers the whole time evenly; the first of all stays longest.
     """
     left, gone, total = list(sizes), list[Path](), sum(sizes.values())
     places = {file: place for place, file in enumerate(sizes)}

@@ -1,7 +1,7 @@
 """The time that a task takes for itself.
 
-Owns the deadline of an episode. Promises that it runs only while the task works: not while the policy is asked, be it
-that the servers are slow, gone, or being restarted, for none of that is the task's doing. Knows neither.
+Owns the deadline of an episode. Promises that it runs only while the task works, and not while the policy is asked:
+that servers are slow, gone, or being restarted is not the task's doing. Knows neither.
 
     own_time = OwnTime(600)
     episode = await own_time.limit(task.rollout(prompt, policy))       # DeadlineError after 600 s of its own
@@ -9,7 +9,7 @@ that the servers are slow, gone, or being restarted, for none of that is the tas
     with own_time.paused():                                            # in the policy
         turn = await servers.generate(...)
 
-What works for the task in the meantime, such as a process that asks the policy through an endpoint, is the task's own:
+A process that works for the task, and asks the policy through an endpoint, uses the task's own time:
 
     with own_time.paused():                                            # waits for a process
         ...

@@ -1,9 +1,9 @@
 """One address for all servers of a run.
 
-Owns the passing on of HTTP requests, for programs that know one OpenAI-compatible address: each goes to the server with
-the fewest of them, or to another where that cannot be reached, and its answer comes back as it is, streamed too.
-Promises that nothing is let in which the servers
-would not let in, since the key that the caller gives is passed on; and listens on this machine's loopback alone.
+Owns the passing on of HTTP requests, for programs that know one OpenAI-compatible address. Each goes to the server with
+the fewest of them, or to another if that one cannot be reached. Its answer comes back unchanged, streamed or whole.
+Promises that it lets in nothing that the servers would refuse, since it passes on the caller's key; and that it listens
+on this machine's loopback alone.
 
     async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"]) as relay:
         relay.url       # http://127.0.0.1:40001
@@ -65,7 +65,7 @@ class Relay:
         await self._http.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """The answer of the first server that can be reached; status 502 where none can, or one was lost meanwhile."""
+        """The answer of the first server that can be reached; status 502 if none can, or if it is lost meanwhile."""
         body, left, trouble = await request.read(), list(self._servers), "there is no server"
         while left:
             server = min(rested(left), key=lambda each: each.running)

@@ -23,7 +23,7 @@ from pipeline.tasks import Answer, Episode, Message, Prompt, Task, Turn
 from pipeline.tasks.calling import Form
 from pipeline.tasks.calls import Asked, Calls
 from pipeline.tasks.chat import Chat
-from pipeline.tasks.episode import Branch as EpisodeBranch
+from pipeline.tasks.episode import EpisodeBranch
 from pipeline.tasks.guard import REASON_LENGTH, reason
 from pipeline.tasks.rewards import Score
 

@@ -45,7 +45,7 @@ from pipeline.world.plan import World
 __all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
 
 
-class Place(Protocol):
+class StreamsPlace(Protocol):
     """What `connect` needs to know of a role's place; `pipeline.roles.context.RoleContext` is one."""
 
     @property
@@ -56,7 +56,7 @@ class Place(Protocol):
     def world(self) -> World: ...
 
 
-def connect(place: Place) -> Streams:
+def connect(place: StreamsPlace) -> Streams:
     """The streams of the attempt that `place` belongs to; `StreamError` when the backend does not answer."""
     return open_streams(place.config.streams, place.paths, place.world, place.config.cluster.startup_seconds)
 

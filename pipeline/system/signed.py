@@ -105,7 +105,7 @@ def signed_objects(secret: str) -> Iterator[None]:
         def dump(self, value: Any) -> None:
             self._file.write(sign(secret, _OBJECT, pickle.dumps(value)))
 
-    class Reader:
+    class SignedReader:
         def __init__(self, file: IO[bytes]) -> None:
             self._file = file
 
@@ -114,7 +114,7 @@ def signed_objects(secret: str) -> Iterator[None]:
 
     torch: Any = distributed_c10d
     before = torch._pickler, torch._unpickler
-    torch._pickler, torch._unpickler = Writer, Reader
+    torch._pickler, torch._unpickler = Writer, SignedReader
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 BUILT_IN = {
-    "agent": "pipeline.tasks.agent:Agent",
+    "agent": "pipeline.tasks.agent:AgentTask",
     "arithmetic": "pipeline.tasks.arithmetic:Arithmetic",
     "code": "pipeline.tasks.code:Code",
     "countdown": "pipeline.tasks.countdown:Countdown",

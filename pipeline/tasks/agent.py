@@ -1,9 +1,9 @@
-"""Episodes of an agent that is nobody's but its own: any command, or an HTTP service.
+"""Episodes of an agent of your own: any command, or an HTTP service.
 
-Owns the built-in task `agent`: how an agent is started with an OpenAI-compatible endpoint of the policy, and what it is
-told and tells. Its prompts, and the reward where the agent tells none, are those of another task, `of`. Promises that
-the agent's calls are all that is trained, token by token as they were sampled; that whatever an agent does costs one
-sample, with its reason; and that a command ends with all that it started. Must not know how the policy is asked.
+Owns the built-in task `agent`: how an agent is started with an OpenAI-compatible endpoint of the policy, what it gets
+and what it reports. Its prompts come from another task, `of`, and so does the reward if the agent reports none.
+Promises that only the agent's calls are trained, token by token as they were sampled; that a failure of an agent fails
+one sample, with the reason; and that a command ends with all that it started. Must not know how the policy is asked.
 
 A command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and
 
@@ -82,7 +82,7 @@ class AgentOptions(TaskOptions):
         return self
 
 
-class Agent(Task):
+class AgentTask(Task):
     """The reward that the agent tells, or that of the task it works on."""
 
     name = "agent"
@@ -173,7 +173,7 @@ class Agent(Task):
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """Run a command to its end, and end what it started; why it failed, with its last line, or nothing.
 
-    What it prints is read and forgotten but for its end, so it may print without one.
+    Only the end of what it prints is kept, so it may print without limit.
     """
     before = _below()
     try:
@@ -233,7 +233,7 @@ def _asked(prompt: Prompt, model: str) -> str:
 
 
 def _told(text: str) -> Told:
-    """What the agent wrote or answered: nothing is nothing told."""
+    """What the agent wrote or answered; an empty text reports nothing."""
     told = read_told(text) if text.strip() and text.strip() != "null" else Told()
     if isinstance(told, str):
         raise EpisodeError(told)

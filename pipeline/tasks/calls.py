@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pipeline.tasks.functions import Part, RewardFunction, number
+from pipeline.tasks.functions import RewardFunction, ScorePart, number
 from pipeline.tasks.guard import guarded
 from pipeline.tasks.protocol import Answer, Prompt, Task
 from pipeline.tasks.rewards import Score
@@ -95,7 +95,7 @@ class LocalCalls:
             "prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages, prompt.tools))
         )
 
-    def score(self, which: int, prompt: Prompt, answer: Answer) -> Part | str:
+    def score(self, which: int, prompt: Prompt, answer: Answer) -> ScorePart | str:
         """What function number `which` says of an answer."""
         function = self._functions[which]
         if function is None:
@@ -105,7 +105,7 @@ class LocalCalls:
             )
         return self.score_all(which, prompt, (answer,))[0]
 
-    def score_all(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
+    def score_all(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
         """The same of all answers to a prompt, in one call of the function."""
         function = self._functions[which]
         if function is None:
@@ -118,7 +118,7 @@ class LocalCalls:
         """What a tool of the task answers."""
         return guarded(f"tool {name} raised", lambda: Used(str(self._task.use(prompt, name, arguments))))
 
-    def _scores_at_once(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[Part | str]:
+    def _scores_at_once(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[ScorePart | str]:
         function, loop = self._functions[which], self._loop
         assert function is not None
         tasks = [loop.create_task(self._limited(function, prompt, (answer,))) for answer in answers]
@@ -126,7 +126,9 @@ class LocalCalls:
             (part,) = loop.run_until_complete(task)
             yield part
 
-    async def _limited(self, function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
+    async def _limited(
+        self, function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]
+    ) -> list[ScorePart | str]:
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 return await function.score_async(prompt, answers)
@@ -152,6 +154,6 @@ def _prompt(value: Any) -> Prompt:
     return value
 
 
-def _part(value: Any) -> Part | str:
+def _part(value: Any) -> ScorePart | str:
     score = number("reward", value)
-    return score if isinstance(score, str) else Part(score)
+    return score if isinstance(score, str) else ScorePart(score)

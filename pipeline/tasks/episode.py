@@ -35,7 +35,7 @@ class Turn(Protocol):
 
 
 @dataclass(frozen=True)
-class Branch:
+class EpisodeBranch:
     """A further row of an episode: it begins as an earlier row does, and goes on in its own way.
 
     Attributes:
@@ -80,7 +80,7 @@ class Episode:
     server: str = ""
     said: tuple[Mapping[str, Any], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[EpisodeBranch, ...] = ()
     reward: float | None = None
 
     @classmethod

@@ -1,8 +1,8 @@
 """Reward functions as people have them.
 
-Owns the two signatures of functions: what one is called with, and what its answer means. Promises one `Part` for each
-sample, or one line that says why there is none: a reward that is no finite number is never a score. Must not know where
-functions come from (`pipeline.tasks.rewards`), nor processes and deadlines (`pipeline.tasks.pool`).
+Owns the two signatures of functions: what one is called with, and what its answer means. Promises one `ScorePart` for
+each sample, or one line that says why there is none: a reward that is no finite number is never a score. Must not know
+where functions come from (`pipeline.tasks.rewards`), nor processes and deadlines (`pipeline.tasks.pool`).
 
     def short(completions, **columns): return [1.0 - len(text) / 1000 for text in completions]
     def right(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
@@ -28,7 +28,7 @@ TRL = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
-class Part:
+class ScorePart:
     """What one function says of one sample: its score, None for nothing; and further numbers, by name."""
 
     score: float | None
@@ -60,11 +60,11 @@ class RewardFunction:
         """Whether a call of it is awaited."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
-    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
         """One part, or the reason why there is none, for each of the answers to a prompt. Not for `async` ones."""
         return self._parts([self._called(call) for call in self._calls(prompt, answers)], len(answers))
 
-    async def score_async(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Part | str]:
+    async def score_async(self, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
         """The same of an `async` function; all its calls run at once."""
         returned = await asyncio.gather(*(self._awaited(call) for call in self._calls(prompt, answers)))
         return self._parts(returned, len(answers))
@@ -100,7 +100,7 @@ class RewardFunction:
         takes = self.takes
         return {name: value for name, value in arguments.items() if takes is None or name in takes}
 
-    def _parts(self, returned: Sequence[tuple[Any] | str], count: int) -> list[Part | str]:
+    def _parts(self, returned: Sequence[tuple[Any] | str], count: int) -> list[ScorePart | str]:
         """What each of `count` samples gets of what the calls gave: 1-tuples, or reasons."""
         if self.style == "verl":
             return [one if isinstance(one, str) else self._part(one[0]) for one in returned]
@@ -118,18 +118,18 @@ class RewardFunction:
             return values
         return f"reward {self.name} gave too many or too few: {len(values)} for {count} samples"
 
-    def _part(self, value: Any) -> Part | str:
-        made: Part | str = guarded(self._raised, partial(self._made, value))
+    def _part(self, value: Any) -> ScorePart | str:
+        made: ScorePart | str = guarded(self._raised, partial(self._made, value))
         return made
 
-    def _made(self, value: Any) -> Part | str:
+    def _made(self, value: Any) -> ScorePart | str:
         if value is None and self.style == "trl":
-            return Part(None)
+            return ScorePart(None)
         metrics: dict[str, float] = {}
         if isinstance(value, Mapping):
             value, metrics = value.get("score"), _numbers(value)
         score = number(f"reward {self.name}", value)
-        return score if isinstance(score, str) else Part(score, metrics)
+        return score if isinstance(score, str) else ScorePart(score, metrics)
 
 
 def number(title: str, value: Any) -> float | str:

@@ -30,7 +30,7 @@ from pipeline.errors import DeadlineError, TaskError
 from pipeline.system.process import Leader, describe_exit
 from pipeline.system.waiting import wait_for, within
 from pipeline.tasks.calls import Asked, Used
-from pipeline.tasks.functions import Part
+from pipeline.tasks.functions import ScorePart
 from pipeline.tasks.guard import guarded
 from pipeline.tasks.protocol import Answer, Prompt
 from pipeline.tasks.rewards import Mixture, Score
@@ -199,7 +199,7 @@ class TaskPool:
                 (used,) = await worker.answer(f"tool {name}", call, 1, math.inf)
         return cast(Used | str, used)
 
-    async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[Part | str]:
+    async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[ScorePart | str]:
         """What function number `which` says of each answer."""
         title, shared = self._mixture.title(which), (which, prompt)
         if not self._mixture.whole_groups:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pipeline.config import RewardConfig, nearest
 from pipeline.errors import ConfigError
-from pipeline.tasks.functions import TRL, VERL, Part, RewardFunction, columns_of
+from pipeline.tasks.functions import TRL, VERL, RewardFunction, ScorePart, columns_of
 from pipeline.tasks.imports import find, users_code
 from pipeline.tasks.protocol import Prompt, Task
 
@@ -48,7 +48,7 @@ class Mixture:
         """What function number `which` is called in a reason."""
         return "reward" if self._alone else f"reward {self.names[which]}"
 
-    def combine(self, parts: Sequence[Part | str]) -> Score | str:
+    def combine(self, parts: Sequence[ScorePart | str]) -> Score | str:
         """The reward of a sample, of what each function says of it, in order; or why there is none."""
         score, metrics = 0.0, {}
         scored = False

@@ -1,7 +1,7 @@
 """What an agent says of its own episode: a reward, and numbers about it.
 
-Owns the form: a number, or an object with `reward` and whatever else is a number as metrics, `metrics` among it as an
-object of such. Promises one line that says why for whatever is neither. Pure.
+Owns the form: a number, or an object with `reward` and, if wanted, an object `metrics` of numbers. Promises one line
+with the reason for anything else. Pure.
 
     0.5
     {"reward": 1.0, "metrics": {"steps": 7}}

@@ -1,7 +1,7 @@
-"""One role of a rank, as its supervisor sees it: where it is in its life, its process, and until when what is due.
+"""One role of a rank, as its supervisor sees it: its state, its process, and its deadlines.
 
-Owns these facts and how the process is ended. Which state follows which is in `lifecycle`, and what is done about it in
-`supervisor`.
+Owns these facts, and how the process is ended. Which state may follow another is in `lifecycle`; what is done about it
+is in `supervisor`.
 """
 
 from collections.abc import Iterator

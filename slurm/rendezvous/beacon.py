@@ -34,7 +34,7 @@ ANSWER_SECONDS = 1.0
 LONGEST_LINE = 4096
 
 
-class Relay(msgspec.Struct, frozen=True):
+class Forwarded(msgspec.Struct, frozen=True):
     """A request for another beacon, to be passed on to `address`:`port` as it is."""
 
     address: str
@@ -46,7 +46,7 @@ class BeaconRequest(msgspec.Struct, frozen=True):
     """What a caller asks: an answer for this nonce, or what another beacon answers."""
 
     nonce: str
-    relay: Relay | None = None
+    relay: Forwarded | None = None
 
 
 class Beacon:
@@ -187,7 +187,7 @@ class _Callee:
     def answers_to(self, witness: "_Callee", seconds: float) -> bool:
         """Whether it answers a witness, which passes request and answer on as they are."""
         nonce = secrets.token_hex(8)
-        relay = Relay(self.address, self.port, _sealed(self.key, BeaconRequest(nonce)).decode())
+        relay = Forwarded(self.address, self.port, _sealed(self.key, BeaconRequest(nonce)).decode())
         request = _sealed(witness.key, BeaconRequest(secrets.token_hex(8), relay))
         told = _exchange(witness.address, witness.port, request, 2 * seconds)
         return hmac.compare_digest(told, _answer_of(self.key, nonce))

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import InferenceConfig, ModelConfig
@@ -32,6 +31,7 @@ from pipeline.training.spec import ModelSpec
 from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from tests.bench.tables import judge, markdown
+from tests.support.models.tiny import tiny_network
 
 MARGIN = 0.3
 MIB = 1 << 20
@@ -83,17 +83,10 @@ def watched(dispatch: Dispatch, most: list[int]) -> Iterator[None]:
 
 def make_model(folder: Path, size: int = 1024, layers: int = 9) -> None:
     """Some 150M parameters in bfloat16, in several files."""
-    config = Qwen3Config(
-        hidden_size=size,
-        intermediate_size=3 * size,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=8000,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
+    shape = {"hidden_size": size, "intermediate_size": 3 * size, "num_hidden_layers": layers, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    network = tiny_network(0, vocab_size=8000, tie_word_embeddings=False, **shape, **heads)
+    network.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
     (folder / "tokenizer.json").write_text("{}")
 
 

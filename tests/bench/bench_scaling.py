@@ -20,11 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from pipeline.config import LossConfig
 from pipeline.losses import LossTokens, total
 from tests.bench.tables import markdown
+from tests.support.models.tiny import tiny_config
 from tests.support.oracle.arithmetic import Shape, predictions
 
 SHAPE = Shape(layers=2, heads=2, groups=1, size=32)
@@ -81,7 +82,7 @@ WAYS = [
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
+    config = tiny_config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -91,7 +92,6 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         head_dim=SHAPE.size,
         max_position_embeddings=LONGEST,
         rope_theta=SHAPE.theta,
-        tie_word_embeddings=True,
         initializer_range=0.1,
     )
     torch.manual_seed(seed)

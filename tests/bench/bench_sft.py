@@ -33,6 +33,7 @@ from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.spec import models_of
 from tests.bench.tables import judge, markdown
 from tests.fakes.chat_models import MARKED, make_chat_model
+from tests.support.models.tiny import tiny_network
 from tests.support.ranks.forked_ranks import run_ranks
 
 LR, WARM_UP, LIMIT = 1e-3, 2, 0.01
@@ -41,16 +42,12 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "user",
 
 def make_model(folder: Path) -> Path:
     """A small Qwen3 with weights."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     make_chat_model(folder, MARKED)
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    config = Qwen3Config(vocab_size=size, initializer_range=0.05, tie_word_embeddings=False, **shape, **heads)
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    drawn = {"initializer_range": 0.05, "tie_word_embeddings": False}
+    tiny_network(0, vocab_size=size, **drawn, **shape, **heads).save_pretrained(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from pipeline.api.records import Adapter, Datum, Pass, Passed, Step
 from pipeline.errors import CheckpointError
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.service.models import Refused, ServedModels
+from pipeline.training.service.models import RefusedRequest, ServedModels
 from tests.support.models.jobs import VOCABULARY, config_of, world_of_one, write_model
 
 pytestmark = pytest.mark.integration
@@ -72,7 +72,7 @@ def test_layers_that_the_base_has_not_are_refused_and_the_others_go_on(dispatch:
     Phi3ForCausalLM(Phi3Config(**shape)).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     models = ServedModels(dispatch, config_of(tmp_path / "base"), tmp_path / "weights", "one")
-    with pytest.raises(Refused, match=r"model.lora.targets='q_proj': expected a linear layer of the model"):
+    with pytest.raises(RefusedRequest, match=r"model.lora.targets='q_proj': expected a linear layer of the model"):
         models.create("fused", Adapter(4))
     assert "fused" not in models
     models.create("whole", Adapter(0))
@@ -88,7 +88,7 @@ def test_a_model_without_room_is_refused_and_the_others_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 14))
         for adapter in (Adapter(0), Adapter(8), Adapter(4)):
-            with pytest.raises(Refused, match="no room for this model"):
+            with pytest.raises(RefusedRequest, match="no room for this model"):
                 models.create("second", adapter)
     assert "second" not in models
     assert asked(models, "first").logprobs == before

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.api.errors import ApiError
-from pipeline.api.facts import Checkpoint
+from pipeline.api.facts import SavedWeights
 from pipeline.api.names import parse_path
 from pipeline.api.records import Step
 from pipeline.api.requests import Request
@@ -68,7 +68,7 @@ def future(request: Request) -> dict[str, Any]:
     return {"request_id": request.id, "model_id": request.model}
 
 
-def listed(checkpoint: Checkpoint) -> dict[str, Any]:
+def listed(checkpoint: SavedWeights) -> dict[str, Any]:
     """A checkpoint as the SDK reads it."""
     path = parse_path(checkpoint.path)
     return {

@@ -16,7 +16,7 @@ from pipeline.api.registry import Registry
 from pipeline.api.requests import Live
 from pipeline.api.routes.fields import text
 from pipeline.api.routes.router import Body, Router
-from pipeline.api.sampling import Sampling
+from pipeline.api.sampling import SampleQueue
 
 HOLD_SECONDS = 25.0
 PROTOBUF = "application/x-protobuf"
@@ -25,7 +25,7 @@ PROTOBUF = "application/x-protobuf"
 class FutureRoutes:
     """Polling, and giving up samples."""
 
-    def __init__(self, registry: Registry, sampling: Sampling) -> None:
+    def __init__(self, registry: Registry, sampling: SampleQueue) -> None:
         self._registry, self._sampling = registry, sampling
         self.attached = False
         """Whether a trainer is there."""

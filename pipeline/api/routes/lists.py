@@ -4,7 +4,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.api.facts import Checkpoint, Model
+from pipeline.api.facts import Model, SavedWeights
 from pipeline.api.keys import Owner
 from pipeline.api.names import parse_path
 from pipeline.api.registry import Registry
@@ -61,7 +61,7 @@ class ListRoutes:
         some, cursor = page(self._visible(owner), request)
         return web.json_response({"checkpoints": [listed(each) for each in some], "cursor": cursor})
 
-    def _visible(self, owner: Owner) -> list[Checkpoint]:
+    def _visible(self, owner: Owner) -> list[SavedWeights]:
         own = [each for each in self._registry.shelf.checkpoints.values() if each.owner == owner.name]
         return sorted((each for each in own if not each.passing), key=lambda each: -each.created)
 

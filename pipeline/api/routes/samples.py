@@ -4,19 +4,19 @@ from aiohttp import web
 
 from pipeline.api import names
 from pipeline.api.errors import ApiError
-from pipeline.api.facts import Sampler
+from pipeline.api.facts import SamplingSession
 from pipeline.api.keys import Owner
 from pipeline.api.registry import Registry
 from pipeline.api.routes.fields import number, text
 from pipeline.api.routes.router import Body, Router
-from pipeline.api.sampling import Sampling
+from pipeline.api.sampling import SampleQueue
 from pipeline.api.settings import Settings
 
 
 class SampleRoutes:
     """Samples of the base, and of checkpoints that were saved for it."""
 
-    def __init__(self, settings: Settings, registry: Registry, sampling: Sampling) -> None:
+    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue) -> None:
         self._settings, self._registry, self._sampling = settings, registry, sampling
 
     def add(self, router: Router) -> None:
@@ -37,7 +37,7 @@ class SampleRoutes:
                 base = checkpoint.base
             else:
                 base = self._settings.checked_base(text(body, "base_model"))
-            await self._registry.shelf.add_sampler(Sampler(id, owner.name, base, path))
+            await self._registry.shelf.add_sampler(SamplingSession(id, owner.name, base, path))
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     def _refuse_without_servers(self) -> None:

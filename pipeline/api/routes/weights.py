@@ -17,7 +17,7 @@ from aiohttp import web
 
 from pipeline.api import names
 from pipeline.api.errors import ApiError, Missing
-from pipeline.api.facts import Checkpoint
+from pipeline.api.facts import SavedWeights
 from pipeline.api.keys import Owner
 from pipeline.api.names import WeightsPath
 from pipeline.api.records import Save
@@ -74,19 +74,19 @@ class WeightRoutes:
         }
         return web.Response(status=302, headers=headers)
 
-    def _downloadable(self, owner: Owner, request: web.Request) -> Checkpoint:
+    def _downloadable(self, owner: Owner, request: web.Request) -> SavedWeights:
         checkpoint = self._registry.shelf.named(owner, request.match_info)
         if names.parse_path(checkpoint.path).kind == "weights":
             raise ApiError(f"{checkpoint.path} is for training on; save_weights_external makes what can be downloaded")
         return checkpoint
 
-    def _url(self, request: web.Request, checkpoint: Checkpoint, file: str, expires: int) -> str:
+    def _url(self, request: web.Request, checkpoint: SavedWeights, file: str, expires: int) -> str:
         path = names.parse_path(checkpoint.path)
         scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
         place = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
         return f"{scheme}://{request.host}{place}?expires={expires}&sign={self._sign(checkpoint, file, expires)}"
 
-    def _sign(self, checkpoint: Checkpoint, file: str, expires: int) -> str:
+    def _sign(self, checkpoint: SavedWeights, file: str, expires: int) -> str:
         """Of this version of the checkpoint alone: one that replaces it has another folder."""
         text = f"{checkpoint.folder}\n{file}\n{expires}"
         return hmac.digest(self._secret.encode(), text.encode(), hashlib.sha256).hex()

@@ -2,12 +2,12 @@
 
 Owns which call goes on from which: a tree, whose leaves are the rows. Promises that every sampled token counts in one
 row, with the log-probability and versions that it was sampled with; that each row is, token by token, what the policy
-had before its eyes; and that nothing that was sampled is tokenised again. Pure: it asks nobody.
+saw; and that nothing that was sampled is tokenised again. Pure: no I/O.
 
-A call goes on from an earlier one when its messages are those of that call, the reply to it as it was given, and more;
-or when its tokens begin with all of that call's, the reply included. Then only what is new is read. Any other call has
-a conversation of its own, rendered anew: an agent that shortens its context, drops a thought or edits a reply. It makes
-a new row, which shares with an earlier one what tokens they begin with.
+A call continues an earlier one if its messages begin with that call's messages and the unchanged reply, or if its
+tokens begin with all tokens of that call and its reply. Then only what is new is tokenised. Any other call begins a
+conversation of its own, rendered anew: the agent shortened its context, dropped a thought or edited a reply. It makes a
+new row, which shares the longest common beginning with an earlier one.
 
     dialogue = Dialogue(chat)
     place = dialogue.after(messages, tools)         # what the policy is to see: place.tokens
@@ -27,13 +27,13 @@ from typing import Any
 from pipeline.data.messages import Message
 from pipeline.tasks import Episode, Turn
 from pipeline.tasks.chat import Chat
-from pipeline.tasks.episode import Branch
+from pipeline.tasks.episode import EpisodeBranch
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """Where a call stands.
 
     Attributes:
@@ -64,7 +64,7 @@ class Node:
         order: how many calls were answered before.
     """
 
-    place: Place
+    place: CallPlace
     turn: Turn
     text: str
     reply: Message | None
@@ -89,28 +89,28 @@ class Dialogue:
         self._nodes: list[Node] = []
         self._by_digest: dict[bytes, Node] = {}
 
-    def after(self, messages: Sequence[Message], tools: Tools = ()) -> Place:
+    def after(self, messages: Sequence[Message], tools: Tools = ()) -> CallPlace:
         """The place of a call with these messages. Raises what the chat template does."""
         messages, digests = tuple(messages), tuple(_digests(messages, tools))
         parent, tokens = self._known(messages, digests, tools) or (None, None)
         if tokens is None:
             tokens = tuple(self._chat.prompt(messages, tools))
             parent = self._begun(tokens)
-        return Place(tokens, parent, digests, messages)
+        return CallPlace(tokens, parent, digests, messages)
 
-    def after_text(self, text: str) -> Place:
+    def after_text(self, text: str) -> CallPlace:
         """The place of a call with a plain text: what follows the text of an earlier call is read as it is."""
         for node in reversed(self._nodes):
             whole = node.place.text + node.text
             if node.place.text and text.startswith(whole) and text != whole and not self._ended(node):
-                return Place((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
+                return CallPlace((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
         return self.after_tokens(self._chat.encode(text), text)
 
-    def after_tokens(self, tokens: Sequence[int], text: str = "") -> Place:
+    def after_tokens(self, tokens: Sequence[int], text: str = "") -> CallPlace:
         """The place of a call with these tokens."""
-        return Place(tuple(tokens), self._begun(tuple(tokens)), text=text)
+        return CallPlace(tuple(tokens), self._begun(tuple(tokens)), text=text)
 
-    def add(self, place: Place, turn: Turn, text: str, reply: Message | None = None) -> Node:
+    def add(self, place: CallPlace, turn: Turn, text: str, reply: Message | None = None) -> Node:
         """Note what was sampled at a place."""
         node = Node(place, turn, text, reply, len(self._nodes))
         self._nodes.append(node)
@@ -162,7 +162,7 @@ class Dialogue:
     def _ended(self, node: Node) -> bool:
         return bool(node.turn.tokens) and node.turn.tokens[-1] in self._chat.stop_token_ids
 
-    def _rows(self) -> Iterator[Branch]:
+    def _rows(self) -> Iterator[EpisodeBranch]:
         """A row for each call that none goes on from, in the order in which their conversations began."""
         parents = {id(node.place.parent) for node in self._nodes}
         paths = [node.path for node in self._nodes if id(node) not in parents]
@@ -173,11 +173,11 @@ class Dialogue:
             for node in path:
                 begin, end = len(node.place.tokens), len(node.tokens)
                 sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
-            yield Branch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
+            yield EpisodeBranch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:
-        """The earlier row that shares most tokens with this one, and how many: whatever of them was sampled is of a
-        call that both have, and no call that an earlier row has is left out of them."""
+        """The earlier row that shares most tokens with this one, and how many: at most those before the first call that
+        this row has alone."""
         best = (0, 0)
         for number, other in enumerate(earlier):
             own = next(node for node in path if node not in other)
@@ -198,7 +198,7 @@ def _starts(tokens: tuple[int, ...], start: tuple[int, ...]) -> bool:
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens both begin with."""
+    """The length of their common beginning, in tokens."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -214,7 +214,7 @@ def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
 
 
 def _next_digest(digest: bytes, message: Message) -> bytes:
-    """Of a conversation with one more message. What clients add to a reply, or leave out, does not count."""
+    """The digest with one more message. It ignores what clients add to a reply, or leave out."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
     content = str(message.get("content") or "")

@@ -1,9 +1,8 @@
 """The server of one episode's endpoint.
 
 Owns a port for as long as an episode runs, and who may use it: whoever has its key. Promises that a call is part of
-the episode once it is answered, and that one whose client hangs up before is none; that calls in flight end with the
-episode; and that whatever cannot be answered is an error in OpenAI's form. Must not know
-what the agent is.
+the episode once it is answered, and not if its client hangs up before; that calls in flight end with the episode; and
+that whatever cannot be answered is an error in OpenAI's form. Must not know what the agent is.
 
     async with Endpoint(chat, sample, max_length=4096, form="tagged") as endpoint:
         …an agent with base_url=endpoint.url and api_key=endpoint.key…
@@ -26,7 +25,7 @@ from aiohttp import web
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.gateway import wire
-from pipeline.rollouts.gateway.dialogue import Dialogue, Place
+from pipeline.rollouts.gateway.dialogue import CallPlace, Dialogue
 from pipeline.tasks import Episode, Turn
 from pipeline.tasks.calling import Form
 from pipeline.tasks.chat import Chat
@@ -43,7 +42,7 @@ MODEL = "policy"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Sample(Protocol):
+class AskPolicy(Protocol):
     """How the policy is asked."""
 
     async def __call__(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
@@ -68,7 +67,7 @@ class Endpoint:
     model = MODEL
 
     def __init__(
-        self, chat: Chat, sample: Sample, max_length: int, form: Form = "tagged", address: str = LOOPBACK
+        self, chat: Chat, sample: AskPolicy, max_length: int, form: Form = "tagged", address: str = LOOPBACK
     ) -> None:
         """`max_length`: most tokens of a row; `form`: how the policy writes calls of tools; `address`: of this node."""
         self._chat, self._sample, self._max_length, self._form = chat, sample, max_length, form
@@ -109,16 +108,16 @@ class Endpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets in who has the key, and tells what goes wrong."""
+        """Let in callers with the key, and turn what goes wrong into an answer."""
         try:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if not secrets.compare_digest(given.encode(), self.key.encode()):
-                raise wire.Refused("the key is not this episode's", 401, "invalid_api_key")
+                raise wire.RefusedCall("the key is not this episode's", 401, "invalid_api_key")
             return await handler(request)
-        except wire.Refused as refused:
+        except wire.RefusedCall as refused:
             return web.json_response(refused.body(), status=refused.status)
         except RolloutError as error:
-            return web.json_response(wire.Refused(str(error)).body(), status=400)
+            return web.json_response(wire.RefusedCall(str(error)).body(), status=400)
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         asked = wire.read_chat(await request.read())
@@ -146,34 +145,34 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         told = read_told(await request.read())
         if isinstance(told, str):
-            raise wire.Refused(told)
+            raise wire.RefusedCall(told)
         self._told = told
         return web.json_response({})
 
-    async def _placed(self, asked: wire.Asked) -> Place:
-        """Where the call stands. A long conversation is tokenised in a thread, for the loop is not to wait for it."""
+    async def _placed(self, asked: wire.CheckedRequest) -> CallPlace:
+        """Where the call stands. A long conversation is tokenised in a thread, to keep the loop free."""
         try:
             if sum(len(message["content"]) for message in asked.messages) < LONG:
                 return self._dialogue.after(asked.messages, asked.tools)
             return await asyncio.to_thread(self._dialogue.after, asked.messages, asked.tools)
         except Exception as error:  # noqa: BLE001 a model's template meets an agent's messages: the agent is told
-            raise wire.Refused(reason("the messages cannot be rendered:", error)) from None
+            raise wire.RefusedCall(reason("the messages cannot be rendered:", error)) from None
 
-    async def _answers(self, asked: wire.Asked, place: Place) -> list[wire.Said]:
+    async def _answers(self, asked: wire.CheckedRequest, place: CallPlace) -> list[wire.Said]:
         """Sampled, and noted."""
         room = self._max_length - len(place.tokens)
         if room < 1:
             why = f"{len(place.tokens)} tokens leave no room below model.max_length={self._max_length}"
-            raise wire.Refused(why, code="context_length_exceeded")
+            raise wire.RefusedCall(why, code="context_length_exceeded")
         turns = await self._sample(place.tokens, asked.n, asked.max_tokens)
         return [self._noted(asked, place, turn) for turn in turns]
 
-    def _noted(self, asked: wire.Asked, place: Place, turn: Turn) -> wire.Said:
+    def _noted(self, asked: wire.CheckedRequest, place: CallPlace, turn: Turn) -> wire.Said:
         heard, text = self._heard(turn, asked.stop)
         form = self._form if asked.parses else None
         reply = wire.reply_of(text, form, asked.tools)
         if not heard.tokens:
-            raise wire.Refused("nothing was sampled", 500, "server_error")
+            raise wire.RefusedCall("nothing was sampled", 500, "server_error")
         self._dialogue.add(place, heard, text, reply if asked.messages else None)
         pieces = [self._chat.piece(token) for token in heard.tokens] if asked.logprobs else []
         finish = "stop" if heard.finish == "stop" else "length"

@@ -1,12 +1,12 @@
 """What OpenAI's clients send, and what they are sent.
 
 Owns the forms of `/v1/chat/completions` and `/v1/completions`: what of a request is read, and how an answer is written,
-whole or as a stream of events. Promises that whatever cannot be read is one `Refused` with a status and a line that
+whole or as a stream of events. Promises that whatever cannot be read is one `RefusedCall` with a status and a line that
 says why. Must not know tokens' history or servers.
 
-Of what a client may ask, this is not done, since the policy is to be trained as it samples: its `temperature`, `top_p`
-and penalties are the run's; `tool_choice` and `response_format` bind nothing, but for `tool_choice=none`, which has
-calls left as text.
+Some of what a client may ask for is ignored, since the policy is trained as it samples: `temperature`, `top_p` and
+penalties, for which those of the run apply; `response_format`; and `tool_choice`, except `none`, which leaves calls in
+the text.
 """
 
 import json
@@ -24,7 +24,7 @@ from pipeline.tasks.calling import Form, takes_of, written_calls
 MOST_CHOICES = 128
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """A request that cannot be answered, as OpenAI tells it: a status, a code and why."""
 
     def __init__(self, why: str, status: int = 400, code: str = "invalid_request") -> None:
@@ -60,7 +60,7 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckedRequest:
     """A request, checked.
 
     Attributes:
@@ -70,7 +70,7 @@ class Asked:
         n: how many answers.
         max_tokens: most tokens of each; None: as many as the run allows.
         stop: texts at which an answer ends.
-        parses: whether calls of tools are told from the text.
+        parses: whether calls of tools are taken out of the text.
     """
 
     model: str
@@ -98,17 +98,17 @@ class Said:
     pieces: Sequence[str]
 
 
-def read_chat(body: bytes) -> Asked:
+def read_chat(body: bytes) -> CheckedRequest:
     """A request for a chat completion."""
     asked = _read(body)
     try:
         messages, tools = read_messages(asked.messages), read_tools(asked.tools)
     except MessageError as error:
-        raise Refused(str(error)) from None
+        raise RefusedCall(str(error)) from None
     return _checked(asked, messages=messages, tools=tools, parses=bool(tools) and asked.tool_choice != "none")
 
 
-def read_completion(body: bytes) -> Asked:
+def read_completion(body: bytes) -> CheckedRequest:
     """A request for the completion of a plain prompt."""
     asked = _read(body)
     prompt = asked.prompt
@@ -117,14 +117,14 @@ def read_completion(body: bytes) -> Asked:
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         prompt = tuple(prompt)
     if not prompt or not isinstance(prompt, str | tuple):
-        raise Refused("prompt: expected one text, or one list of token ids")
+        raise RefusedCall("prompt: expected one text, or one list of token ids")
     if asked.echo:
-        raise Refused("echo: only what was sampled is answered")
+        raise RefusedCall("echo: only what was sampled is answered")
     return _checked(asked, prompt=prompt)
 
 
 def reply_of(text: str, form: Form | None, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """What was said as a message: calls of tools apart, unless one of them cannot be read, then all is text."""
+    """What was said as a message, with calls of tools taken out of the text; if one cannot be read, all stays text."""
     calls = list(written_calls(text, form, takes_of(tools))) if form else []
     if not calls or any(call.wrong for call in calls):
         return {"role": "assistant", "content": text}
@@ -139,7 +139,7 @@ def reply_of(text: str, form: Form | None, tools: Sequence[Mapping[str, Any]]) -
     return {"role": "assistant", "content": text[: calls[0].begin].strip(), "tool_calls": made}
 
 
-def chat_answer(asked: Asked, said: Sequence[Said], prompt_tokens: int) -> dict[str, Any]:
+def chat_answer(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> dict[str, Any]:
     """The body of a chat completion."""
     choices = [
         {
@@ -153,7 +153,7 @@ def chat_answer(asked: Asked, said: Sequence[Said], prompt_tokens: int) -> dict[
     return _head("chat.completion", asked) | {"choices": choices, "usage": _usage(said, prompt_tokens)}
 
 
-def chat_events(asked: Asked, said: Sequence[Said], prompt_tokens: int) -> Iterator[dict[str, Any]]:
+def chat_events(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> Iterator[dict[str, Any]]:
     """The same as a stream: who speaks, what is said, how it ended; and the usage, where it is asked for."""
     head = _head("chat.completion.chunk", asked)
     for index, each in enumerate(said):
@@ -170,13 +170,13 @@ def chat_events(asked: Asked, said: Sequence[Said], prompt_tokens: int) -> Itera
         yield head | {"choices": [], "usage": _usage(said, prompt_tokens)}
 
 
-def completion_answer(asked: Asked, said: Sequence[Said], prompt_tokens: int) -> dict[str, Any]:
+def completion_answer(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> dict[str, Any]:
     """The body of a completion."""
     choices = [_completion(index, asked, each) for index, each in enumerate(said)]
     return _head("text_completion", asked) | {"choices": choices, "usage": _usage(said, prompt_tokens)}
 
 
-def completion_events(asked: Asked, said: Sequence[Said], prompt_tokens: int) -> Iterator[dict[str, Any]]:
+def completion_events(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> Iterator[dict[str, Any]]:
     """The same as a stream, one event an answer."""
     head = _head("text_completion", asked)
     for index, each in enumerate(said):
@@ -194,18 +194,18 @@ def _read(body: bytes) -> _Asked:
     try:
         return _asked.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"the request cannot be read: {error}") from None
+        raise RefusedCall(f"the request cannot be read: {error}") from None
 
 
-def _checked(asked: _Asked, **what: Any) -> Asked:
+def _checked(asked: _Asked, **what: Any) -> CheckedRequest:
     count = asked.n or 1
     most = asked.max_completion_tokens or asked.max_tokens
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     if not 1 <= count <= MOST_CHOICES:
-        raise Refused(f"n={count}: expected 1 to {MOST_CHOICES}")
+        raise RefusedCall(f"n={count}: expected 1 to {MOST_CHOICES}")
     if most is not None and most < 1:
-        raise Refused(f"max_tokens={most}: expected at least 1")
-    return Asked(
+        raise RefusedCall(f"max_tokens={most}: expected at least 1")
+    return CheckedRequest(
         asked.model,
         n=count,
         max_tokens=most,
@@ -218,7 +218,7 @@ def _checked(asked: _Asked, **what: Any) -> Asked:
 
 
 def _sent(reply: Message) -> dict[str, Any]:
-    """A reply as clients expect it: arguments are JSON in a text, and where there are calls alone there is no text."""
+    """A reply as clients expect it: arguments are a string of JSON, and with nothing but calls the text is null."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in reply.get("tool_calls", ())
@@ -239,7 +239,7 @@ def _logprobs(said: Said) -> list[dict[str, Any]]:
     ]
 
 
-def _completion(index: int, asked: Asked, said: Said) -> dict[str, Any]:
+def _completion(index: int, asked: CheckedRequest, said: Said) -> dict[str, Any]:
     logprobs = {
         "tokens": list(said.pieces),
         "token_logprobs": list(said.logprobs),
@@ -251,7 +251,7 @@ def _completion(index: int, asked: Asked, said: Said) -> dict[str, Any]:
     return {"index": index, "text": said.text, "finish_reason": said.finish, "logprobs": kept}
 
 
-def _head(kind: str, asked: Asked) -> dict[str, Any]:
+def _head(kind: str, asked: CheckedRequest) -> dict[str, Any]:
     return {"id": uuid4().hex, "object": kind, "created": int(time.time()), "model": asked.model}
 
 

@@ -1,9 +1,9 @@
 """Environments of verifiers, served to a process that has other dependencies.
 
 Runs with the interpreter that verifiers is installed for, as a script: nothing of Rollcall can be imported here. Owns
-what becomes of an episode there: who its policy is, and what its reward and its rubric's parts are. Promises that what
-verifiers lets pass in silence is a failure with its reason: a stage that ran out of time, a reward that was not scored,
-an error of any attempt that was the last. Must not know how episodes are trained.
+what becomes of an episode there: who its policy is, and what its reward and its rubric's parts are. Promises that three
+things which verifiers lets pass in silence are failures with a reason: a stage that ran out of time, a reward that was
+not scored, and an error in the last attempt. Must not know how episodes are trained.
 
 Lines of JSON, both ways, over standard input, a socket. First the environment comes: `{"train": {…}, "held_out": {…},
 "most": 100}`, configurations as `verifiers.v1` has them, the second one null where there is none; and
@@ -12,7 +12,7 @@ Lines of JSON, both ways, over standard input, a socket. First the environment c
     {"id": 7, "part": "train", "index": 3, "url": "http://…/v1", "key": "…", "model": "…"}      an episode
     {"id": 7, "cancel": true}
 
-each answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, but for what was cancelled;
+each answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, unless it was cancelled;
 and `{"alive": true}` goes back every second, from the loop that the episodes run in.
 """
 
@@ -32,16 +32,16 @@ HARNESS = "rollcall_chat"
 """The harness of this folder, by the name that verifiers imports it by."""
 
 
-class Relay:
+class PolicyRelay:
     """Passes calls of the policy on, each to the endpoint of its episode, which verifiers names by its trace.
 
-    Verifiers keeps a client for every endpoint that it ever saw; so it sees this one only.
+    Verifiers keeps a client for every endpoint that it has seen, so it gets to see this one only.
     """
 
     def __init__(self) -> None:
         self._targets: dict[str, tuple[str, str]] = {}
 
-    async def __aenter__(self) -> "Relay":
+    async def __aenter__(self) -> "PolicyRelay":
         import aiohttp
         from aiohttp import web
 
@@ -83,10 +83,10 @@ class Relay:
             return web.Response(body=await answer.read(), status=answer.status, headers=kind)
 
 
-class Environment:
+class LoadedEnvironment:
     """One environment with its tasks."""
 
-    def __init__(self, config: dict[str, Any], most: int, relay: Relay) -> None:
+    def __init__(self, config: dict[str, Any], most: int, relay: PolicyRelay) -> None:
         import verifiers.v1 as vf
 
         self._relay = relay
@@ -158,11 +158,11 @@ async def serve(channel: socket.socket) -> None:
     setup = json.loads(await reader.readline())
     async with AsyncExitStack() as stack:
         try:
-            relay = await stack.enter_async_context(Relay())
+            relay = await stack.enter_async_context(PolicyRelay())
             parts = {}
             for part in ("train", "held_out"):
                 if setup[part] is not None:
-                    parts[part] = Environment(setup[part], setup["most"], relay)
+                    parts[part] = LoadedEnvironment(setup[part], setup["most"], relay)
                     await stack.enter_async_context(parts[part].serving())
         except Exception as error:  # noqa: BLE001 an environment is foreign code: whatever it raises is told
             tell({"wrong": f"{type(error).__name__}: {error}"})
@@ -172,7 +172,7 @@ async def serve(channel: socket.socket) -> None:
         await _answer(reader, tell, parts)
 
 
-async def _answer(reader: asyncio.StreamReader, tell: Any, parts: dict[str, Environment]) -> None:
+async def _answer(reader: asyncio.StreamReader, tell: Any, parts: dict[str, LoadedEnvironment]) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
     async def alive() -> None:

@@ -1,8 +1,8 @@
 """The process that environments of verifiers run in, as its parent sees it.
 
-Owns its start with another interpreter, its deadline for the start, and its end. Promises that a process whose loop
-stands still, because an environment computes or waits in it, is ended with all that it started, and that an episode in
-it which is not to blame is told so (`Lost`), so that it may be run again elsewhere. Must not know tasks or policies.
+Owns its start with another interpreter, the deadline of the start, and its end. Promises that a process whose loop is
+blocked by an environment is ended with all that it started, and that the other episodes in it end with `Lost`, so that
+they can be run again elsewhere. Must not know tasks or policies.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class Lost(Exception):
     """The process ended while an episode ran in it; the message says how."""
 
 
-class Refused(TaskError):
+class NoEnvironment(TaskError):
     """The environment cannot be had. `key` is the option that is to blame."""
 
     def __init__(self, why: str, key: str) -> None:
@@ -71,7 +71,7 @@ class EnvironmentProcess:
         return len(self._open)
 
     async def ready(self, seconds: float) -> dict[str, int]:
-        """How many tasks it has in each part; `Refused` when it has none, `DeadlineError` after `seconds`."""
+        """How many tasks it has in each part; `NoEnvironment` when it has none, `DeadlineError` after `seconds`."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=MOST_LINE)
         self._send(self._setup)
         try:
@@ -83,11 +83,11 @@ class EnvironmentProcess:
             line = b""  # it ended before it read what was sent
         if not line:
             await self.end()
-            raise Refused(f"{self._ended} while the environment was loaded", "python")
+            raise NoEnvironment(f"{self._ended} while the environment was loaded", "python")
         told = json.loads(line)
         if "wrong" in told:
             await self.end("refused")
-            raise Refused(told["wrong"], told.get("key", "id"))
+            raise NoEnvironment(told["wrong"], told.get("key", "id"))
         self._reading = asyncio.create_task(self._read())
         return dict(told["counts"])
 
@@ -126,7 +126,7 @@ class EnvironmentProcess:
         self._writer.write(json.dumps(value).encode() + b"\n")
 
     async def _read(self) -> None:
-        """Pass answers on until the process ends, or shows no life."""
+        """Pass answers on until the process ends, or shows no sign of life."""
         why = ""
         try:
             while True:

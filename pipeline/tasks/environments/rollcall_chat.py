@@ -2,8 +2,8 @@
 
 Owns the conversation of one seat: system prompt, prompt, turns of the policy, tools of the environment over MCP, until
 the policy calls none. Promises that every call of the policy goes through verifiers' interception, which counts turns
-and ends the episode where the environment says so; and that a conversation which has no room left ends without an
-error, as the environment's to score.
+and ends the episode where the environment says so; and that a conversation without room left ends without an error, and
+is scored by the environment.
 """
 
 import json

@@ -3,7 +3,7 @@
 Owns the built-in task `verifiers`: any environment of that library by its id, with an interpreter and dependencies of
 its own, whose episodes ask the policy through an OpenAI-compatible endpoint. Promises that tokens are the endpoint's,
 rewards the environment's; that a failure of the environment, a part that was not scored and a stage that ran out of
-time are the sample's failure with its reason; and that an episode whose process was lost for another's sake is run
+time fail the sample with the reason; and that an episode which lost its process through the fault of another one is run
 again. Must not import verifiers.
 """
 
@@ -20,7 +20,7 @@ from pydantic import Field
 from pipeline.config.values import NotNegative
 from pipeline.errors import ConfigError, DeadlineError, EpisodeError
 from pipeline.tasks.calling import Form
-from pipeline.tasks.environments.process import EnvironmentProcess, Lost, Refused
+from pipeline.tasks.environments.process import EnvironmentProcess, Lost, NoEnvironment
 from pipeline.tasks.episode import Episode
 from pipeline.tasks.protocol import Policy, Prompt, Task, TaskOptions, ask
 from pipeline.tasks.told import told_of
@@ -125,19 +125,19 @@ class Verifiers(Task):
         }
 
     def _named(self, part: str, index: int) -> Prompt:
-        """A prompt that names its task: what the policy is asked is the environment's to say."""
+        """A prompt that names its task; the environment decides what the policy is asked."""
         return replace(ask(f"{self.options.id} {part} {index}", (part, index)), columns={"index": index})
 
     @cached_property
     def _counts(self) -> dict[str, int]:
-        """Tasks of each part. Asked of a process that ends at once, for whoever asks may have no event loop."""
+        """Tasks of each part. A process of its own counts them and ends, since the caller may have no event loop."""
         return _run_apart(self._count)
 
     async def _count(self) -> dict[str, int]:
         process = self._start()
         try:
             counts = await process.ready(self.options.startup_seconds)
-        except Refused as error:
+        except NoEnvironment as error:
             raise self._refused(error) from None
         except DeadlineError as error:
             raise ConfigError("task.options.id", self.options.id, "an environment that loads", str(error)) from None
@@ -152,16 +152,16 @@ class Verifiers(Task):
         try:
             return EnvironmentProcess(self.options.python or sys.executable, self.setup())
         except OSError as error:
-            raise self._refused(Refused(str(error), "python")) from None
+            raise self._refused(NoEnvironment(str(error), "python")) from None
 
-    def _refused(self, error: Refused) -> ConfigError:
+    def _refused(self, error: NoEnvironment) -> ConfigError:
         if error.key == "python":
             expected = f"an interpreter that has verifiers ({error})"
             return ConfigError("task.options.python", self.options.python, expected, INSTALL)
         return ConfigError("task.options.id", self.options.id, "an environment that can be loaded there", str(error))
 
     async def _process(self) -> EnvironmentProcess:
-        """The least loaded process, of as many as there are to be."""
+        """The least loaded process; a new one while none is idle and there are fewer than wanted."""
         async with self._starting:
             self._processes = [process for process in self._processes if not process.ended]
             idle = any(not process.load for process in self._processes)
@@ -169,7 +169,7 @@ class Verifiers(Task):
                 process = self._start()
                 try:
                     await process.ready(self.options.startup_seconds)
-                except (Refused, DeadlineError) as error:
+                except (NoEnvironment, DeadlineError) as error:
                     raise EpisodeError(f"environment cannot be started: {error}") from None
                 self._processes.append(process)
             return min(self._processes, key=lambda process: process.load)

@@ -21,7 +21,7 @@ from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.service.commits import ServiceCommits
 from pipeline.training.service.link import FrontLink
-from pipeline.training.service.models import Refused, ServedModels
+from pipeline.training.service.models import RefusedRequest, ServedModels
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
@@ -93,7 +93,7 @@ class Engine:
             return []
         try:
             result = self._execute(work)
-        except Refused as refusal:
+        except RefusedRequest as refusal:
             result = Failed(str(refusal), "user")
         except OvertakenError:
             raise

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipeline.api.door import ATTACH, SECRET, TURN
-from pipeline.api.records import Attach, Done, Facts, Turn, Work, encode
+from pipeline.api.records import Attach, Done, Facts, TrainerTurn, Work, encode
 from pipeline.api.settings import Address, address_file
 from pipeline.errors import OvertakenError
 from pipeline.system import files
@@ -55,7 +55,9 @@ class FrontLink:
             try:
                 if not self._attached:
                     self._attach(cursors())
-                status, body = self._post(TURN, encode(Turn(self._attempt, tuple(done), committed, seconds, ending)))
+                status, body = self._post(
+                    TURN, encode(TrainerTurn(self._attempt, tuple(done), committed, seconds, ending))
+                )
                 if status == 204:
                     return None
                 if status == 200:

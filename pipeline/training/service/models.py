@@ -2,8 +2,8 @@
 
 Owns which model of the dispatch carries which client's model. Adapters of one form (rank, layers) take turns on one
 copy of the base (`pipeline.training.workers.guests`); a whole model has a copy of its own. Promises that a client's
-mistake raises `Refused` before any rank does anything, so that every model stays as it was; and that what one model
-computes does not depend on what others do. Must not know requests' numbers, commits or the front.
+mistake raises `RefusedRequest` before any rank does anything, so that every model stays as it was; and that what one
+model computes does not depend on what others do. Must not know requests' numbers, commits or the front.
 
 Whatever else is raised leaves gradients or parameters unknown: the trainer starts again from a commit then.
 """
@@ -41,7 +41,7 @@ OPTIM = OptimConfig(lr=1e-4)
 """What an optimizer is made with; every step brings its own settings."""
 
 
-class Refused(RollcallError):
+class RefusedRequest(RollcallError):
     """A request that cannot be done; no model was changed."""
 
 
@@ -86,10 +86,10 @@ class ServedModels:
         return self._clients[id].pending
 
     def create(self, id: str, adapter: Adapter) -> None:
-        """Make a model, fresh; `Refused` for one that the base cannot have, or that there is no room for."""
+        """Make a model, fresh; `RefusedRequest` for one that the base cannot have, or that there is no room for."""
         shares = bool(adapter.rank) and _form(adapter) in self._slots
         if reason := self._room.why_not(served_model(self._config, adapter), shares=shares):
-            raise Refused(reason)
+            raise RefusedRequest(reason)
         slot = self._slot(adapter)
         self._clients[id] = _Client(adapter, slot)
         if adapter.rank:
@@ -135,7 +135,7 @@ class ServedModels:
         """One optimizer step on the gradients that were added up; one that is not finite changes nothing but them."""
         client = self._find(id)
         if not client.pending:
-            raise Refused("optim_step without gradients: forward_backward comes first")
+            raise RefusedRequest("optim_step without gradients: forward_backward comes first")
         slot = self._bring(id)
         settings = AdamSettings(given.lr, given.beta1, given.beta2, given.eps, given.weight_decay, given.clip_norm)
         step = self._dispatch.pass_through(slot.name, ModelWorker.optim_step, settings, needs="optim_step")[0]
@@ -180,7 +180,7 @@ class ServedModels:
 
     def _find(self, id: str) -> _Client:
         if id not in self._clients:
-            raise Refused(f"there is no model {id}: making it failed, or it was unloaded")
+            raise RefusedRequest(f"there is no model {id}: making it failed, or it was unloaded")
         return self._clients[id]
 
     def _bring_known(self, id: str) -> _Slot:
@@ -259,7 +259,7 @@ def _refuse_foreign_tokens(rows: Sequence[QueryRow], vocabulary: int) -> None:
         for name, tokens in (("model_input", row.tokens), ("target_tokens", row.targets)):
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
                 found = f"{tokens.min()} … {tokens.max()}"
-                raise Refused(f"datum {index}: {name} holds {found}; the model knows 0 … {vocabulary - 1}")
+                raise RefusedRequest(f"datum {index}: {name} holds {found}; the model knows 0 … {vocabulary - 1}")
 
 
 def _save(site: Site, name: str, place: str, attempt: str) -> int:

@@ -12,9 +12,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from pipeline.api.door import ATTACH, SECRET, TURN, Door
 from pipeline.api.front import Front
 from pipeline.api.keys import Keys, digest
-from pipeline.api.records import Attach, Done, Facts, Turn, Work, encode
+from pipeline.api.records import Attach, Done, Facts, TrainerTurn, Work, encode
 from pipeline.api.registry import Registry
-from pipeline.api.sampling import Sampling
+from pipeline.api.sampling import SampleQueue
 from pipeline.api.settings import Settings
 from pipeline.api.store import Store
 
@@ -47,7 +47,7 @@ class Client:
             return answer.status
 
     async def turn(self, attempt: str, *done: Done) -> tuple[int, Work | None]:
-        async with self.http.post(TURN, data=encode(Turn(attempt, done)), headers=DOOR) as answer:
+        async with self.http.post(TURN, data=encode(TrainerTurn(attempt, done)), headers=DOOR) as answer:
             body = await answer.read()
             return answer.status, _works.decode(body) if answer.status == 200 else None
 
@@ -71,7 +71,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> Non
             seed=0,
         )
         kept = Store(settings.store)
-        registry, sampling = Registry(kept), Sampling(kept, settings.weights, 16, 2)
+        registry, sampling = Registry(kept), SampleQueue(kept, settings.weights, 16, 2)
         front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
         app = web.Application(client_max_size=0)
         front.add_routes(app)

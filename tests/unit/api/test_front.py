@@ -12,7 +12,7 @@ import pytest
 from pipeline.api import store, wire
 from pipeline.api.door import SECRET, TURN
 from pipeline.api.errors import Full
-from pipeline.api.records import Done, Failed, Plain, Saved, Stepped, Turn, Unload, encode
+from pipeline.api.records import Done, Failed, Plain, Saved, Stepped, TrainerTurn, Unload, encode
 from pipeline.api.registry import Registry
 from pipeline.api.store import Store
 from tests.unit.api.front_case import ADA, BOB, DOOR, LORA, Client, with_front
@@ -62,7 +62,7 @@ def test_a_trainer_that_was_replaced_is_told_so_and_cannot_come_back(tmp_path: P
         assert (await client.turn("one"))[0] == 409
         assert await client.attach("one") == 409
         assert (await client.turn("two"))[0] == 204
-        async with client.http.post(TURN, data=encode(Turn("two")), headers={SECRET: "guess"}) as answer:
+        async with client.http.post(TURN, data=encode(TrainerTurn("two")), headers={SECRET: "guess"}) as answer:
             assert answer.status == 401
 
     with_front(tmp_path, play)
@@ -72,7 +72,7 @@ def test_a_turn_from_before_an_attach_takes_no_work_into_its_dead_connection(tmp
     async def play(client: Client) -> None:
         session = await client.session()
         await client.attach("one")
-        body = encode(Turn("one", seconds=5.0))
+        body = encode(TrainerTurn("one", seconds=5.0))
         stalled = asyncio.create_task(client.http.post(TURN, data=body, headers=DOOR))
         await asyncio.sleep(0.3)  # sooner or later, it gets none
         await client.attach("one")
@@ -88,7 +88,7 @@ def test_a_trainer_that_is_ending_brings_results_and_takes_nothing(tmp_path: Pat
     async def play(client: Client) -> None:
         await client.model(await client.session())
         await client.attach("one")
-        async with client.http.post(TURN, data=encode(Turn("one", ending=True)), headers=DOOR) as answer:
+        async with client.http.post(TURN, data=encode(TrainerTurn("one", ending=True)), headers=DOOR) as answer:
             assert answer.status == 204
         assert (await client.turn("one"))[0] == 200
 

@@ -13,16 +13,16 @@ from aiohttp.test_utils import TestServer
 
 from pipeline.api import wire
 from pipeline.api.errors import ApiError, Full
-from pipeline.api.facts import Sampler
+from pipeline.api.facts import SamplingSession
 from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
-from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, Sampling
+from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, SampleQueue
 from pipeline.api.store import Store
 from pipeline.system.process import hold_port
 
 LONGEST, MOST_ADAPTERS = 16, 2
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-SAMPLER = Sampler("s:sample:0", "ada", "tiny")
+SAMPLER = SamplingSession("s:sample:0", "ada", "tiny")
 
 
 class Script:
@@ -66,7 +66,7 @@ class Script:
         return web.json_response({"choices": choices, "prompt_logprobs": prompt})
 
 
-def with_servers(tmp_path: Path, play: Callable[[Sampling, list[Script]], Awaitable[None]], count: int = 1) -> None:
+def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awaitable[None]], count: int = 1) -> None:
     async def run() -> None:
         scripts, servers = [Script() for _ in range(count)], []
         for script in scripts:
@@ -75,7 +75,7 @@ def with_servers(tmp_path: Path, play: Callable[[Sampling, list[Script]], Awaita
             servers.append(TestServer(app))
             await servers[-1].start_server()
         kept = Store(tmp_path / "store.sqlite")
-        sampling = Sampling(kept, tmp_path / "weights", LONGEST, MOST_ADAPTERS)
+        sampling = SampleQueue(kept, tmp_path / "weights", LONGEST, MOST_ADAPTERS)
         await sampling.start()
         sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), "word"))
         try:
@@ -89,7 +89,7 @@ def with_servers(tmp_path: Path, play: Callable[[Sampling, list[Script]], Awaita
     asyncio.run(run())
 
 
-async def sample(sampling: Sampling, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
+async def sample(sampling: SampleQueue, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
     given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": {"max_tokens": 4}, **body}
     return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, folder, number, given))
 
@@ -97,7 +97,7 @@ async def sample(sampling: Sampling, number: int = 0, folder: str = "", **body: 
 def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
     from tinker.proto.response_conv import deserialize_sample_response
 
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         asked = {"num_samples": 2, "prompt_logprobs": True, "topk_prompt_logprobs": 1, "topk_sample_logprobs": 1}
         outcome = await sample(sampling, **asked)
         assert isinstance(outcome, bytes)
@@ -113,7 +113,7 @@ def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
 
 
 def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         for name in "abc":
             (tmp_path / "weights" / name).mkdir(parents=True)
             (tmp_path / "weights" / name / "adapter_config.json").write_text("{}")
@@ -127,7 +127,7 @@ def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(t
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_refuses_is_not(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         scripts[0].statuses = [503, 429]
         assert isinstance(await sample(sampling, 0), bytes)
         assert len(scripts[0].asked) == 3
@@ -145,7 +145,7 @@ def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy
 ) -> None:
     monkeypatch.setattr("pipeline.system.rest.pause_after", lambda failures: 60.0)  # as if the machine were fast
 
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         free = hold_port()
         lost, sound = f"127.0.0.1:{free.getsockname()[1]}", sampling._servers[0]
         sampling.use(Facts((lost, sound.endpoint), "word"))
@@ -170,7 +170,7 @@ def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy
 
 
 def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         full = asyncio.Event()
 
         async def keep(*changes: Any) -> None:
@@ -190,13 +190,13 @@ def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path
 
 
 def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> None:
-    async def accept(sampling: Sampling, scripts: list[Script]) -> None:
+    async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
         sampling.use(None)
         given = {"prompt": PROMPT, "num_samples": 1}
         await sampling.accept("s:sample:0:0", SAMPLER, "", 0, given)
         assert not scripts[0].asked
 
-    async def answer(sampling: Sampling, scripts: list[Script]) -> None:
+    async def answer(sampling: SampleQueue, scripts: list[Script]) -> None:
         assert isinstance(await sampling.result("s:sample:0:0"), bytes)
 
     with_servers(tmp_path, accept)
@@ -204,7 +204,7 @@ def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> No
 
 
 def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         sampling.use(None)
         id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
         waiting = asyncio.create_task(sampling.result(id))
@@ -220,7 +220,7 @@ def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Pa
 
 
 def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
         task = sampling._jobs[id].task
         assert task is not None
@@ -235,7 +235,7 @@ def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path)
 
 
 def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         given = {"temperature": 0.0, "max_tokens": 4}
         outcome = await sample(sampling, num_samples=3, sampling_params=given)
         assert isinstance(outcome, bytes)
@@ -246,7 +246,7 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path
 
 
 def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_path: Path) -> None:
-    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         scripts[0].answer = {"nothing": 1}
         outcome = await sample(sampling)
         assert isinstance(outcome, Failed)

@@ -286,7 +286,7 @@ def test_a_job_that_stopped_after_a_lost_rank_failed_and_the_page_says_why(run: 
     attempt.tell("draining", "agent.0", "SIGTERM")
     attempt.conclude("stopped", "rank 1 was lost <often>")
     assert state(read_history(run.root)) == "failed"
-    assert "<h2>The job stopped</h2><p>rank 1 was lost &lt;often&gt;</p>" in page(read_history(run.root))
+    assert "rank 1 was lost &lt;often&gt;" in page(read_history(run.root))
 
 
 @pytest.mark.parametrize("job", ["", "12", "13"])

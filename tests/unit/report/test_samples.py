@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.models import BUILT_IN
 from pipeline.groups.ledger import Settlement
 from pipeline.groups.records import Group, PreparedGroup, Sample
-from pipeline.report.conversation import Part, Reader
+from pipeline.report.conversation import Passage, SampleReader
 from pipeline.report.gallery import gallery, phases
 from pipeline.report.history import read_history
 from pipeline.report.page import page, state, tiles
@@ -145,7 +145,7 @@ def test_the_terminal_shows_turns_numbers_and_how_many_there_were(
         "advantage +1.000",
     ):
         assert part in shown
-    assert "1 of 31 samples that fit, of 33 that were kept" in shown
+    assert [int(word) for word in shown.splitlines()[-1].replace(",", "").split() if word.isdecimal()] == [1, 31, 33]
 
 
 def test_tokens_are_shown_with_mask_and_log_probability(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,12 +158,12 @@ def test_tokens_are_shown_with_mask_and_log_probability(run: FakeRun, capsys: py
 def test_the_tokenizer_is_read_once_for_all_samples(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[Path]()
 
-    class Counted(Reader):
+    class Counted(SampleReader):
         def __init__(self, directory: Path) -> None:
             read.append(directory)
             super().__init__(directory)
 
-    monkeypatch.setattr("pipeline.report.rollouts.Reader", Counted)
+    monkeypatch.setattr("pipeline.report.rollouts.SampleReader", Counted)
     assert main([f"run={run.root}", "--json", "--all"]) == 0
     assert len(read) == 1
 
@@ -239,17 +239,23 @@ def a_model(folder: Path, template: str) -> Path:
 
 
 def test_what_was_given_is_cut_where_the_template_begins_a_message(tmp_path: Path) -> None:
-    reader = Reader(a_model(tmp_path, CHATML))
+    reader = SampleReader(a_model(tmp_path, CHATML))
     given = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert [part.role for part in reader._given(given)] == ["system", "user", "assistant"]
     assert "".join(part.text for part in reader._given(given)) == given
 
 
 def test_a_built_in_models_turns_are_told_apart_by_mask_and_template() -> None:
-    reader = Reader(BUILT_IN / "tiny_qwen3")
+    reader = SampleReader(BUILT_IN / "tiny_qwen3")
     tokens = CHAT.encode("^2+2=4$")
-    assert reader.parts(tokens, [0] * 5 + [1, 1]) == [Part("prompt", "^2+2=", False), Part("assistant", "4$", True)]
-    assert Reader(Path("/nowhere")).parts([5, 6], [0, 1]) == [Part("prompt", "5", False), Part("assistant", "6", True)]
+    assert reader.parts(tokens, [0] * 5 + [1, 1]) == [
+        Passage("prompt", "^2+2=", False),
+        Passage("assistant", "4$", True),
+    ]
+    assert SampleReader(Path("/nowhere")).parts([5, 6], [0, 1]) == [
+        Passage("prompt", "5", False),
+        Passage("assistant", "6", True),
+    ]
 
 
 def test_a_terminal_shows_what_was_sampled_and_does_not_obey_it() -> None:

@@ -10,7 +10,7 @@ from pipeline.config import TaskConfig
 from pipeline.tasks import load_task
 from pipeline.tasks.calls import LocalCalls
 from pipeline.tasks.code import Code, checks_of, program_in
-from pipeline.tasks.functions import Part
+from pipeline.tasks.functions import ScorePart
 from pipeline.tasks.protocol import Answer
 from pipeline.tasks.template import Template
 from tests.unit.tasks.test_tasks import TINY
@@ -27,7 +27,7 @@ def reward(folder: Path, row: dict[str, Any], program: str, **options: Any) -> f
     task = load_task(TaskConfig(name="code", options=settings), 0)
     assert isinstance(task, Code)
     part = LocalCalls(task, Template(TINY)).score(0, task.prompt(0), Answer(f"Here:\n```python\n{program}\n```\nDone."))
-    return part.score if isinstance(part, Part) else part  # type: ignore[return-value]
+    return part.score if isinstance(part, ScorePart) else part  # type: ignore[return-value]
 
 
 RIGHT = "def add(a, b):\n    return a + b"

@@ -12,7 +12,7 @@ from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.tasks import Answer, Prompt, Task, ask, load_task
 from pipeline.tasks.calls import LocalCalls
-from pipeline.tasks.functions import Part
+from pipeline.tasks.functions import ScorePart
 from pipeline.tasks.rewards import Mixture, Score, check_rewards, load_rewards, names_of
 from pipeline.tasks.template import Template
 from tests.unit.tasks.user_tasks import Unscored
@@ -38,7 +38,7 @@ def scores(config: RewardConfig, prompt: Prompt, answers: Sequence[Answer], seco
     """What a worker would say, put together as the pool does."""
     task, mixture = arithmetic(), Mixture(config)
     calls = LocalCalls(task, TINY, load_rewards(config, task), seconds)
-    told: list[list[Part | str]] = []
+    told: list[list[ScorePart | str]] = []
     with closing(calls):
         for which in range(len(mixture.names)):
             if mixture.whole_groups:
