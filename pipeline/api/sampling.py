@@ -9,9 +9,9 @@ models' training or HTTP's front."""
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,12 @@ class _Server(Resting):
     endpoint: str
     running: int = 0
     adapters: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
-    in_use: dict[str, int] = field(default_factory=dict)
+    in_use: Counter[str] = field(default_factory=Counter)
+    """How many samples are being drawn from each adapter."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Whoever has it may change `adapters`; who waits for it comes in turn."""
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when nobody samples from some adapter any more."""
 
 
 class _Refused(Exception):
@@ -202,9 +206,7 @@ class Sampling:
             raise OSError("the servers are gone")
         server.running += 1
         try:
-            async with _Used(server, given.folder):
-                if given.folder:
-                    await self._load(server, given.folder)
+            async with self._adapter(server, given.folder):
                 body = request_body(given.body, adapter_name(given.folder), self._max_length)
                 answer = await self._post(server, "/inference/v1/generate", body)
                 server.rest.worked()
@@ -215,27 +217,49 @@ class Sampling:
         finally:
             server.running -= 1
 
-    async def _load(self, server: _Server, folder: str) -> None:
-        """Have the server know the adapter; the least recently used ones that nobody samples from give way."""
+    @asynccontextmanager
+    async def _adapter(self, server: _Server, folder: str) -> AsyncIterator[None]:
+        """While it is entered, the server has the adapter; without a folder none is needed."""
+        if not folder:
+            yield
+            return
         async with server.lock:
-            if folder in server.adapters:
-                server.adapters.move_to_end(folder)
-                return
-            place = self._weights / folder
-            if not (place / "adapter_config.json").is_file():
-                raise _Refused("the checkpoint that this client samples from was removed")
-            unused = [each for each in server.adapters if not server.in_use.get(each)]
-            for old in unused[: max(0, len(server.adapters) - self._most + 1)]:
-                with suppress(_Refused):
-                    await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(old)})
-                server.adapters.pop(old, None)
-            name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
-            try:
-                await self._post(server, "/v1/load_lora_adapter", name)
-            except _Refused as refusal:
-                if "already" not in str(refusal):
-                    raise
-            server.adapters[folder] = None
+            if folder not in server.adapters:
+                await self._make_room(server)
+                await self._load(server, folder)
+            server.adapters.move_to_end(folder)
+            server.in_use[folder] += 1
+        try:
+            yield
+        finally:
+            server.in_use[folder] -= 1
+            if not server.in_use[folder]:
+                del server.in_use[folder]
+                server.unused.set()
+
+    async def _make_room(self, server: _Server) -> None:
+        """Have the adapters that were not used for longest give way; where all are in use, wait until one is not."""
+        while len(server.adapters) >= self._most:
+            oldest = next((each for each in server.adapters if each not in server.in_use), None)
+            if oldest is None:
+                server.unused.clear()
+                await server.unused.wait()
+                continue
+            with suppress(_Refused):
+                await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(oldest)})
+            server.adapters.pop(oldest, None)
+
+    async def _load(self, server: _Server, folder: str) -> None:
+        place = self._weights / folder
+        if not (place / "adapter_config.json").is_file():
+            raise _Refused("the checkpoint that this client samples from was removed")
+        name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
+        try:
+            await self._post(server, "/v1/load_lora_adapter", name)
+        except _Refused as refusal:
+            if "already" not in str(refusal):
+                raise
+        server.adapters[folder] = None
 
     async def _post(self, server: _Server, route: str, body: Mapping[str, Any]) -> bytes:
         assert self._http is not None
@@ -250,21 +274,6 @@ class Sampling:
             if response.status != 200:
                 raise OSError(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
             return answer
-
-
-class _Used:
-    """While it is entered, the server keeps the adapter."""
-
-    def __init__(self, server: _Server, folder: str) -> None:
-        self._server, self._folder = server, folder
-
-    async def __aenter__(self) -> None:
-        self._server.in_use[self._folder] = self._server.in_use.get(self._folder, 0) + 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.in_use[self._folder] -= 1
-        if not self._server.in_use[self._folder]:
-            del self._server.in_use[self._folder]
 
 
 def _reason(answer: bytes) -> str:
