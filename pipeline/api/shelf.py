@@ -6,7 +6,7 @@ as long as an open request reads it. Must not know how a checkpoint is written.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TypeVar
 
 import msgspec
@@ -103,6 +103,14 @@ class Shelf:
     async def add_sampler(self, sampler: Sampler) -> None:
         await self._store.keep(store.fact("sampler", sampler.id, encode(sampler)))
         self.samplers[sampler.id] = sampler
+
+    async def drop_samplers(self, sessions: Set[str]) -> None:
+        """Forget the sampling clients of these sessions."""
+        old = [id for id in self.samplers if names.session_of(id) in sessions]
+        if old:
+            await self._store.keep(*(store.no_fact("sampler", id) for id in old))
+        for id in old:
+            self.samplers.pop(id, None)
 
     def put(self, model: Model, save: Save, size: int) -> tuple[Saved, list[Statement], Callable[[], None]]:
         """A checkpoint that was written: the result of its save, what to have in the store, and what to do then."""
