@@ -134,9 +134,10 @@ class Sampling:
             raise Full(f"{MOST_WAITING} samples wait", 429)
         given = Sampled(sampler.id, seq, folder, body)
         checked_request(body, self._max_length)
+        written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
         try:
-            await self._store.keep(store.request(id, "", seq, msgspec.msgpack.encode(given)))
+            await self._store.keep(store.request(id, "", seq, written))
         except Full as error:
             del self._jobs[id]
             raise Full(str(error), 429) from None

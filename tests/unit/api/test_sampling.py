@@ -219,6 +219,16 @@ def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path
     with_servers(tmp_path, play)
 
 
+def test_a_request_that_cannot_be_kept_leaves_nothing_that_a_retry_would_wait_for(tmp_path: Path) -> None:
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        for _ in range(2):
+            with pytest.raises(OverflowError):
+                await asyncio.wait_for(sample(sampling, unknown=1 << 70), 10)
+        assert isinstance(await sample(sampling), bytes)
+
+    with_servers(tmp_path, play)
+
+
 def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> None:
     async def accept(sampling: Sampling, scripts: list[Script]) -> None:
         sampling.use(None)
