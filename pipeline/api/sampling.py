@@ -84,6 +84,8 @@ class Sampling:
     def __init__(self, kept: Store, weights: Path, max_length: int, most_adapters: int) -> None:
         self._store, self._weights, self._max_length, self._most = kept, weights, max_length, most_adapters
         self._jobs: dict[str, _Job] = {}
+        self._waiting = 0
+        """Samples that are worked on, or wait for a server."""
         self._servers: list[_Server] = []
         self._password = ""
         self._there = asyncio.Event()
@@ -130,7 +132,7 @@ class Sampling:
             if self._jobs.get(id) is not known:
                 raise Full("the store took nothing just now; ask again", 429)
             return id
-        if sum(1 for job in self._jobs.values() if job.task is None or not job.task.done()) >= MOST_WAITING:
+        if self._waiting >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)
         given = Sampled(sampler.id, seq, folder, body)
         checked_request(body, self._max_length)
@@ -178,7 +180,12 @@ class Sampling:
         job = job or _Job(given)
         self._jobs[id] = job
         job.task = asyncio.create_task(self._work(id, given), name=f"sample {id}")
-        job.task.add_done_callback(lambda _: setattr(job, "ended", time.monotonic()))
+        self._waiting += 1
+        job.task.add_done_callback(lambda _: self._ended(job))
+
+    def _ended(self, job: _Job) -> None:
+        job.ended = time.monotonic()
+        self._waiting -= 1
 
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""

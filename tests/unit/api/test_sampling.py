@@ -229,6 +229,30 @@ def test_a_request_that_cannot_be_kept_leaves_nothing_that_a_retry_would_wait_fo
     with_servers(tmp_path, play)
 
 
+def test_no_more_samples_wait_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.api.sampling.MOST_WAITING", 2)
+
+    async def play(sampling: Sampling, scripts: list[Script]) -> None:
+        async def ask(number: int) -> str:
+            body = {"prompt": PROMPT, "num_samples": 1}
+            return await sampling.accept(f"s:sample:0:{number}", SAMPLER, "", number, body)
+
+        (script,) = scripts
+        script.gate.clear()
+        first, _ = await ask(0), await ask(1)
+        with pytest.raises(Full) as refused:
+            await ask(2)
+        assert refused.value.status == 429
+        assert await ask(0) == first, "a retry"
+        sampling.cancel(first)
+        assert isinstance(await sampling.result(first), Failed)
+        third = await ask(2)
+        script.gate.set()
+        assert isinstance(await sampling.result(third), bytes)
+
+    with_servers(tmp_path, play)
+
+
 def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> None:
     async def accept(sampling: Sampling, scripts: list[Script]) -> None:
         sampling.use(None)
