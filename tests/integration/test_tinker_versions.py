@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.trial, pytest.mark.filterwarn
 TOUR = Path(__file__).with_name("tinker_tour.py")
 SECONDS = 600
 OWN = ("listed", "rewards")
-"""What is of one tour alone: checkpoints by the hour that they were made in, and samples, which vLLM draws."""
+"""What differs between tours: versions take adapters away in two ways, and vLLM draws other samples each time."""
 
 
 def environments() -> dict[str, Path]:

@@ -20,7 +20,7 @@ from tinker import types
 LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 RL_LOSSES = LOSSES[:2]
 SFT_STEPS, SFT_DATA = 30, 32
-RL_STEPS, RL_RATE = 10, 3e-3
+RL_STEPS, RL_RATE = 14, 1e-3
 PROMPTS, SAMPLES = 24, 8
 
 
@@ -35,6 +35,14 @@ def datum(draw: random.Random, loss: str) -> types.Datum:
         inputs["logprobs"] = [-2.8 + 0.3 * draw.random() for _ in range(length)]
         inputs["advantages"] = [draw.random() - 0.5 for _ in range(length)]
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def made(client: Any) -> Any:
+    """A client that newer versions give as a future.
+
+    Using it as if it were none, as 0.38 allows, is for one thread: its event loop and `get_server_capabilities` may
+    wait for each other for ever."""
+    return client.result() if hasattr(client, "result") else client
 
 
 def train(trainer: Any, loss: str, data: list[types.Datum], rate: float = 3e-3) -> float:
@@ -80,19 +88,21 @@ def sampled(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
 
 
 def reinforce(trainer: Any, tokenizer: Any, loss: str, steps: int) -> list[float]:
-    """So many steps of RL on additions: the mean reward of each. A sample earns 1 for the right answer, else 0; its
-    advantage is what it earns above the mean of its prompt's samples."""
+    """So many steps of RL on the same additions: the mean reward of each.
+
+    A sample earns 1 for the right answer, else 0; its advantage is what it earns above the mean of its prompt's."""
     draw, earned = random.Random(1), []
+    asked = [drawn_sum(draw) for _ in range(PROMPTS)]
     params = types.SamplingParams(max_tokens=4)
     for _ in range(steps):
-        sampler, asked = trainer.save_weights_and_get_sampling_client(), [drawn_sum(draw) for _ in range(PROMPTS)]
+        sampler = made(trainer.save_weights_and_get_sampling_client())
         prompts = [tokenizer.encode(prompt) for prompt, _ in asked]
         answers = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
         data, rewards = [], []
-        for prompt, (_, right), answer in zip(prompts, asked, answers):
+        for prompt, (_, right), answer in zip(prompts, asked, answers, strict=True):
             sequences = answer.result().sequences
             own = [float(list(each.tokens) == tokenizer.encode(right)) for each in sequences]
-            data += [sampled(prompt, each, reward - mean(own)) for each, reward in zip(sequences, own)]
+            data += [sampled(prompt, each, reward - mean(own)) for each, reward in zip(sequences, own, strict=True)]
             rewards += own
         train(trainer, loss, data, RL_RATE)
         earned.append(mean(rewards))
@@ -118,7 +128,7 @@ def downloaded(client: Any, trainer: Any) -> list[str]:
 
 def main() -> dict[str, Any]:
     client = tinker.ServiceClient()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=3)
+    trainer = made(client.create_lora_training_client(base_model="tiny", rank=4, seed=3))
     seen: dict[str, Any] = {"models": [each.model_name for each in client.get_server_capabilities().supported_models]}
     seen["rank"] = trainer.get_info().lora_rank
     tokenizer, draw = trainer.get_tokenizer(), random.Random(0)
@@ -128,15 +138,15 @@ def main() -> dict[str, Any]:
     ]
     learned = trainer.save_state("learned").result().path
     seen["rewards"] = {
-        loss: reinforce(client.create_training_client_from_state(learned), tokenizer, loss, RL_STEPS)
+        loss: reinforce(made(client.create_training_client_from_state(learned)), tokenizer, loss, RL_STEPS)
         for loss in RL_LOSSES
     }
     seen["losses"] = [train_at_random(trainer, loss, 10 + at) for at, loss in enumerate(LOSSES)]
     state = trainer.save_state("half").result().path
     seen["next"] = train_at_random(trainer, "cross_entropy", 99), train_at_random(trainer, "cross_entropy", 98)
-    resumed = client.create_training_client_from_state_with_optimizer(state)
+    resumed = made(client.create_training_client_from_state_with_optimizer(state))
     seen["resumed"] = train_at_random(resumed, "cross_entropy", 99), train_at_random(resumed, "cross_entropy", 98)
-    fresh = client.create_training_client_from_state(state)
+    fresh = made(client.create_training_client_from_state(state))
     seen["fresh"] = train_at_random(fresh, "cross_entropy", 99), train_at_random(fresh, "cross_entropy", 98)
     trainer.load_state(state).result()
     seen["loaded"] = train_at_random(trainer, "cross_entropy", 99)
