@@ -12,11 +12,10 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +37,7 @@ PROMPT = [1 + at % 16 for at in range(32)]
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_tinker_sampling")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--requests", type=int, default=64, help="of all clients together")
+    parser.add_argument("--requests", type=int, default=48, help="of all clients together")
     parser.add_argument("--samples", type=int, default=8, help="of each request")
     parser.add_argument("--tokens", type=int, default=64, help="of each sample")
     given = parser.parse_args(arguments)
@@ -111,23 +110,17 @@ async def seconds_raw(served: Served, model: str, clients: int, given: argparse.
 
 
 def seconds_api(samplers: Sequence[Any], given: argparse.Namespace) -> float:
-    """From the first request of any client to the last answer of all; each client has a thread."""
+    """From the first request of any client to the last answer of all."""
+    left = iter(range(given.requests))
 
     def ask(sampler: Any) -> None:
-        under_way: deque[Any] = deque()
-        for _ in range(given.requests // len(samplers)):
-            under_way.append(sampler.sample(prompt(), given.samples, params(given)))
-            while len(under_way) >= AHEAD:
-                under_way.popleft().result()
-        for each in under_way:
-            each.result()
+        for _ in left:
+            assert len(sampler.sample(prompt(), given.samples, params(given)).result().sequences) == given.samples
 
-    threads = [threading.Thread(target=ask, args=(sampler,), daemon=True) for sampler in samplers]
+    asking = [sampler for sampler in samplers for _ in range(AHEAD)]
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(asking)) as threads:
+        list(threads.map(ask, asking))
     return time.perf_counter() - started
 
 
