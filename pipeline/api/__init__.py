@@ -6,7 +6,9 @@
 | `front`, `routes` | what clients ask, and what they are answered |
 | `door` | the routes of the trainer |
 | `registry`, `requests` | sessions, models and their requests, and how they change |
+| `remembered` | the same from the store, when the front starts |
 | `shelf` | checkpoints and sampling clients |
+| `expiry` | how long what nobody asked for again is kept |
 | `sampling`, `generation` | requests to the servers; their form, and that of the answers |
 | `order` | the order of a model's requests |
 | `wire` | protobuf to records, and back |

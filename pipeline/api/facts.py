@@ -9,12 +9,13 @@ from pipeline.api.records import Adapter
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A client's session; `ended` says why it takes nothing any more."""
+    """A client's session; `ended` says why it takes nothing any more, `ended_at` since when."""
 
     id: str
     owner: str
     created: float
     ended: str = ""
+    ended_at: float = 0.0
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -35,6 +35,11 @@ def sampler_id(session: str, number: int) -> str:
     return f"{session}:sample:{number}"
 
 
+def session_of(id: str) -> str:
+    """The session of a model or a sampler."""
+    return id.partition(":")[0]
+
+
 def request_id(owner: str, number: int) -> str:
     """Of the request with this number of a model or a sampler."""
     return f"{owner}:{number}"

@@ -6,13 +6,14 @@ what another owner's key made; and that what a trainer lost with its memory is h
 until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP, protobuf or how samples are
 made.
 
-A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable.
-Results are kept until a client has had them for `SERVED_SECONDS`, and for `UNFETCHED_SECONDS` if none asks.
+A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable. What
+nobody needs any more is dropped by the rules of `pipeline.api.expiry`.
 """
 
 import asyncio
 import contextlib
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +21,20 @@ import msgspec
 
 from pipeline.api import names, store
 from pipeline.api.errors import ApiError, Full, Missing
+from pipeline.api.expiry import request_is_over, session_is_over
 from pipeline.api.facts import Model, Session
 from pipeline.api.keys import Owner
 from pipeline.api.order import ModelQueue
 from pipeline.api.recent import Recent
 from pipeline.api.records import Adapter, Body, Create, Done, Failed, Load, Result, Save, Saved, Work, encode
-from pipeline.api.requests import UNLOAD_SEQ, Live, Request, bodies, results, unload_work
+from pipeline.api.remembered import remembered
+from pipeline.api.requests import GONE, UNLOAD_SEQ, Live, Request, bodies, results, unload_work
 from pipeline.api.shelf import Shelf
 from pipeline.api.store import FAILURE_BYTES, Statement, Store
 
 MOST_DELIVERIES = 3
-SERVED_SECONDS, UNFETCHED_SECONDS = 3600.0, 86400.0
-"""How long a result is kept after a client got it, as it may ask again when its connection broke; and if none asks."""
 RECENT_BYTES = 1 << 26
 """Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
-_GONE = Failed("the model was unloaded, or its session has ended", "user")
 
 
 class Registry:
@@ -42,16 +42,16 @@ class Registry:
 
     def __init__(self, kept: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = kept, clock
-        self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Live] = {}
-        self.requests: dict[str, Request] = {}
+        self.sessions, self.models, self.requests = remembered(kept, clock())
         self.heard: dict[str, float] = {}
         self.news = asyncio.Event()
         """Set when a trainer may have something to do."""
-        self._turn = 0
+        self._turns: OrderedDict[str, None] = OrderedDict()
+        """The models that may have something to do, the one that had its turn last at the end."""
+        self._strangers: list[str] = []
+        """Models that the trainer has, and that are gone here."""
         self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
         self.shelf = Shelf(kept, clock, self._is_read)
-        self._restore()
 
     # Sessions and models
 
@@ -76,11 +76,11 @@ class Registry:
 
     async def end_session(self, session: Session, why: str) -> None:
         """Unload its models; their checkpoints stay."""
-        await self._note(msgspec.structs.replace(session, ended=why))
+        await self._note(msgspec.structs.replace(session, ended=why, ended_at=self._clock()))
         for live in self.models.values():
             if live.fact.session == session.id:
                 live.unloading = True
-        self.news.set()
+                self._wake(live)
 
     def model(self, owner: Owner, id: str) -> Live:
         live = self.models.get(id)
@@ -93,7 +93,7 @@ class Registry:
         fact = msgspec.structs.replace(live.fact, unloading=True)
         await self._store.keep(_model_fact(fact))
         live.fact, live.unloading = fact, True
-        self.news.set()
+        self._wake(live)
 
     # Requests
 
@@ -154,7 +154,7 @@ class Registry:
         else:
             self._bodies.put(request.id, written)
         request.kept.set()
-        self.news.set()
+        self._wake(live)
         return request
 
     async def _known(self, live: Live, seq: int) -> Request | None:
@@ -180,23 +180,28 @@ class Registry:
 
     def next_work(self) -> bytes | None:
         """What a trainer is to do next, encoded; None while there is nothing. Models take turns."""
-        models = list(self.models.values())
-        for offset in range(len(models)):
-            index = (self._turn + offset) % len(models)
-            work = self._next_of(models[index])
+        if self._strangers:
+            return encode(unload_work(self._strangers.pop()))
+        for id in list(self._turns):
+            live = self.models[id]
+            work = self._next_of(live)
             if work is not None:
-                self._turn = index + 1
+                self._turns.move_to_end(id)
                 return encode(work)
+            if live.lost or live.fact.gone or live.queue.idle:
+                del self._turns[id]
         return None
 
+    def _wake(self, live: Live) -> None:
+        """Have a model be looked at for work."""
+        self._turns.setdefault(live.fact.id)
+        self.news.set()
+
     def _next_of(self, live: Live) -> Work | None:
-        if live.came_back:
-            live.came_back = False
-            return unload_work(live)
         if live.fact.gone:
             return None
         if live.lost:
-            return unload_work(live) if live.unloading else None
+            return unload_work(live.fact.id) if live.unloading else None
         while (seq := live.queue.next(time.monotonic())) is not None:
             request = live.requests[seq]
             if not request.redone:
@@ -209,7 +214,7 @@ class Registry:
             request.deliveries += 1
             return Work(request.id, live.fact.id, seq, bodies.decode(body), bool(request.answered))
         if live.unloading and live.queue.idle:
-            return unload_work(live)
+            return unload_work(live.fact.id)
         return None
 
     async def finish(self, done: Done) -> None:
@@ -247,10 +252,9 @@ class Registry:
 
     async def attach(self, cursors: dict[str, int]) -> None:
         """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
-        for live in list(self.models.values()):
-            live.came_back = live.fact.gone and live.fact.id in cursors
-            if live.fact.gone:
-                continue
+        there = {id: live for id, live in self.models.items() if not live.fact.gone}
+        self._strangers = [id for id in cursors if id not in there]
+        for live in there.values():
             cursor = cursors.get(live.fact.id, -1)
             later = [seq for seq in sorted(live.requests) if seq > cursor]
             live.queue.restart(cursor + 1, later)
@@ -259,6 +263,7 @@ class Registry:
                 live.lost = f"model {live.fact.id} is lost: the trainer has an older commit than is kept here"
             for seq in later:
                 await self._give_up_poison(live.requests[seq])
+            self._wake(live)
         self.news.set()
 
     async def _give_up_poison(self, request: Request) -> None:
@@ -293,7 +298,7 @@ class Registry:
         for request in live.requests.values():
             request.open = False
             if not request.answered:
-                request.finish(_GONE, self._clock())
+                request.finish(GONE, self._clock())
 
     # What is dropped
 
@@ -311,21 +316,44 @@ class Registry:
         for session in list(self.sessions.values()):
             if not session.ended and now - self.heard.setdefault(session.id, now) > silent_seconds:
                 await self.end_session(session, f"no heartbeat for {silent_seconds:.0f} s")
-        old = [each for each in self.requests.values() if self._is_over(each, now)]
+        await self._drop_requests(now)
+        await self._drop_sessions(now)
+        await self._drop_models()
+        await self.shelf.remove_expired()
+
+    async def _drop_requests(self, now: float) -> None:
+        gone = {id for id, live in self.models.items() if live.fact.gone}
+        old = [each for each in self.requests.values() if request_is_over(each, now, gone=each.model in gone)]
         if old:
             await self._store.keep(*store.no_requests([each.id for each in old]))
         for request in old:
             self.requests.pop(request.id, None)
             self.models[request.model].requests.pop(request.seq, None)
-        await self.shelf.remove_expired()
 
-    def _is_over(self, request: Request, now: float) -> bool:
-        """Whether neither a client nor a trainer will ask for a request again."""
-        if not request.answered or (request.open and request.failure is None):
-            return False
-        gone = self.models[request.model].fact.gone
-        unfetched = SERVED_SECONDS if gone else UNFETCHED_SECONDS
-        return now - request.served > SERVED_SECONDS if request.served else now - request.answered > unfetched
+    async def _drop_sessions(self, now: float) -> None:
+        """Sessions that ended a while ago, with their sampling clients, once no trainer has a model of them."""
+        busy = {live.fact.session for live in self.models.values() if not live.fact.gone}
+        old = {each.id for each in self.sessions.values() if session_is_over(each, now) and each.id not in busy}
+        if old:
+            await self._store.keep(*(store.no_fact("session", id) for id in old))
+            await self.shelf.drop_samplers(old)
+        for id in old:
+            self.sessions.pop(id, None)
+            self.heard.pop(id, None)
+
+    async def _drop_models(self) -> None:
+        """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
+        named = {names.parse_path(path).model for path in self.shelf.checkpoints}
+        old = [
+            id
+            for id, live in self.models.items()
+            if live.fact.gone and not live.requests and live.fact.session not in self.sessions and id not in named
+        ]
+        if old:
+            await self._store.keep(*(store.no_fact(kind, id) for id in old for kind in ("model", "settled")))
+        for id in old:
+            self.models.pop(id, None)
+            self._turns.pop(id, None)
 
     def _is_read(self, folder: str) -> bool:
         """Whether a trainer may yet be asked to read a folder."""
@@ -336,37 +364,6 @@ class Registry:
     async def _note(self, session: Session) -> None:
         await self._store.keep(store.fact("session", session.id, encode(session)))
         self.sessions[session.id] = session
-
-    def _restore(self) -> None:
-        now = self._clock()
-        for id, body in self._store.facts("session"):
-            self.sessions[id] = msgspec.msgpack.decode(body, type=Session)
-        for id, body in self._store.facts("model"):
-            fact = msgspec.msgpack.decode(body, type=Model)
-            ended = self.sessions[fact.session].ended if fact.session in self.sessions else "unknown"
-            self.models[id] = Live(fact, ModelQueue(), unloading=bool(ended) or fact.unloading)
-        for id, body in self._store.facts("settled"):
-            self.models[id].settled = msgspec.msgpack.decode(body, type=int)
-        for kept in self._store.requests():
-            if kept.model in self.models:  # else it is a sample
-                self._restore_request(self.models[kept.model], kept, now)
-        for live in self.models.values():
-            answered = [seq for seq, each in live.requests.items() if each.answered]
-            live.queue = ModelQueue(max(answered, default=-1) + 1)
-            live.queue.restart(0, sorted(live.requests))
-
-    def _restore_request(self, live: Live, kept: store.Kept, now: float) -> None:
-        request = Request(kept.id, kept.model, kept.seq, open=kept.open and not live.fact.gone, served=kept.served)
-        body = self._store.body(kept.id)
-        if body is not None:
-            request.understand(bodies.decode(body))
-        request.kept.set()
-        if kept.result is not None:
-            small = results.decode(kept.result) if kept.result else None
-            request.finish(small, now)  # a long one is read when it is asked for: it is no failure
-        elif live.fact.gone:
-            request.finish(_GONE, now)
-        live.requests[kept.seq] = self.requests[kept.id] = request
 
 
 def _model_fact(fact: Model) -> Statement:

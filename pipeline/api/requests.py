@@ -15,6 +15,7 @@ from pipeline.api.order import ModelQueue
 from pipeline.api.records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Unload, Work
 
 UNLOAD_SEQ = 1 << 40
+GONE = Failed("the model was unloaded, or its session has ended", "user")
 bodies: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Body)
 results: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Result)
 
@@ -75,8 +76,6 @@ class Live:
     """Up to this request nothing can be done again."""
     lost: str = ""
     unloading: bool = False
-    came_back: bool = False
-    """Gone, but in the commit of the trainer that is there."""
 
 
 class SaveNote(msgspec.Struct, frozen=True):
@@ -94,6 +93,6 @@ def save_body(path: WeightsPath, version: int, note: SaveNote) -> Save:
     return Save(path.folder(version), path.kind != "weights", msgspec.json.encode(note).decode())
 
 
-def unload_work(live: Live) -> Work:
+def unload_work(model: str) -> Work:
     """What has a trainer forget a model, after all its requests."""
-    return Work(names.request_id(live.fact.id, UNLOAD_SEQ), live.fact.id, UNLOAD_SEQ, Unload())
+    return Work(names.request_id(model, UNLOAD_SEQ), model, UNLOAD_SEQ, Unload())

@@ -9,9 +9,9 @@ models' training or HTTP's front."""
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,12 @@ class _Server(Resting):
     endpoint: str
     running: int = 0
     adapters: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
-    in_use: dict[str, int] = field(default_factory=dict)
+    in_use: Counter[str] = field(default_factory=Counter)
+    """How many samples are being drawn from each adapter."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Whoever has it may change `adapters`; who waits for it comes in turn."""
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when nobody samples from some adapter any more."""
 
 
 class _Refused(Exception):
@@ -80,6 +84,8 @@ class SampleQueue:
     def __init__(self, kept: Store, weights: Path, max_length: int, most_adapters: int) -> None:
         self._store, self._weights, self._max_length, self._most = kept, weights, max_length, most_adapters
         self._jobs: dict[str, _Job] = {}
+        self._waiting = 0
+        """Samples that are worked on, or wait for a server."""
         self._servers: list[_Server] = []
         self._password = ""
         self._there = asyncio.Event()
@@ -126,13 +132,14 @@ class SampleQueue:
             if self._jobs.get(id) is not known:
                 raise Full("the store took nothing just now; ask again", 429)
             return id
-        if sum(1 for job in self._jobs.values() if job.task is None or not job.task.done()) >= MOST_WAITING:
+        if self._waiting >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)
         given = Sampled(sampler.id, seq, folder, body)
         checked_request(body, self._max_length)
+        written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
         try:
-            await self._store.keep(store.request(id, "", seq, msgspec.msgpack.encode(given)))
+            await self._store.keep(store.request(id, "", seq, written))
         except Full as error:
             del self._jobs[id]
             raise Full(str(error), 429) from None
@@ -173,7 +180,12 @@ class SampleQueue:
         job = job or _Job(given)
         self._jobs[id] = job
         job.task = asyncio.create_task(self._work(id, given), name=f"sample {id}")
-        job.task.add_done_callback(lambda _: setattr(job, "ended", time.monotonic()))
+        self._waiting += 1
+        job.task.add_done_callback(lambda _: self._ended(job))
+
+    def _ended(self, job: _Job) -> None:
+        job.ended = time.monotonic()
+        self._waiting -= 1
 
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
@@ -202,9 +214,7 @@ class SampleQueue:
             raise OSError("the servers are gone")
         server.running += 1
         try:
-            async with _Used(server, given.folder):
-                if given.folder:
-                    await self._load(server, given.folder)
+            async with self._adapter(server, given.folder):
                 body = request_body(given.body, adapter_name(given.folder), self._max_length)
                 answer = await self._post(server, "/inference/v1/generate", body)
                 server.rest.worked()
@@ -215,27 +225,49 @@ class SampleQueue:
         finally:
             server.running -= 1
 
-    async def _load(self, server: _Server, folder: str) -> None:
-        """Have the server know the adapter; the least recently used ones that nobody samples from give way."""
+    @asynccontextmanager
+    async def _adapter(self, server: _Server, folder: str) -> AsyncIterator[None]:
+        """While it is entered, the server has the adapter; without a folder none is needed."""
+        if not folder:
+            yield
+            return
         async with server.lock:
-            if folder in server.adapters:
-                server.adapters.move_to_end(folder)
-                return
-            place = self._weights / folder
-            if not (place / "adapter_config.json").is_file():
-                raise _Refused("the checkpoint that this client samples from was removed")
-            unused = [each for each in server.adapters if not server.in_use.get(each)]
-            for old in unused[: max(0, len(server.adapters) - self._most + 1)]:
-                with suppress(_Refused):
-                    await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(old)})
-                server.adapters.pop(old, None)
-            name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
-            try:
-                await self._post(server, "/v1/load_lora_adapter", name)
-            except _Refused as refusal:
-                if "already" not in str(refusal):
-                    raise
-            server.adapters[folder] = None
+            if folder not in server.adapters:
+                await self._make_room(server)
+                await self._load(server, folder)
+            server.adapters.move_to_end(folder)
+            server.in_use[folder] += 1
+        try:
+            yield
+        finally:
+            server.in_use[folder] -= 1
+            if not server.in_use[folder]:
+                del server.in_use[folder]
+                server.unused.set()
+
+    async def _make_room(self, server: _Server) -> None:
+        """Have the adapters that were not used for longest give way; where all are in use, wait until one is not."""
+        while len(server.adapters) >= self._most:
+            oldest = next((each for each in server.adapters if each not in server.in_use), None)
+            if oldest is None:
+                server.unused.clear()
+                await server.unused.wait()
+                continue
+            with suppress(_Refused):
+                await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(oldest)})
+            server.adapters.pop(oldest, None)
+
+    async def _load(self, server: _Server, folder: str) -> None:
+        place = self._weights / folder
+        if not (place / "adapter_config.json").is_file():
+            raise _Refused("the checkpoint that this client samples from was removed")
+        name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
+        try:
+            await self._post(server, "/v1/load_lora_adapter", name)
+        except _Refused as refusal:
+            if "already" not in str(refusal):
+                raise
+        server.adapters[folder] = None
 
     async def _post(self, server: _Server, route: str, body: Mapping[str, Any]) -> bytes:
         assert self._http is not None
@@ -250,21 +282,6 @@ class SampleQueue:
             if response.status != 200:
                 raise OSError(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
             return answer
-
-
-class _Used:
-    """While it is entered, the server keeps the adapter."""
-
-    def __init__(self, server: _Server, folder: str) -> None:
-        self._server, self._folder = server, folder
-
-    async def __aenter__(self) -> None:
-        self._server.in_use[self._folder] = self._server.in_use.get(self._folder, 0) + 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.in_use[self._folder] -= 1
-        if not self._server.in_use[self._folder]:
-            del self._server.in_use[self._folder]
 
 
 def _reason(answer: bytes) -> str:

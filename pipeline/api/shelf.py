@@ -5,8 +5,9 @@ checkpoint is there once its save was answered, that nobody sees another owner's
 as long as an open request reads it. Must not know how a checkpoint is written.
 """
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ class Shelf:
         self._unnamed = {folder for folder, _ in kept.facts("unnamed")}
         """Folders of checkpoints that are gone; each stays while an open request reads it."""
         self.on_removed: Callable[[str], None] = lambda folder: None
+        """Called in a thread, with a folder that nobody needs."""
 
     def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
         """`Missing` for one that is not there, has expired, or is another owner's."""
@@ -88,7 +90,7 @@ class Shelf:
 
     async def remove_folders(self) -> None:
         for folder in [each for each in self._unnamed if not self._is_read(each)]:
-            self.on_removed(folder)
+            await asyncio.to_thread(self.on_removed, folder)
             with contextlib.suppress(ApiError):  # then it is removed again
                 await self._store.keep(store.no_fact("unnamed", folder))
                 self._unnamed.discard(folder)
@@ -103,6 +105,14 @@ class Shelf:
     async def add_sampler(self, sampler: SamplingSession) -> None:
         await self._store.keep(store.fact("sampler", sampler.id, encode(sampler)))
         self.samplers[sampler.id] = sampler
+
+    async def drop_samplers(self, sessions: Set[str]) -> None:
+        """Forget the sampling clients of these sessions."""
+        old = [id for id in self.samplers if names.session_of(id) in sessions]
+        if old:
+            await self._store.keep(*(store.no_fact("sampler", id) for id in old))
+        for id in old:
+            self.samplers.pop(id, None)
 
     def put(self, model: Model, save: Save, size: int) -> tuple[Saved, list[Statement], Callable[[], None]]:
         """A checkpoint that was written: the result of its save, what to have in the store, and what to do then."""

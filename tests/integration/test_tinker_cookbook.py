@@ -71,7 +71,7 @@ def write_model(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=MARKS[2], pad_token=MARKS[0])
     whole.save_pretrained(folder)
-    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
     ids = {"eos_token_id": whole.eos_token_id, "pad_token_id": whole.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)

@@ -3,11 +3,12 @@
 Whoever has an address of a download gets the file, until it expires: it is signed by the front, and good for an
 adapter that was saved for sampling or as external weights."""
 
+import asyncio
 import hashlib
 import hmac
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from pipeline.api.requests import SaveNote, save_body
 from pipeline.api.routes.fields import future, number, text, time_of, ttl
 from pipeline.api.routes.router import API, Body, Router
 from pipeline.api.settings import Settings
+from pipeline.errors import one_line
 
 URL_SECONDS = 3600.0
 ARCHIVE = "archive.tar"
@@ -60,9 +62,8 @@ class WeightRoutes:
     async def _urls(self, owner: Owner, request: web.Request) -> web.Response:
         checkpoint = self._downloadable(owner, request)
         expires = int(time.time() + URL_SECONDS)
-        folder = self._settings.weights / checkpoint.folder
-        files = sorted(file.name for file in folder.iterdir() if file.is_file())
-        urls = {file: self._url(request, checkpoint, file, expires) for file in files}
+        files = _files(self._settings.weights / checkpoint.folder)
+        urls = {file.name: self._url(request, checkpoint, file.name, expires) for file in files}
         return web.json_response({"urls": urls, "expires": time_of(expires)})
 
     async def _archive(self, owner: Owner, request: web.Request) -> web.Response:
@@ -138,18 +139,28 @@ class _Saving:
 
 
 async def _send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
-    """All files of a folder as a tar archive, made while it is sent."""
+    """All files of a folder as a tar archive, made while it is sent. They are read in threads: a slow disk holds up
+    this client alone."""
     headers = {"Content-Type": "application/x-tar", "Content-Disposition": f'attachment; filename="{ARCHIVE}"'}
+    blocks = _tar_blocks(_files(folder))
     answer = web.StreamResponse(headers=headers)
     await answer.prepare(request)
-    for block in _tar_blocks(folder):
+    while block := await asyncio.to_thread(next, blocks, b""):
         await answer.write(block)
     await answer.write_eof()
     return answer
 
 
-def _tar_blocks(folder: Path) -> Iterator[bytes]:
-    for file in sorted(each for each in folder.iterdir() if each.is_file()):
+def _files(folder: Path) -> list[Path]:
+    """`Missing` for a checkpoint whose folder somebody took away."""
+    try:
+        return sorted(each for each in folder.iterdir() if each.is_file())
+    except OSError as error:
+        raise Missing(f"the files of this checkpoint are not there any more: {one_line(error)}") from None
+
+
+def _tar_blocks(files: Sequence[Path]) -> Iterator[bytes]:
+    for file in files:
         entry = tarfile.TarInfo(file.name)
         entry.size, entry.mtime = file.stat().st_size, int(file.stat().st_mtime)
         yield entry.tobuf()

@@ -54,7 +54,8 @@ class Client:
 
 def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> None:
     async def run() -> None:
-        (tmp_path / "keys").write_text(f"{digest('tml-ada')} ada models=2\n{digest('tml-bob')} bob\n")
+        lines = [f"{digest(f'tml-{name}')} {name}" for name in ("bob", "eve")]
+        (tmp_path / "keys").write_text("\n".join([f"{digest('tml-ada')} ada models=2", *lines, ""]))
         settings = Settings(
             root=str(tmp_path),
             host="127.0.0.1",
@@ -77,7 +78,9 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> Non
         front.add_routes(app)
         Door(registry, "secret", lambda facts: None).add_routes(app)
         await sampling.start()
-        async with TestClient(TestServer(app)) as http:
+        server = TestServer(app)
+        await server.start_server(auto_decompress=False)
+        async with TestClient(server) as http:
             await play(Client(http, registry, kept))
         await sampling.close()
         kept.close()

@@ -1,15 +1,13 @@
 """The front over HTTP, with a trainer that only says what it did."""
 
 import asyncio
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pipeline.api import store, wire
+from pipeline.api import store
 from pipeline.api.door import SECRET, TURN
 from pipeline.api.errors import Full
 from pipeline.api.records import Done, Failed, Plain, Saved, Stepped, TrainerTurn, Unload, encode
@@ -228,47 +226,6 @@ def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path:
             _, result = await client.post("retrieve_future", {"request_id": accepted["request_id"]})
             assert result["category"] == "user"
             assert "the name" in result["error"]
-
-    with_front(tmp_path, play)
-
-
-def test_random_requests_leave_the_front_up_and_its_state_as_it_was(tmp_path: Path) -> None:
-    draw = random.Random(0)
-
-    def value(depth: int = 0) -> Any:
-        kinds = [None, True, 7, -1, 1 << 70, 1.5, "", "a", "tinker://x/weights/y", [], {}]
-        if depth < 2 and draw.random() < 0.4:
-            return draw.choice([[value(depth + 1)], {"chunks": value(depth + 1)}, {"rank": value(depth + 1)}])
-        return draw.choice(kinds)
-
-    async def play(client: Client) -> None:
-        session = await client.session()
-        model = (await client.model(session))[1]["model_id"]
-        sampler = (
-            await client.post(
-                "create_sampling_session",
-                {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"},
-            )
-        )[1]["sampling_session_id"]
-        known = {"session_id": session, "model_id": model, "sampling_session_id": sampler}
-        fields = [*known, "seq_id", "model_seq_id", "base_model", "lora_config", "adam_params", "path", "prompt"]
-        fields += ["num_samples", "sampling_params", "request_id", "tinker_path", "ttl_seconds", "optimizer_config"]
-        routes = ["create_model", "load_weights", "get_info", "optim_step", "save_weights", "weights_info", "asample"]
-        routes += ["save_weights_for_sampler", "create_sampling_session", "forward_backward", "retrieve_future"]
-        before = (set(client.registry.models), set(client.registry.shelf.checkpoints), set(client.registry.sessions))
-        for _ in range(1500):
-            body = {name: value() for name in draw.sample(fields, draw.randint(0, 6))}
-            body |= {name: id for name, id in known.items() if draw.random() < 0.5}
-            data = json.dumps(body).encode() if draw.random() < 0.9 else draw.randbytes(draw.randint(0, 60))
-            url = f"/api/v1/{draw.choice(routes)}"
-            async with client.http.post(url, data=data, headers=ADA) as answer:
-                assert answer.status in (200, 400, 403, 404), (url, data, await answer.text())
-        found = (set(client.registry.models), set(client.registry.shelf.checkpoints), set(client.registry.sessions))
-        assert found == before
-        message = wire.protocol().ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="ppo")
-        body = message.SerializeToString()
-        async with client.http.post("/api/v1/forward_backward", data=body, headers=ADA) as answer:
-            assert answer.status == 200
 
     with_front(tmp_path, play)
 

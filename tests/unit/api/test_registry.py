@@ -8,16 +8,36 @@ import msgspec
 import pytest
 
 from pipeline.api.errors import ApiError
+from pipeline.api.expiry import ENDED_SECONDS, SERVED_SECONDS, UNFETCHED_SECONDS
+from pipeline.api.facts import Sampler
 from pipeline.api.keys import Owner
-from pipeline.api.records import Adapter, Create, Done, Failed, Pass, Passed, Plain, Step, Stepped, Unload, Work
-from pipeline.api.registry import SERVED_SECONDS, UNFETCHED_SECONDS, Registry
-from pipeline.api.requests import Live
+from pipeline.api.names import WeightsPath
+from pipeline.api.records import (
+    Adapter,
+    Create,
+    Done,
+    Failed,
+    Pass,
+    Passed,
+    Plain,
+    Saved,
+    Step,
+    Stepped,
+    Unload,
+    Work,
+)
+from pipeline.api.registry import Registry
+from pipeline.api.requests import Live, SaveNote, save_body
 from pipeline.api.store import FAILURE_BYTES, Store
 
 ADA = Owner("ada", models=1)
 STEP = Step(0.1, 0.9, 0.95, 1e-8, 0.0, 0.0)
 LOOK = Pass((), "cross_entropy", {}, backward=False)
 _works = msgspec.msgpack.Decoder(Work)
+
+
+def path_of(model: str) -> WeightsPath:
+    return WeightsPath(model, "weights", "mine")
 
 
 class Play:
@@ -203,5 +223,81 @@ def test_a_step_is_answered_once(tmp_path: Path) -> None:
             await stage.done(1, Stepped({"lr:mean": rate}))
         stage.restart()
         assert stage.registry.result(stage.registry.requests[f"{model}:1"]) == Stepped({"lr:mean": 1.0})
+
+    play(tmp_path, story)
+
+
+def test_an_ended_session_is_forgotten_with_its_models_unless_they_have_checkpoints(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await three_steps(stage)
+        session = stage.registry.sessions[stage.live.fact.session]
+        await stage.registry.shelf.add_sampler(Sampler(f"{session.id}:sample:0", "ada", "tiny"))
+        await stage.registry.accept(stage.live, 4, lambda: save_body(path_of(model), 4, SaveNote(str(path_of(model)))))
+        assert stage.work() is not None
+        await stage.done(4, Saved(1))
+        await stage.registry.end_session(session, "it is over")
+        unload = stage.work()
+        assert unload is not None
+        await stage.registry.finish(Done(unload.request, Plain()))
+        stage.now += ENDED_SECONDS + 1
+        await stage.registry.sweep(1e9)
+        assert (stage.registry.sessions, stage.registry.shelf.samplers, stage.registry.requests) == ({}, {}, {})
+        assert set(stage.registry.models) == {model}, "its checkpoint is listed under it"
+        (checkpoint,) = stage.registry.shelf.checkpoints.values()
+        await stage.registry.shelf.remove(checkpoint)
+        await stage.registry.sweep(1e9)
+        assert not stage.registry.models
+        assert not [each for kind in ("session", "model", "settled", "sampler") for each in stage.kept.facts(kind)]
+        stage.restart()
+        await stage.registry.attach({model: 2})
+        again = stage.work()
+        assert again is not None
+        assert (again.model, again.body) == (model, Unload()), "a trainer may still have it from an old commit"
+        assert stage.work() is None
+
+    play(tmp_path, story)
+
+
+def test_a_session_that_ended_is_known_for_a_while_and_while_a_trainer_has_its_model(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        await three_steps(stage)
+        session = stage.registry.sessions[stage.live.fact.session]
+        await stage.registry.end_session(session, "it is over")
+        stage.now += ENDED_SECONDS - 1
+        await stage.registry.sweep(1e9)
+        with pytest.raises(ApiError, match="it is over"):
+            stage.registry.session(ADA, session.id)
+        stage.now += 2
+        await stage.registry.sweep(1e9)
+        assert set(stage.registry.sessions) == {session.id}
+        unload = stage.work()
+        assert unload is not None
+        await stage.registry.finish(Done(unload.request, Plain()))
+        await stage.registry.sweep(1e9)
+        assert not stage.registry.sessions
+
+    play(tmp_path, story)
+
+
+def test_models_take_turns_and_those_without_work_are_not_looked_at(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        session = await stage.registry.open_session(Owner("ada"))
+        for number in range(4):
+            await stage.registry.make_model(Owner("ada"), session.id, number, "tiny", Create(Adapter(4)))
+        models = list(stage.registry.models.values())
+        await stage.registry.attach({})
+        for live in models[:2]:
+            for seq in (1, 2):
+                await stage.registry.accept(live, seq, lambda: STEP)
+        order = []
+        while (work := stage.work()) is not None:
+            order.append((int(work.model[-1]), work.seq))
+        assert order == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+        looked: list[str] = []
+        look = stage.registry._next_of
+        stage.registry._next_of = lambda live: looked.append(live.fact.id) or look(live)  # type: ignore[method-assign,func-returns-value]
+        await stage.registry.accept(models[3], 1, lambda: STEP)
+        assert stage.work() is not None
+        assert looked == [models[3].fact.id]
 
     play(tmp_path, story)

@@ -1,10 +1,16 @@
 """Which routes there are, and what can be taken away by them."""
 
 import io
+import shutil
 import tarfile
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from pipeline.api.records import Done, Plain, Saved
+from pipeline.api.routes import weights
 from tests.unit.api.front_case import ADA, BOB, Client, with_front
 
 
@@ -26,7 +32,19 @@ def test_the_page_lists_the_routes_that_there_are(tmp_path: Path) -> None:
     with_front(tmp_path, play)
 
 
-def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_replaced(tmp_path: Path) -> None:
+def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: set[int] = set()
+    blocks = weights._tar_blocks
+
+    def watched(files: Sequence[Path]) -> Iterator[bytes]:
+        for block in blocks(files):
+            readers.add(threading.get_ident())
+            yield block
+
+    monkeypatch.setattr(weights, "_tar_blocks", watched)
+
     async def play(client: Client) -> None:
         model = (await client.model(await client.session()))[1]["model_id"]
         await client.attach("one")
@@ -60,7 +78,14 @@ def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_rep
         async with client.http.get(place) as answer:
             with tarfile.open(fileobj=io.BytesIO(await answer.read())) as tar:
                 assert {each.name: each.size for each in tar.getmembers()} == {"adapter_config.json": 6, "other": 5}
+        assert readers, "an archive is read"
+        assert threading.get_ident() not in readers, "by no thread that others wait for"
         async with client.http.get(archive, headers=BOB, allow_redirects=False) as answer:
             assert answer.status == 404
+        shutil.rmtree(tmp_path / "weights")
+        for gone in (archive, asked):
+            async with client.http.get(gone, headers=ADA) as answer:
+                assert answer.status == 404
+                assert "not there any more" in (await answer.json())["detail"]
 
     with_front(tmp_path, play)

@@ -31,7 +31,12 @@ class Script:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.statuses: list[int] = []
+        self.held: set[str] = set()
+        self.most_held = 0
         self.answer: dict[str, Any] | None = None
+        self.gate = asyncio.Event()
+        """Samples are answered while it is set."""
+        self.gate.set()
 
     def routes(self, app: web.Application) -> None:
         for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
@@ -45,7 +50,10 @@ class Script:
         if status != 200:
             return web.json_response({"error": {"message": "says the server"}}, status=status)
         if not request.path.endswith("generate"):
+            (self.held.discard if "unload" in request.path else self.held.add)(body["lora_name"])
+            self.most_held = max(self.most_held, len(self.held))
             return web.Response(text="ok")
+        await self.gate.wait()
         if self.answer is not None:
             return web.json_response(self.answer)
         choices = [
@@ -64,6 +72,11 @@ class Script:
         ]
         prompt = [None, {"2": {"logprob": -1.0}, "7": {"logprob": -0.2}}, {"3": {"logprob": -2.0}}]
         return web.json_response({"choices": choices, "prompt_logprobs": prompt})
+
+
+def write_adapter(root: Path, name: str) -> None:
+    (root / "weights" / name).mkdir(parents=True)
+    (root / "weights" / name / "adapter_config.json").write_text("{}")
 
 
 def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awaitable[None]], count: int = 1) -> None:
@@ -115,13 +128,30 @@ def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
 def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         for name in "abc":
-            (tmp_path / "weights" / name).mkdir(parents=True)
-            (tmp_path / "weights" / name / "adapter_config.json").write_text("{}")
+            write_adapter(tmp_path, name)
         for number, folder in enumerate(("a", "b", "a", "c", "a", "b")):
             assert isinstance(await sample(sampling, number, folder), bytes)
         moves = [(path.split("/")[2][:4], body["lora_name"]) for path, body in scripts[0].asked if "lora" in path]
         expected = [("load", "a"), ("load", "b"), ("unlo", "b"), ("load", "c"), ("unlo", "c"), ("load", "b")]
         assert moves == expected
+
+    with_servers(tmp_path, play)
+
+
+def test_samples_that_need_more_adapters_at_once_than_a_server_may_hold_wait_in_turn(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        (script,) = scripts
+        script.gate.clear()
+        for name in "abcd":
+            write_adapter(tmp_path, name)
+        drawn = [asyncio.create_task(sample(sampling, number, folder)) for number, folder in enumerate("abcabd")]
+        while len(script.held) < MOST_ADAPTERS:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert script.held == {"a", "b"}
+        script.gate.set()
+        assert all([isinstance(await each, bytes) for each in drawn])
+        assert script.most_held == MOST_ADAPTERS
 
     with_servers(tmp_path, play)
 
@@ -185,6 +215,40 @@ def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path
         full.set()
         outcomes = await asyncio.gather(*tries, return_exceptions=True)
         assert [getattr(each, "status", None) for each in outcomes] == [429, 429]
+
+    with_servers(tmp_path, play)
+
+
+def test_a_request_that_cannot_be_kept_leaves_nothing_that_a_retry_would_wait_for(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        for _ in range(2):
+            with pytest.raises(OverflowError):
+                await asyncio.wait_for(sample(sampling, unknown=1 << 70), 10)
+        assert isinstance(await sample(sampling), bytes)
+
+    with_servers(tmp_path, play)
+
+
+def test_no_more_samples_wait_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.api.sampling.MOST_WAITING", 2)
+
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        async def ask(number: int) -> str:
+            body = {"prompt": PROMPT, "num_samples": 1}
+            return await sampling.accept(f"s:sample:0:{number}", SAMPLER, "", number, body)
+
+        (script,) = scripts
+        script.gate.clear()
+        first, _ = await ask(0), await ask(1)
+        with pytest.raises(Full) as refused:
+            await ask(2)
+        assert refused.value.status == 429
+        assert await ask(0) == first, "a retry"
+        sampling.cancel(first)
+        assert isinstance(await sampling.result(first), Failed)
+        third = await ask(2)
+        script.gate.set()
+        assert isinstance(await sampling.result(third), bytes)
 
     with_servers(tmp_path, play)
 
