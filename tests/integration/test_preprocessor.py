@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.groups.records import Group, PreparedGroup, Sample
-from pipeline.roles.preprocessor import prepare_group
+from pipeline.roles.preprocessor import prepare_group, taught_group
 from pipeline.streams import Streams
 from pipeline.system.waiting import wait_for
 from tests.fakes.configs import make_config
@@ -53,6 +53,15 @@ def test_a_group_gets_one_advantage_for_each_sample() -> None:
 def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> None:
     assert prepare_group(a_group(0, 1, 0, 0.5), a_config(advantage)).advantages == (1, 0, 0.5)
     assert prepare_group(a_group(0, 1, 1), a_config(advantage)).advantages == (1, 1)
+
+
+def test_a_group_gets_what_a_teacher_says_of_it_or_fails_with_the_reason() -> None:
+    prepared = prepare_group(a_group(0, 1, 1), a_config())
+    said = np.array([0, -1, -2], "<f4").tobytes()
+    taught = taught_group(prepared, (said, said))
+    assert (taught.outcome, taught.advantages, taught.references) == ("train", (0, 0), (said, said))
+    refused = taught_group(prepared, "teacher refused: status 404: no such model")
+    assert (refused.outcome, refused.advantages, refused.references) == ("failed: teacher refused", (), ())
 
 
 def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:

@@ -1,25 +1,35 @@
 """The experiments of the tiny model to their ends: what is learned shows on held-out prompts. Minutes each."""
 
+import json
+import os
+import random
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.config import TaskConfig
 from pipeline.rundir.metrics import read_rows, series
+from pipeline.tasks import Prompt, load_task
 from tests.support.runs.launched import ROOT
+
+ENVIRONMENTS = ROOT / "tests" / "support" / "tasks" / "vf_environments"
+VERIFIERS = os.environ.get("VERIFIERS_PYTHON", "")
 
 pytestmark = [pytest.mark.integration, pytest.mark.trial, pytest.mark.timeout(3600)]
 
 
 def learned(
-    tmp_path: Path, experiment: str, name: str = "eval/accuracy", words: Sequence[str] = ()
+    tmp_path: Path, experiment: str, name: str = "eval/accuracy", words: Sequence[str] = (), folder: Path | None = None
 ) -> tuple[float, float]:
-    """A number of the first held-out evaluation and of the last one."""
+    """A number of the first held-out evaluation and of the last one; modules are found in `folder` too."""
+    path = os.pathsep.join(filter(None, (str(folder or ""), os.environ.get("PYTHONPATH", ""))))
     argv = [sys.executable, "launchers/submit.py", f"experiment={experiment}", f"output={tmp_path}", *words]
-    subprocess.run(argv, cwd=ROOT, check=True, timeout=3600)
+    subprocess.run(argv, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=3600)
     values = [value for _, value in series(read_rows(tmp_path / experiment / "metrics.jsonl"), name)]
     return values[0], values[-1]
 
@@ -67,3 +77,74 @@ def test_an_agent_learns(tmp_path: Path) -> None:
     finally:
         service.terminate()
         service.wait(60)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def warm_start(tmp_path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
+    """The key that has these conversations imitated first."""
+    return f"data.path={write_rows(tmp_path / 'conversations.jsonl', rows)}"
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="set VERIFIERS_PYTHON to the python of a venv with verifiers")
+def test_an_environment_of_verifiers_is_learned(tmp_path: Path) -> None:
+    """The sums of that teacher, asked and scored by an environment of the library in a process of its own."""
+    sums = load_task(
+        TaskConfig(name="arithmetic", options={"last_digit_first": True, "slips": 0.6, "held_out": 192}), 0
+    )
+
+    def row(prompt: Prompt) -> dict[str, Any]:
+        return {"question": prompt.messages[0]["content"], "answer": prompt.answer}
+
+    asked = [*map(row, map(sums.prompt, range(2000))), *map(row, sums.held_out())]
+    shown = map(sums.demonstration, range(8000))
+    words = [
+        warm_start(tmp_path, (talk(str(each.prompt.messages[0]["content"]), each.answer) for each in shown)),
+        "task.options.id=vf-questions",
+        f"task.options.python={VERIFIERS}",
+        f"task.options.taskset.path={write_rows(tmp_path / 'questions.jsonl', asked)}",
+        "task.options.eval_rows=192",
+    ]
+    first, last = learned(tmp_path, "verifiers", words=[*SUMS, *words], folder=ENVIRONMENTS)
+    assert last > first + 0.05
+
+
+RIGHT = {"plus": "lambda x:x+{n}", "minus": "lambda x:x-{n}", "times": "lambda x:x*{n}"}
+WRONG = {"plus": "lambda x:x*{n}", "minus": "lambda x:{n}-x", "times": "lambda x:x+{n}"}
+SLIPS = 0.6
+
+
+def test_programs_that_pass_their_tests_are_learned_from_files(tmp_path: Path) -> None:
+    """SFT, then RL, from JSONL: a teacher who mistakes operators, and tests that are run in the sandbox."""
+    draw = random.Random(0)
+    asked = [(word, number) for word in RIGHT for number in range(2, 100)]
+    draw.shuffle(asked)
+    held_out = 64
+
+    def shown() -> dict[str, Any]:
+        word, number = draw.choice(asked[:-held_out])
+        form = (WRONG if draw.random() < SLIPS else RIGHT)[word]
+        return talk(f"x {word} {number}", f"f={form.format(n=number)}")
+
+    def tested(word: str, number: int) -> dict[str, Any]:
+        value = eval(RIGHT[word].format(n=number))
+        return {"prompt": f"x {word} {number}", "tests": f"assert [f(x) for x in (3, 7)] == {[value(3), value(7)]}"}
+
+    words = [
+        warm_start(tmp_path, (shown() for _ in range(4000))),
+        f"task.options.path={write_rows(tmp_path / 'tests.jsonl', [tested(*each) for each in asked])}",
+        f"task.options.eval_rows={held_out}",
+        "task.options.system=''",
+        "training.steps=40",
+        "training.prompts_per_step=16",
+        "rollout.max_tokens=24",
+    ]
+    first, last = learned(tmp_path, "code", words=[*SUMS, *words])
+    assert last > first + 0.05
