@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ import pytest
 from pipeline.config import TaskConfig
 from pipeline.rundir.metrics import read_rows, series
 from pipeline.tasks import Prompt, load_task
+from pipeline.weights.plugin import MODEL
+from tests.fakes.configs import make_config
 from tests.support.runs.launched import ROOT
+from tests.support.servers.vllm import SECRET, starting_of
 
 ENVIRONMENTS = ROOT / "tests" / "support" / "tasks" / "vf_environments"
 VERIFIERS = os.environ.get("VERIFIERS_PYTHON", "")
@@ -148,3 +152,30 @@ def test_programs_that_pass_their_tests_are_learned_from_files(tmp_path: Path) -
     ]
     first, last = learned(tmp_path, "code", words=[*SUMS, *words])
     assert last > first + 0.05
+
+
+def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> None:
+    """A teacher who carries, and a policy that learned from one who forgets to; nobody pays the samples."""
+    start = [word for word in SUMS if not word.startswith("training.steps")]
+    words = ["model.init=random", "training.steps=0", "task.options.slips=0", "name=teacher", f"output={tmp_path}"]
+    argv = [sys.executable, "launchers/submit.py", "experiment=demo", *start, *words]
+    subprocess.run(argv, cwd=ROOT, check=True, timeout=1200)
+    served = make_config(
+        model={"path": str(tmp_path / "teacher" / "model"), "max_length": 64},
+        training={"steps": 0, "prompts_per_step": 1},
+        evaluation={"alone": True, "command": ["true"]},
+    )
+    (tmp_path / "key").write_text(SECRET)
+    with starting_of(served, "127.0.0.1") as ready:
+        teacher = {"url": f"http://{ready().endpoint}/v1", "model": MODEL, "key_file": tmp_path / "key"}
+        words = [
+            *(f"teacher.{key}={value}" for key, value in teacher.items()),
+            "task=arithmetic",
+            "+task.options={last_digit_first: true, slips: 0.6}",
+            "evaluation.own=false",
+            "+evaluation.sets.sums={task: {name: arithmetic, options: {last_digit_first: true}}}",
+        ]
+        first, last = learned(tmp_path, "distillation", "eval/sums/accuracy", [*SUMS, *words])
+    assert last > first + 0.05
+    far = [value for _, value in series(read_rows(tmp_path / "distillation" / "metrics.jsonl"), "reference_kl")]
+    assert fmean(far[-5:]) < fmean(far[:5]) / 2
