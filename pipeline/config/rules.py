@@ -16,8 +16,8 @@ from pipeline.config.places import ClusterConfig
 from pipeline.config.relevance import default_of, unread, value_of
 from pipeline.errors import ConfigError
 
-_TOKEN_BYTES = 13
-"""Of one token in a group on its way to the trainer: id, mask, log-probability and a teacher's
+_TOKEN_BYTES, _TAUGHT_BYTES = 9, 4
+"""Of one token in a group on its way to the trainer: id, mask, log-probability; and a teacher's log-probability
 (`pipeline.groups.records`)."""
 
 _SAMPLE_BYTES = 512
@@ -280,7 +280,8 @@ def _sets_can_be_asked(config: RunConfig) -> None:
 
 
 def _groups_fit_streams(config: RunConfig) -> None:
-    sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
+    token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0)
+    sample = config.model.max_length * token + _SAMPLE_BYTES
     least = 2 * config.rollout.samples * sample
     if config.streams.budget_bytes < least:
         expected = f"at least {least}, two of the largest groups (rollout.samples × model.max_length tokens)"
