@@ -42,6 +42,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_sft
 	$(BIN)/python -m tests.bench.bench_rewards
 	$(BIN)/python -m tests.bench.bench_gateway
+	$(BIN)/python -m tests.bench.bench_actor
 	$(BIN)/python -m tests.bench.bench_tinker
 	$(BIN)/python -m tests.bench.bench_tinker_sampling
 	$(BIN)/python -m tests.bench.bench_demo

@@ -95,6 +95,7 @@ def generation() -> list[Row]:
 def _rate(result: Result, row: Result) -> Row:
     return {
         "model": result["shape"].upper() + ("" if row["fast_logprobs"] else ", vLLM's own way"),
+        "API processes": str(result["api"]),
         "requests at a time": str(row["requests"]),
         "tokens/s with log-probabilities": f"{row['with'] / 1e3:.1f}k",
         "without": f"{row['without'] / 1e3:.1f}k",

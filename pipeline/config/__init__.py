@@ -6,7 +6,7 @@
 | `reading` | how a tree of values becomes a config |
 | `places` | the keys of cluster and resources |
 | `data` | the keys of datasets |
-| `tasks` | the keys of tasks and rewards |
+| `tasks` | the keys of tasks, rewards and a teacher |
 | `generation` | the keys of rollouts and servers |
 | `evaluation` | the keys of evaluation sets |
 | `serving`, `sums` | the keys of a run that serves; the losses that its clients name |
@@ -35,7 +35,7 @@ from pipeline.config.schema import (
     TrainingConfig,
     WarmStartConfig,
 )
-from pipeline.config.tasks import RewardConfig, TaskConfig
+from pipeline.config.tasks import RewardConfig, TaskConfig, TeacherConfig
 
 __all__ = [
     "NAMED",
@@ -57,6 +57,7 @@ __all__ = [
     "SourceConfig",
     "StreamsConfig",
     "TaskConfig",
+    "TeacherConfig",
     "TrackingConfig",
     "TrainingConfig",
     "WarmStartConfig",

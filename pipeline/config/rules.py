@@ -16,8 +16,9 @@ from pipeline.config.places import ClusterConfig
 from pipeline.config.relevance import default_of, unread, value_of
 from pipeline.errors import ConfigError
 
-_TOKEN_BYTES = 9
-"""Of one token in a group on its way to the trainer: id, mask, log-probability (`pipeline.groups.records.Sample`)."""
+_TOKEN_BYTES, _TAUGHT_BYTES = 9, 4
+"""Of one token in a group on its way to the trainer: id, mask, log-probability; and a teacher's log-probability
+(`pipeline.groups.records`)."""
 
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""
@@ -198,6 +199,31 @@ def _kl_has_a_gradient(config: RunConfig) -> None:
         raise ConfigError("loss.kl_estimator", "k1", expected, mend)
 
 
+def _a_teacher_is_heard(config: RunConfig) -> None:
+    teacher, loss = config.teacher, config.loss
+    if not teacher.url:
+        if teacher.model:
+            raise ConfigError("teacher.model", teacher.model, "nothing without teacher.url", "set that too")
+        return
+    if not teacher.model:
+        raise ConfigError("teacher.model", "", "the model's name at teacher.url", "set it")
+    if teacher.key_file and not Path(teacher.key_file).is_file():
+        raise ConfigError("teacher.key_file", teacher.key_file, "a file with the key", "there is none; mend the path")
+    if not config.has_rollouts:
+        raise ConfigError("teacher.url", teacher.url, "nothing in a run that samples nothing to train", "leave it out")
+    if not loss.kl:
+        raise ConfigError("loss.kl", 0.0, "above 0 with teacher.url: the weight of its divergence", "set loss.kl=1")
+    if loss.reference_every:
+        expected = "0 with teacher.url, which is the reference"
+        raise ConfigError("loss.reference_every", loss.reference_every, expected, "leave it out")
+    if config.rollout.temperature != 1:
+        expected = "1 with teacher.url, which knows no other"
+        raise ConfigError("rollout.temperature", config.rollout.temperature, expected, "leave it out")
+    if config.training.zero_advantage == "drop":
+        expected = "keep with teacher.url: samples that score alike teach there"
+        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out")
+
+
 def _only_groups_are_filtered(config: RunConfig) -> None:
     if config.training.zero_advantage == "drop" and config.loss.advantage in ("batch", "gae"):
         expected = f"keep with loss.advantage={config.loss.advantage}: samples that score alike teach there"
@@ -254,7 +280,8 @@ def _sets_can_be_asked(config: RunConfig) -> None:
 
 
 def _groups_fit_streams(config: RunConfig) -> None:
-    sample = config.model.max_length * _TOKEN_BYTES + _SAMPLE_BYTES
+    token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0)
+    sample = config.model.max_length * token + _SAMPLE_BYTES
     least = 2 * config.rollout.samples * sample
     if config.streams.budget_bytes < least:
         expected = f"at least {least}, two of the largest groups (rollout.samples × model.max_length tokens)"
@@ -274,6 +301,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _het_needs_services,
     _what_is_set_is_read,
     _kl_has_a_gradient,
+    _a_teacher_is_heard,
     _only_groups_are_filtered,
     _adapters_are_there,
     _rewards_have_functions,

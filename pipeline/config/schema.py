@@ -21,7 +21,7 @@ from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.generation import InferenceConfig, RolloutConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
 from pipeline.config.serving import ServeConfig
-from pipeline.config.tasks import RewardConfig, TaskConfig
+from pipeline.config.tasks import RewardConfig, TaskConfig, TeacherConfig
 from pipeline.config.values import (
     NAME_FORM,
     Bytes,
@@ -95,7 +95,9 @@ class LossConfig(Section):
         "token", description="What each step's loss is the mean over; `fixed` divides by samples × model.max_length."
     )
     kl: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Weight of the KL divergence from a frozen copy of the policy, the reference model; 0: none."
+        0.0,
+        description="Weight of the KL divergence from a frozen copy of the policy, the reference model, or from the "
+        "model at teacher.url; 0: none.",
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="Whether that KL is a term of the loss, or taken off the reward of each token."
@@ -244,6 +246,7 @@ class RunConfig(Section):
     model: ModelConfig
     task: TaskConfig
     reward: RewardConfig = RewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig
     critic: CriticConfig = CriticConfig()
@@ -266,6 +269,11 @@ class RunConfig(Section):
         """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams; and
         of a run that serves, its clients decide."""
         return self.training.steps > 0 and not self.serve.enabled
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether RL has a reference model: what a KL divergence is from where there is no teacher."""
+        return self.loss.kl > 0 and not self.teacher.url
 
     @property
     def has_servers(self) -> bool:

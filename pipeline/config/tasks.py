@@ -1,6 +1,7 @@
-"""The keys that say what is learned, and what an answer is worth.
+"""The keys that say what is learned, from whom, and what an answer is worth.
 
-Owns `task.*` and `reward.*`, which an evaluation set has too. What a task's own options mean is the task's matter.
+Owns `task.*` and `reward.*`, which an evaluation set has too, and `teacher.*`. What a task's own options mean is the
+task's matter.
 """
 
 from typing import Any, Literal
@@ -43,3 +44,16 @@ class RewardConfig(Section):
         description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
         "samples of a prompt, for functions that compare them.",
     )
+
+
+class TeacherConfig(Section):
+    """A served model that says how likely it finds what the policy sampled: with it `loss.kl` is the divergence from
+    that model, and there is no reference model. It needs the policy's tokenizer."""
+
+    url: str = Field(
+        "", description="Base URL of a server with `/completions` and `prompt_logprobs`, as vLLM has them; empty: none."
+    )
+    model: str = Field("", description="The model's name there.")
+    key_file: str = Field("", description="A file with the key that the server asks for; empty: none.")
+    concurrency: Positive = Field(32, description="Most requests at a time.")
+    seconds: Seconds = Field(300, description="Most time of one request; then it is made again.")

@@ -12,7 +12,7 @@ its first row is the sample's own, the others are `branches`, each with what it 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -181,13 +181,21 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
         group: the group as the actor sent it.
         advantages: one for each sample, in order, or its reward (see `pipeline.groups.advantages`); empty unless
             `outcome` is `train`.
+        references: float32[T] as bytes for each row of each sample, in order: a teacher's log-probability of each
+            token, 0 for the first; empty without a teacher.
         outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`), or why it
             makes no sense (`malformed: …`).
     """
 
     group: Group
     advantages: tuple[float, ...] = ()
+    references: tuple[bytes, ...] = ()
     outcome: str = "train"
+
+    def reference_arrays(self) -> list[NDArray[np.float32] | None]:
+        """`references` as read-only views; None for each row without a teacher."""
+        rows = sum(1 + len(sample.branches) for sample in self.group.samples)
+        return [np.frombuffer(each, dtype="<f4") for each in self.references] or [None] * rows
 
     def check(self, max_length: int, vocabulary: int) -> None:
         """Raise `RecordError` if the group is to be trained and cannot be, by a model of `max_length` tokens in a row
@@ -201,13 +209,24 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
             raise RecordError(f"{len(self.advantages)} advantages for {len(samples)} samples")
         if not all(map(math.isfinite, self.advantages)):
             raise RecordError("an advantage is not finite")
+        lengths = []
         for sample in samples:
             sample.check()
             for row in sample.rows():
+                lengths.append(len(row.tokens))
                 if len(row.tokens) > max_length:
                     raise RecordError(f"a sample of {len(row.tokens)} tokens, above model.max_length={max_length}")
                 if (highest := row.tokens.max()) >= vocabulary:
                     raise RecordError(f"token id {highest} is outside of the vocabulary of {vocabulary} tokens")
+        self._check_references(lengths)
+
+    def _check_references(self, lengths: Sequence[int]) -> None:
+        if not self.references:
+            return
+        if [len(each) for each in self.references] != [4 * length for length in lengths]:
+            raise RecordError(f"references of {len(self.references)} rows do not fit the {len(lengths)} rows there are")
+        if not all(np.isfinite(np.frombuffer(each, dtype="<f4")).all() for each in self.references):
+            raise RecordError("a teacher's log-probability is not finite")
 
 
 class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):

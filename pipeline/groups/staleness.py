@@ -27,9 +27,9 @@ when the group is issued, for the gate let it in; a step takes P from both sides
 allows. So at v = w + L there are at most P − 1 others, too few for a step: the trainer gets the group before it steps
 on, with lag L. Hence a group is refused at most twice, however slow it is.
 
-Worked example, P = 32 and L = 1: group 7 was refused twice, and is issued again at version 5, when 40 others are outstanding.
-23 more may follow. The trainer steps to 6 and settles 32, the servers step to 6, and no group is issued: 31 others are
-outstanding, with which the trainer cannot step to 7. When group 7 is published, 32 more may be issued.
+Worked example, P = 32 and L = 1: group 7 was refused twice, and is issued again at version 5, when 40 others are
+outstanding. 23 more may follow. The trainer steps to 6 and settles 32, the servers step to 6, and no group is issued:
+31 others are outstanding, with which the trainer cannot step to 7. When group 7 is published, 32 more may be issued.
 
     gate = Gate(prompts_per_step=32, max_lag=1)
     gate.advance(version=5, slowest=5)

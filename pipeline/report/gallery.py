@@ -139,7 +139,8 @@ def _body(sample: ReadSample, reader: SampleReader | None) -> str:
     turns = "".join(
         f'<div class="turn{" sampled" if part.sampled else ""}"><span>{escape(part.role)}</span>'
         f"<pre>{escape(_shortened(part.text))}</pre></div>"
-        for part in reader.parts(sample["tokens"], sample["mask"])
+        for row in sample.rows()
+        for part in reader.parts(row.tokens, row.mask)
     )
     return f'{turns}<p class="note">{escape(_facts(sample))}</p>'
 

@@ -22,7 +22,7 @@ from pipeline.config.models import model_directory
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.conversation import POLICY, Passage, SampleReader
 from pipeline.report.history import find_run
-from pipeline.report.samples import Filter, KeptTable, ReadSample, read_kept
+from pipeline.report.samples import Filter, KeptRow, KeptTable, ReadSample, read_kept
 from pipeline.report.words import number
 from pipeline.rundir.paths import RunPaths
 
@@ -166,9 +166,10 @@ def _reader(run: RunPaths) -> SampleReader:
 def as_json(sample: ReadSample, reader: SampleReader) -> dict[str, Any]:
     """A sample as plain values: its columns, what the ledger says, and its conversation."""
     values = dict(sample.values)
-    parts = reader.parts(values["tokens"] or (), values["mask"] or ())
+    rows = [reader.parts(row.tokens, row.mask) for row in sample.rows()]
     told = {"step": sample.step, "lag": sample.lag, "settled": sample.settled or None}
-    return values | told | {"conversation": [{"role": part.role, "text": part.text} for part in parts]}
+    turns = [{"row": place, "role": part.role, "text": part.text} for place, row in enumerate(rows) for part in row]
+    return values | told | {"conversation": turns}
 
 
 def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) -> RenderableType:
@@ -176,10 +177,10 @@ def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) 
     body: list[RenderableType] = []
     if sample["failure"] is not None:
         body.append(Text(sample["failure"], "red"))
-    elif tokens:
-        body.append(token_lines(sample, reader))
-    else:
-        body += conversation(reader.parts(sample["tokens"], sample["mask"]))
+    rows = sample.rows()
+    for place, row in enumerate(rows, 1):
+        body += [Text(f"row {place} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
+        body += [token_lines(row, reader)] if tokens else conversation(reader.parts(row.tokens, row.mask))
     body += [Text(), facts(sample)]
     return Panel(Group(*body), title=_title(sample), title_align="left", border_style="bright_black")
 
@@ -213,11 +214,10 @@ def _picture(character: str) -> str:
     return chr(0x2400 + number_of) if number_of < 0x20 else f"\\u{number_of:04x}"
 
 
-def token_lines(sample: ReadSample, reader: SampleReader) -> Text:
+def token_lines(row: KeptRow, reader: SampleReader) -> Text:
     """One token a line: place, id, mask, log-probability, text; what was sampled is green."""
     text = Text()
-    rows = zip(sample["tokens"], sample["mask"], sample["logprobs"], strict=True)
-    for place, (token, sampled, logprob) in enumerate(rows):
+    for place, (token, sampled, logprob) in enumerate(zip(*row, strict=True)):
         shown = f"{logprob:9.4f}" if sampled else " " * 9
         text.append(f"{place:6} {token:7} {sampled} {shown}  {reader.text([token])!r}\n", "green" if sampled else "")
     return text

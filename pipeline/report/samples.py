@@ -11,14 +11,15 @@ that tokens are read only of the samples that are chosen. Must not know how a sa
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.groups.ledger import TRAINED, Settlement
-from pipeline.rollouts.kept import COLUMNS, EVAL, HEAVY, TRAIN, segments
+from pipeline.rollouts.kept import COLUMNS, EVAL, HEAVY, TRAIN, schema, segments
 from pipeline.rundir.paths import RunPaths
 
 _LIGHT = [name for name in COLUMNS if name not in HEAVY]
@@ -53,6 +54,14 @@ class Filter:
     position: int | None = None
 
 
+class KeptRow(NamedTuple):
+    """One row of an episode: token ids, 1 where the policy sampled one, and the log-probabilities of those."""
+
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+
+
 @dataclass(frozen=True)
 class ReadSample:
     """One kept sample with all its columns, and what the ledger says: the `step` that trained it (None if none did, or
@@ -65,6 +74,13 @@ class ReadSample:
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
+
+    def rows(self) -> list[KeptRow]:
+        """The rows of its episode, the first one first; none of a sample that failed."""
+        tokens, mask, logprobs = (self.values[name] or [] for name in ("tokens", "mask", "logprobs"))
+        ends = list(accumulate(self.values["row_lengths"] or [len(tokens)])) if tokens else []
+        spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        return [KeptRow(tokens[span], mask[span], logprobs[span]) for span in spans]
 
 
 class KeptTable:
@@ -140,7 +156,7 @@ class KeptTable:
             segment, place = light.pop(_SEGMENT), light.pop(_PLACE)
             if opened[0] != segment:
                 try:
-                    opened = segment, parquet.read_table(self._files[segment], columns=list(HEAVY))
+                    opened = segment, parquet.read_table(self._files[segment], columns=list(HEAVY), schema=schema())
                 except (OSError, ValueError):
                     continue
             heavy = opened[1].slice(place, 1).to_pylist()[0]
@@ -169,13 +185,11 @@ def read_kept(run: RunPaths) -> KeptTable:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from pipeline.rollouts.kept import schema
-
     files = sorted([*segments(run.rollouts / TRAIN), *segments(run.rollouts / EVAL)], key=lambda file: file.name)
     tables = []
     for number, file in enumerate(files):
         try:
-            table = parquet.read_table(file, columns=_LIGHT)
+            table = parquet.read_table(file, columns=_LIGHT, schema=schema())
         except (OSError, ValueError):  # gone by now, or torn
             continue
         table = table.append_column(_SEGMENT, pa.array([number] * table.num_rows, pa.int32()))

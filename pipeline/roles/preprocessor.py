@@ -1,9 +1,9 @@
 """The preprocessor role: groups in, groups ready to train out.
 
-Owns what becomes of a group: its advantages, or the reason why it is not trained. Promises one `PreparedGroup` for
-every `Group`, published together with acknowledging its input; that no group, however short or odd, ends it; and that
-it runs until it is told to stop. What needs a model (reference log-probabilities, values) or the whole batch is left to
-the trainer.
+Owns what becomes of a group: its advantages, what a teacher says of it, or the reason why it is not trained. Promises
+one `PreparedGroup` for every `Group`, published together with acknowledging its input; that no group, however short or
+odd, ends it; and that it runs until it is told to stop. What needs a model of the trainer's (reference
+log-probabilities, values) or the whole batch is left to the trainer.
 """
 
 import logging
@@ -14,6 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from msgspec import structs
+
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
 from pipeline.groups.advantages import advantages, all_alike
@@ -23,6 +25,7 @@ from pipeline.roles.context import RoleContext
 from pipeline.roles.keeping import kept_samples
 from pipeline.rollouts.kept import TRAIN, rows_of_group
 from pipeline.rollouts.meters import Share
+from pipeline.rollouts.teacher import References, Teacher
 from pipeline.streams import Entry, Reader, Streams, connect
 from pipeline.system import heartbeat
 
@@ -63,6 +66,13 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
     return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage).tolist()))
 
 
+def taught_group(prepared: PreparedGroup, references: References | str) -> PreparedGroup:
+    """The group with what a teacher says of it; or as failed, with the reason why it says nothing."""
+    if isinstance(references, str):
+        return PreparedGroup(group=prepared.group, outcome=f"failed: {references.partition(':')[0]}")
+    return structs.replace(prepared, references=references)
+
+
 class Preprocessor:
     """The loop of the role."""
 
@@ -76,6 +86,7 @@ class Preprocessor:
         """`report` is called about once a second with counts, and the fractions of time since its last call; `keep`
         with each group that was passed on, and does not wait."""
         self._streams, self._config, self._report, self._keep = streams, config, report, keep
+        self._teacher = Teacher(config.teacher) if config.teacher.url else None
         self._outcomes: Counter[str] = Counter()
         self._starved, self._full = Share(), Share()
         self._reported = float("-inf")
@@ -97,6 +108,8 @@ class Preprocessor:
 
     def _pass_on(self, reader: Reader[Group], entries: list[Entry[Group]], should_stop: Callable[[], bool]) -> None:
         prepared = [prepare_group(entry.record, self._config) for entry in entries]
+        if self._teacher is not None and not self._ask(self._teacher, prepared, should_stop):
+            return
         done = (reader, [entry.id for entry in entries])
         with self._full:
             passed = self._streams.publish_many("prepared", prepared, acknowledging=done, should_stop=should_stop)
@@ -104,6 +117,16 @@ class Preprocessor:
             self._outcomes.update(each.outcome.partition(":")[0] for each in prepared)
             for each in prepared:
                 self._keep(each)
+
+    def _ask(self, teacher: Teacher, prepared: list[PreparedGroup], should_stop: Callable[[], bool]) -> bool:
+        """Give the groups that are to be trained what the teacher says of them; False when it is time to stop."""
+        places = [place for place, each in enumerate(prepared) if each.outcome == "train"]
+        references = teacher.references([prepared[place].group for place in places], should_stop)
+        for place, said in zip(places, references or (), strict=False):
+            prepared[place] = taught_group(prepared[place], said)
+        for reason in {said for said in references or () if isinstance(said, str)}:
+            log.warning("a group is not trained: %s", reason)
+        return references is not None
 
     def _tell(self) -> None:
         now = time.monotonic()

@@ -10,6 +10,7 @@
 | `evaluation` | held-out accuracy, and that of further sets |
 | `client`, `server` | the client of all inference servers; one of them |
 | `relay` | one address for all of them, for other programs |
+| `teacher` | a served model that says how likely it finds what was sampled |
 | `kept` | samples that are kept to be read |
 | `meters` | fractions of time |
 

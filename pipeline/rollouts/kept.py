@@ -9,7 +9,8 @@ below a bound: above it the newer half stays, and the older half is thinned out 
         kept.add(rows_of_group(prepared, "countdown"))
 
 Any reader of Parquet reads them, one row a sample: `pandas.read_parquet("runs/demo/rollouts/train")`. Each column is
-explained at `COLUMNS`. A sample that failed has its reason and no tokens.
+explained at `COLUMNS`. A sample that failed has its reason and no tokens; one whose episode has several rows has them
+one after the other, and `row_lengths` says where each ends.
 """
 
 import logging
@@ -21,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from pipeline.groups.advantages import BARE, Baseline
 from pipeline.groups.records import PreparedGroup, Sample
@@ -46,13 +49,14 @@ COLUMNS = {
     "server": "string",
     "version_min": "int64",  # oldest and newest weights that sampled a token
     "version_max": "int64",
-    "length": "int32",  # tokens of the sample, prompt included
+    "length": "int32",  # tokens of the sample, prompt included, in all rows of its episode
     "sampled": "int32",  # of them, those that the policy sampled
+    "row_lengths": "list<int32>",  # tokens of each row of the episode, in the order of the rows
     "tokens": "list<int32>",
-    "mask": "list<uint8>",  # 1 where the policy sampled the token
+    "mask": "list<uint8>",  # 1 where the policy sampled the token; what rows share counts in the first of them
     "logprobs": "list<float32>",  # of the sampled tokens, 0 elsewhere
 }
-HEAVY = ("tokens", "mask", "logprobs")
+HEAVY = ("row_lengths", "tokens", "mask", "logprobs")
 """The columns that are read of a few samples only."""
 TRAIN, EVAL = "train", "eval"
 """The folders of samples of training and of evaluations."""
@@ -186,8 +190,11 @@ def segments(folder: Path) -> list[Path]:
 
 
 def thin_out(folder: Path, bound: int) -> None:
-    """Remove what is beyond the bound."""
-    sizes = {file: file.stat().st_size for file in segments(folder)}
+    """Remove what is beyond the bound. Another attempt that still writes here may remove some of it first."""
+    sizes = dict[Path, int]()
+    for file in segments(folder):
+        with suppress(FileNotFoundError):
+            sizes[file] = file.stat().st_size
     for file in beyond(sizes, bound):
         file.unlink(missing_ok=True)
 
@@ -245,17 +252,20 @@ def row_of(outcome: Sample | str) -> Row:
     now = {"time": time.time()}
     if isinstance(outcome, str):
         return {**now, "failure": outcome}
+    rows = outcome.rows()
+    tokens, sampled, logprobs = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
     return {
         **now,
         **{name: getattr(outcome, name) for name in ("reward", "finish", "turns", "seconds", "server")},
         "version_min": outcome.version_min,
         "version_max": outcome.version_max,
         "metrics": list(outcome.metrics.items()),
-        "length": len(outcome.sampled),
-        "sampled": int(outcome.sampled_array().sum()),
-        "tokens": outcome.token_array(),
-        "mask": outcome.sampled_array(),
-        "logprobs": outcome.logprob_array(),
+        "length": len(tokens),
+        "sampled": int(sampled.sum()),
+        "row_lengths": [len(row.tokens) for row in rows],
+        "tokens": tokens,
+        "mask": sampled,
+        "logprobs": logprobs,
     }
 
 

@@ -6,7 +6,7 @@
 | `template`, `chat`, `masks` | the model's view of text, and which of a conversation's tokens are trained |
 | `calls`, `worker`, `pool` | the processes in which prompts and rewards are made |
 | `imports`, `guard`, `sandbox` | code of the user's and of the policy's |
-| `rewards`, `functions`, `judge`, `mathematics` | what an answer is worth |
+| `rewards`, `functions`, `judge`, `mathematics`, `unrewarded` | what an answer is worth |
 | `tools`, `calling` | episodes with tools; calls of tools, as a policy writes them |
 | `arithmetic`, `countdown`, `dataset`, `reasoning`, `code` | built-in tasks |
 | `agent`, `told` | episodes of an agent that is nobody's but its own, and what it says of them |

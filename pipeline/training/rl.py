@@ -7,6 +7,7 @@ weights travel (`publisher`).
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -107,7 +108,7 @@ class ReinforcementLearning:
 
 def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[Row]:
     """The rows of each sample, in order; of those that ended as `masked` says no token counts."""
-    return [
+    rows = [
         Row(
             tokens=row.tokens,
             mask=np.zeros(len(row.tokens), np.uint8) if sample.finish == masked else row.sampled,
@@ -120,6 +121,8 @@ def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[
         for number, (sample, advantage) in enumerate(zip(prepared.group.samples, prepared.advantages, strict=True))
         for row in sample.rows()
     ]
+    references = (each for prepared in groups for each in prepared.reference_arrays())
+    return [replace(row, reference=reference) for row, reference in zip(rows, references, strict=True)]
 
 
 def batch_metrics(groups: Sequence[PreparedGroup], version: int) -> dict[str, float]:

@@ -55,7 +55,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
         )
 
     models = {"policy": spec("policy", config.model, optim)}
-    if job == "rl" and loss.kl:
+    if job == "rl" and config.has_reference:
         models["reference"] = spec("policy", config.model, None)
     if job == "rl" and loss.advantage == "gae":
         plain = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})

@@ -4,7 +4,8 @@ Owns the algorithm. It knows nothing of ranks (`dispatch`), of where samples com
 
     1. the samples are cut into mini-batches by prompt, and their weights in the loss are fixed
     2. what the models say as the step begins: the policy's own log-probabilities (`loss.proximal=recompute`, or a KL in
-       the reward), the reference model's (`loss.kl`), the critic's values (`loss.advantage=gae`)
+       the reward), the reference model's (`loss.kl`; a teacher's come with the
+       rows), the critic's values (`loss.advantage=gae`)
     3. what each token deserves (`credit`)
     4. `update_epochs` times over the mini-batches, optimizer steps: first all of the critic, then all of the policy
 
@@ -78,7 +79,7 @@ class PolicyUpdate:
         `behaviour`.
         """
         every = self._loss.reference_every
-        if self._loss.kl and every and step and step % every == 0:
+        if self._config.has_reference and every and step and step % every == 0:
             self._dispatch.copy_parameters("policy", "reference")
         mini_batches = self._cut(rows, step)
         if not mini_batches:
@@ -125,7 +126,7 @@ class PolicyUpdate:
             return
         by_row = {name: _by_row(parts, rows, mini_batches) for name, parts in answers.items()}
         due = credit.assign_advantages(
-            rows, self._loss, by_row.get("policy"), by_row.get("reference"), by_row.get("critic")
+            rows, self._loss, by_row.get("policy"), by_row.get("reference", _taught(rows)), by_row.get("critic")
         )
         self._dispatch.amend(staged, "advantages", _by_part(due.advantages, mini_batches))
         if due.returns is not None:
@@ -136,7 +137,7 @@ class PolicyUpdate:
         on the device, one after the other, so that each comes there once."""
         asked = {
             "policy": self._loss.proximal == "recompute" or credit.is_taxed(self._loss),
-            "reference": self._loss.kl > 0,
+            "reference": self._config.has_reference,
             "critic": self._loss.advantage == "gae",
         }
         names = [name for name, needed in asked.items() if needed]
@@ -192,6 +193,12 @@ def _by_row(parts: Sequence[Tokens], rows: Sequence[Row], mini_batches: Sequence
         for place, answer in zip(mini_batch.places, answers, strict=True):
             found[place] = answer
     return found
+
+
+def _taught(rows: Sequence[Row]) -> Tokens | None:
+    """What a teacher says of each row, which came with it; None without one."""
+    found = [row.reference for row in rows if row.reference is not None]
+    return found if len(found) == len(rows) else None
 
 
 def _by_part(numbers: Tokens, mini_batches: Sequence[MiniBatch]) -> list[Tokens]:

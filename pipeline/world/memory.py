@@ -315,7 +315,7 @@ def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:
     """
     if config.training.offload:
         return 0
-    reference = _MASTER * sizes.parameters if config.loss.kl else 0
+    reference = _MASTER * sizes.parameters if config.has_reference else 0
     trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage == "gae" else 0
     return _shard(reference + trained, ranks)
 

@@ -6,23 +6,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from pipeline.config import RunConfig
 from pipeline.groups.records import Group, PreparedGroup, Sample
-from pipeline.roles.preprocessor import prepare_group
+from pipeline.roles.preprocessor import prepare_group, taught_group
 from pipeline.streams import Streams
 from pipeline.system.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.attempts import Attempt, an_attempt
+from tests.support.servers.policy_server import a_policy_server
 
 pytestmark = pytest.mark.integration
 
 
-def a_config(advantage: str = "group", **training: Any) -> RunConfig:
+def a_config(advantage: str = "group", teacher: str = "", **training: Any) -> RunConfig:
     return make_config(
         model={"path": "tiny_qwen3", "init": "random"},
-        loss={"name": "grpo", "advantage": advantage},
+        loss={"name": "grpo", "advantage": advantage, "kl": 1.0 if teacher else 0.0},
+        teacher={"url": teacher, "model": "wise" if teacher else ""},
         training={"steps": 1, "prompts_per_step": 1, **training},
         rollout={"samples": 4, "min_samples": 2},
     )
@@ -53,6 +56,15 @@ def test_a_group_gets_one_advantage_for_each_sample() -> None:
 def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> None:
     assert prepare_group(a_group(0, 1, 0, 0.5), a_config(advantage)).advantages == (1, 0, 0.5)
     assert prepare_group(a_group(0, 1, 1), a_config(advantage)).advantages == (1, 1)
+
+
+def test_a_group_gets_what_a_teacher_says_of_it_or_fails_with_the_reason() -> None:
+    prepared = prepare_group(a_group(0, 1, 1), a_config())
+    said = np.array([0, -1, -2], "<f4").tobytes()
+    taught = taught_group(prepared, (said, said))
+    assert (taught.outcome, taught.advantages, taught.references) == ("train", (0, 0), (said, said))
+    refused = taught_group(prepared, "teacher refused: status 404: no such model")
+    assert (refused.outcome, refused.advantages, refused.references) == ("failed: teacher refused", (), ())
 
 
 def test_a_partial_group_trains_with_the_samples_that_it_has() -> None:
@@ -131,6 +143,30 @@ def test_bytes_that_are_no_group_are_set_aside(attempt: Attempt, streams: Stream
     attempt.start("preprocessor")
     assert wait_for_positions(streams, 1) == [0]
     assert streams.depth("groups").rejected == 1
+
+
+def test_groups_that_can_be_trained_go_on_with_what_a_teacher_says_of_them(tmp_path: Path) -> None:
+    asked = list[list[int]]()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        tokens = (await request.json())["prompt"]
+        asked.append(tokens)
+        said = [None, *({str(token): {"logprob": -0.25 * token}} for token in tokens[1:])]
+        return web.json_response({"choices": [{"prompt_logprobs": said}]})
+
+    malformed = Group(position=1, prompt=0, samples=(a_sample(0), a_sample(1, tokens=2)))
+    with (
+        a_policy_server({"/v1/completions": answer}) as server,
+        an_attempt(tmp_path, a_config(teacher=f"http://127.0.0.1:{server.port}/v1")) as attempt,
+        attempt.connect() as streams,
+    ):
+        streams.publish_many("groups", [a_group(0, 1, 1), malformed])
+        attempt.start("preprocessor")
+        wait_for_positions(streams, 2)
+        taught, passed = [entry.record for entry in streams.scan("prepared", PreparedGroup)]
+    assert taught.references == (np.array([0, -0.25, -0.5], "<f4").tobytes(),) * 2
+    assert passed.outcome.startswith("malformed")
+    assert asked == [[0, 1, 2]] * 2
 
 
 def test_it_stops_when_it_is_told_to(attempt: Attempt) -> None:

@@ -1,25 +1,39 @@
 """The experiments of the tiny model to their ends: what is learned shows on held-out prompts. Minutes each."""
 
+import json
+import os
+import random
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
+from pipeline.config import TaskConfig
 from pipeline.rundir.metrics import read_rows, series
+from pipeline.tasks import Prompt, load_task
+from pipeline.weights.plugin import MODEL
+from tests.fakes.configs import make_config
 from tests.support.runs.launched import ROOT
+from tests.support.servers.vllm import SECRET, starting_of
+
+ENVIRONMENTS = ROOT / "tests" / "support" / "tasks" / "vf_environments"
+VERIFIERS = os.environ.get("VERIFIERS_PYTHON", "")
 
 pytestmark = [pytest.mark.integration, pytest.mark.trial, pytest.mark.timeout(3600)]
 
 
 def learned(
-    tmp_path: Path, experiment: str, name: str = "eval/accuracy", words: Sequence[str] = ()
+    tmp_path: Path, experiment: str, name: str = "eval/accuracy", words: Sequence[str] = (), folder: Path | None = None
 ) -> tuple[float, float]:
-    """A number of the first held-out evaluation and of the last one."""
+    """A number of the first held-out evaluation and of the last one; modules are found in `folder` too."""
+    path = os.pathsep.join(filter(None, (str(folder or ""), os.environ.get("PYTHONPATH", ""))))
     argv = [sys.executable, "launchers/submit.py", f"experiment={experiment}", f"output={tmp_path}", *words]
-    subprocess.run(argv, cwd=ROOT, check=True, timeout=3600)
+    subprocess.run(argv, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=3600)
     values = [value for _, value in series(read_rows(tmp_path / experiment / "metrics.jsonl"), name)]
     return values[0], values[-1]
 
@@ -67,3 +81,101 @@ def test_an_agent_learns(tmp_path: Path) -> None:
     finally:
         service.terminate()
         service.wait(60)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def warm_start(tmp_path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
+    """The key that has these conversations imitated first."""
+    return f"data.path={write_rows(tmp_path / 'conversations.jsonl', rows)}"
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="set VERIFIERS_PYTHON to the python of a venv with verifiers")
+def test_an_environment_of_verifiers_is_learned(tmp_path: Path) -> None:
+    """The sums of that teacher, asked and scored by an environment of the library in a process of its own."""
+    sums = load_task(
+        TaskConfig(name="arithmetic", options={"last_digit_first": True, "slips": 0.6, "held_out": 192}), 0
+    )
+
+    def row(prompt: Prompt) -> dict[str, Any]:
+        return {"question": prompt.messages[0]["content"], "answer": prompt.answer}
+
+    asked = [*map(row, map(sums.prompt, range(2000))), *map(row, sums.held_out())]
+    shown = map(sums.demonstration, range(8000))
+    words = [
+        warm_start(tmp_path, (talk(str(each.prompt.messages[0]["content"]), each.answer) for each in shown)),
+        "task.options.id=vf-questions",
+        f"task.options.python={VERIFIERS}",
+        f"task.options.taskset.path={write_rows(tmp_path / 'questions.jsonl', asked)}",
+        "task.options.eval_rows=192",
+    ]
+    first, last = learned(tmp_path, "verifiers", words=[*SUMS, *words], folder=ENVIRONMENTS)
+    assert last > first + 0.05
+
+
+RIGHT = {"plus": "lambda x:x+{n}", "minus": "lambda x:x-{n}", "times": "lambda x:x*{n}"}
+WRONG = {"plus": "lambda x:x*{n}", "minus": "lambda x:{n}-x", "times": "lambda x:x+{n}"}
+SLIPS = 0.6
+
+
+def test_programs_that_pass_their_tests_are_learned_from_files(tmp_path: Path) -> None:
+    """SFT, then RL, from JSONL: a teacher who mistakes operators, and tests that are run in the sandbox."""
+    draw = random.Random(0)
+    asked = [(word, number) for word in RIGHT for number in range(2, 100)]
+    draw.shuffle(asked)
+    held_out = 64
+
+    def shown() -> dict[str, Any]:
+        word, number = draw.choice(asked[:-held_out])
+        form = (WRONG if draw.random() < SLIPS else RIGHT)[word]
+        return talk(f"x {word} {number}", f"f={form.format(n=number)}")
+
+    def tested(word: str, number: int) -> dict[str, Any]:
+        value = eval(RIGHT[word].format(n=number))
+        return {"prompt": f"x {word} {number}", "tests": f"assert [f(x) for x in (3, 7)] == {[value(3), value(7)]}"}
+
+    words = [
+        warm_start(tmp_path, (shown() for _ in range(4000))),
+        f"task.options.path={write_rows(tmp_path / 'tests.jsonl', [tested(*each) for each in asked])}",
+        f"task.options.eval_rows={held_out}",
+        "task.options.system=''",
+        "training.steps=40",
+        "training.prompts_per_step=16",
+        "rollout.max_tokens=24",
+    ]
+    first, last = learned(tmp_path, "code", words=[*SUMS, *words])
+    assert last > first + 0.05
+
+
+def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> None:
+    """A teacher who carries, and a policy that learned from one who forgets to; nobody pays the samples."""
+    start = [word for word in SUMS if not word.startswith("training.steps")]
+    words = ["model.init=random", "training.steps=0", "task.options.slips=0", "name=teacher", f"output={tmp_path}"]
+    argv = [sys.executable, "launchers/submit.py", "experiment=demo", *start, *words]
+    subprocess.run(argv, cwd=ROOT, check=True, timeout=1200)
+    served = make_config(
+        model={"path": str(tmp_path / "teacher" / "model"), "max_length": 64},
+        training={"steps": 0, "prompts_per_step": 1},
+        evaluation={"alone": True, "command": ["true"]},
+    )
+    (tmp_path / "key").write_text(SECRET)
+    with starting_of(served, "127.0.0.1") as ready:
+        teacher = {"url": f"http://{ready().endpoint}/v1", "model": MODEL, "key_file": tmp_path / "key"}
+        words = [
+            *(f"teacher.{key}={value}" for key, value in teacher.items()),
+            "task=arithmetic",
+            "+task.options={last_digit_first: true, slips: 0.6}",
+            "evaluation.own=false",
+            "+evaluation.sets.sums={task: {name: arithmetic, options: {last_digit_first: true}}}",
+        ]
+        first, last = learned(tmp_path, "distillation", "eval/sums/accuracy", [*SUMS, *words])
+    assert last > first + 0.05
+    far = [value for _, value in series(read_rows(tmp_path / "distillation" / "metrics.jsonl"), "reference_kl")]
+    assert fmean(far[-5:]) < fmean(far[:5]) / 2

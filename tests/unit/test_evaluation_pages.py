@@ -88,13 +88,16 @@ def test_the_benchmark_of_the_page_is_run_against_the_servers(tmp_path: Path) ->
     subprocess.run(base, cwd=ROOT, check=True, timeout=300)
     (tmp_path / "sums.py").write_text(EVALUATION.split("```python")[1].split("```")[0])
     words = command_with(EVALUATION, "evaluation.command", "evaluate.py")
-    words = [
-        word.replace("harness/bin/inspect", INSPECT).replace("sums.py", str(tmp_path / "sums.py")) for word in words
-    ]
+    words = [word.replace("harness/bin/inspect", INSPECT) for word in words]
     small = ["task.options.held_out=8", "rollout.max_tokens=8", "model.max_length=64", "resources.inference.nodes=1"]
     place = [f"model={model}", "task=arithmetic", f"output={tmp_path / 'runs'}", "name=b", *small]
-    command = [sys.executable, "launchers/evaluate.py", *place, *(word for word in words if word != "run=demo")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    command = [
+        sys.executable,
+        str(ROOT / "launchers" / "evaluate.py"),
+        *place,
+        *(word for word in words if word != "run=demo"),
+    ]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (log,) = RunPaths(tmp_path / "runs" / "b").benchmark.glob("*.json")
     results = json.loads(log.read_text())

@@ -121,6 +121,11 @@ SMALL = ["model=tiny_text", "model.init=random", "model.max_length=512", "rollou
     [
         ("agent", ["task.options.of.options.path={file}"], {"prompt": "2 and 2?", "answer": "4"}),
         ("code", ["task.options.path={file}"], {"prompt": "Write add.", "tests": ["assert add(1, 2) == 3"]}),
+        (
+            "distillation",
+            ["task.options.path={file}", "teacher.url=http://127.0.0.1:8000/v1", "teacher.model=wise"],
+            {"prompt": "2 and 2?"},
+        ),
         ("math", ["task.options.path={file}"], {"question": "2 and 2?", "answer": "#### 4"}),
         ("tools", [], {}),
     ],

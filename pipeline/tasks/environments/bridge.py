@@ -207,6 +207,7 @@ def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
+    sys.path.append(str(Path(__file__).parent))  # where the harness is; last, so that nothing here hides a package
     try:
         import verifiers.v1  # noqa: F401
     except ImportError as error:

@@ -52,7 +52,8 @@ class EnvironmentProcess:
         self._ended = ""
         try:
             argv = (python, str(BRIDGE))
-            self._process = Leader(argv, os.environ, stdin=its.fileno(), output=sys.stderr.fileno())
+            environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # as roles have it, wherever it is started
+            self._process = Leader(argv, environment, stdin=its.fileno(), output=sys.stderr.fileno())
         except OSError:
             ours.close()
             raise

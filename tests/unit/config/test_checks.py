@@ -30,6 +30,7 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
         ["loss.kl=0.1", "loss.kl_estimator=k1", "loss.kl_in=reward"],
         ["loss=ppo", "critic.lr=1e-3", "critic.clip=0", "loss.trace=0.9"],
         ["loss=rloo", "loss.ratio_cap=2"],
+        ["loss.kl=1", "teacher.url=http://127.0.0.1:8000/v1", "teacher.model=wise"],
     ],
 )
 def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
@@ -37,6 +38,7 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
 
 
 SFT = ("training.steps=0", "training.warm_start.steps=5")
+TAUGHT = ("teacher.url=http://x/v1", "teacher.model=wise")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,14 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         ),
         (["loss.reference_every=5"], "or set loss.kl above 0"),
         (["loss.kl_estimator=k1"], "or set loss.kl above 0"),
+        (["teacher.model=wise"], "teacher.model='wise': expected nothing without teacher.url"),
+        (["teacher.url=http://x/v1"], "teacher.model='': expected the model's name at teacher.url"),
+        ([*TAUGHT], "loss.kl=0.0: expected above 0 with teacher.url"),
+        ([*TAUGHT, "loss.kl=1", "teacher.key_file=/none"], "teacher.key_file='/none': expected a file with the key"),
+        ([*TAUGHT, "loss.kl=1", "loss.reference_every=5"], "loss.reference_every=5: expected 0 with teacher.url"),
+        ([*TAUGHT, "loss.kl=1", "rollout.temperature=0.7"], "rollout.temperature=0.7: expected 1 with teacher.url"),
+        ([*TAUGHT, "loss.kl=1", "training.zero_advantage=drop"], "expected keep with teacher.url"),
+        ([*SFT, *TAUGHT], "expected nothing in a run that samples nothing to train"),
         (["loss.kl=0.1", "loss.kl_estimator=k1"], "the gradient of k1 has mean zero; set loss.kl_estimator=k2"),
         (["loss.beta=0.1"], "loss.beta=0.1: expected its default (0.05), since loss.name=grpo does not read it"),
         (["loss=ppo", "loss.beta=0.1"], "since loss.name=ppo does not read it; leave it out, or set loss.name=dro"),

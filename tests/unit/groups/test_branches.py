@@ -98,6 +98,25 @@ def test_baselines_and_means_count_an_episode_once() -> None:
     assert (metrics["reward/mean"], metrics["samples"]) == (0.5, 2.0)
 
 
+def test_each_row_has_what_a_teacher_says_of_it() -> None:
+    (group,) = groups()
+    lengths = [len(row.tokens) for sample in group.group.samples for row in sample.rows()]
+    said = [np.full(length, -0.5 - place, "<f4") for place, length in enumerate(lengths)]
+    taught = msgspec.structs.replace(group, references=tuple(each.tobytes() for each in said))
+    taught.check(64, 1 << 20)
+    assert [row.reference.tolist() for row in rows_of([taught]) if row.reference is not None] == [
+        each.tolist() for each in said
+    ]
+    assert [row.reference for row in rows_of([group])] == [None] * len(lengths)
+    for references, reason in (
+        (taught.references[1:], "references of 3 rows do not fit the 4 rows"),
+        ((said[0].tobytes()[4:], *taught.references[1:]), "do not fit"),
+        ((np.full(lengths[0], np.nan, "<f4").tobytes(), *taught.references[1:]), "not finite"),
+    ):
+        with pytest.raises(RecordError, match=reason):
+            msgspec.structs.replace(group, references=references).check(64, 1 << 20)
+
+
 def test_all_rows_of_an_episode_have_its_advantage() -> None:
     rows = rows_of(groups())
     assert [row.advantages for row in rows] == pytest.approx([1.0, 1.0, 1.0, -1.0], abs=1e-5)

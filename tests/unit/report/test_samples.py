@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
+from pyarrow import parquet
 
 from pipeline.config.models import BUILT_IN
 from pipeline.groups.ledger import Settlement
-from pipeline.groups.records import Group, PreparedGroup, Sample
+from pipeline.groups.records import Branch, Group, PreparedGroup, Sample
 from pipeline.report.conversation import Passage, SampleReader
 from pipeline.report.gallery import gallery, phases
 from pipeline.report.history import read_history
@@ -155,6 +157,37 @@ def test_tokens_are_shown_with_mask_and_log_probability(run: FakeRun, capsys: py
     assert [line.split()[2:] for line in lines if line.endswith("'='")] == [["0", "'='"]]
 
 
+def test_every_row_of_an_episode_is_shown(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    said = CHAT.encode("8$")
+    branch = Branch(
+        of=0,
+        shared=2,
+        tokens=np.array(said, "<i4").tobytes(),
+        sampled=np.array([0, 1], "u1").tobytes(),
+        logprobs=np.array([0.0, -0.25], "<f4").tobytes(),
+    )
+    with KeptSamples(run.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
+        kept.add(rows_of_evaluation([[structs.replace(a_sample(9, 2.0), branches=(branch,))]], "sums", "branched"))
+    assert main([f"run={run.root}", "--set", "branched"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("row 1 of 2") < shown.index("7$") < shown.index("row 2 of 2") < shown.index("^98")
+    assert main([f"run={run.root}", "--set", "branched", "--tokens"]) == 0
+    assert [line.strip("│ ").split()[-2:] for line in capsys.readouterr().out.splitlines() if "'$'" in line] == [
+        ["-0.5000", "'$'"],
+        ["-0.2500", "'$'"],
+    ]
+    assert main([f"run={run.root}", "--set", "branched", "--json"]) == 0
+    turns = json.loads(capsys.readouterr().out)["conversation"]
+    assert [turn["row"] for turn in turns if turn["role"] == "assistant"] == [0, 1]
+
+
+def test_samples_that_were_kept_before_rows_were_counted_are_read(run: FakeRun) -> None:
+    (segment,) = segments(run.paths.rollouts / "eval")
+    parquet.write_table(parquet.read_table(segment).drop_columns(["row_lengths"]), segment)
+    (sample,) = read_kept(run.paths).where(Filter(eval_set="hard", least_reward=0)).load()
+    assert [CHAT.decode(row.tokens) for row in sample.rows()] == ["^3+1=7"]
+
+
 def test_the_tokenizer_is_read_once_for_all_samples(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[Path]()
 
@@ -175,7 +208,7 @@ def test_scripts_get_one_json_object_a_line(run: FakeRun, capsys: pytest.Capture
         (11, 6, "length"),
         (12, None, "length"),
     ]
-    assert found[0]["conversation"][-1] == {"role": "assistant", "text": "777"}
+    assert found[0]["conversation"][-1] == {"row": 0, "role": "assistant", "text": "777"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from pipeline.groups.records import Group, PreparedGroup, Sample
+from pipeline.groups.records import Branch, Group, PreparedGroup, Sample
 from pipeline.rollouts import kept as module
 from pipeline.rollouts.kept import (
     COLUMNS,
@@ -20,6 +20,7 @@ from pipeline.rollouts.kept import (
     rows_of_evaluation,
     rows_of_group,
     segments,
+    thin_out,
 )
 
 
@@ -73,6 +74,22 @@ def test_a_group_is_kept_with_its_tokens_advantages_and_failures(tmp_path: Path)
     assert [row["sample"] for row in (best, worst, failed)] == [0, 1, 2]
     assert (failed["failure"], failed["reward"], failed["tokens"]) == ("reward raised: x", None, None)
     assert list(best) == list(COLUMNS)
+
+
+def test_all_rows_of_an_episode_are_kept_and_each_sampled_token_counts_once(tmp_path: Path) -> None:
+    other = {
+        "tokens": np.array([7, 8], "<i4").tobytes(),
+        "sampled": np.array([0, 1], "u1").tobytes(),
+        "logprobs": np.array([0, -0.75], "<f4").tobytes(),
+    }
+    branched = a_sample(branches=(Branch(of=0, shared=2, **other),))
+    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(rows_of_evaluation([[branched]], "sums", "hard"))
+    (row,) = written(tmp_path)
+    assert (row["row_lengths"], row["length"], row["sampled"]) == ([3, 4], 7, 3)
+    assert row["tokens"] == [1, 2, 3, 1, 2, 7, 8]
+    assert row["mask"] == [0, 1, 1, 0, 0, 0, 1]
+    assert row["logprobs"] == [0.0, -0.5, -0.25, 0.0, 0.0, 0.0, -0.75]
 
 
 def test_advantages_that_the_trainer_makes_are_not_kept_as_if_they_were_known(tmp_path: Path) -> None:
@@ -154,6 +171,17 @@ def test_all_segments_together_stay_below_the_bound(tmp_path: Path) -> None:
     assert len(sizes) > 3
     positions = {row["position"] for row in written(tmp_path)}
     assert {0, 29} <= positions
+
+
+def test_a_segment_that_another_attempt_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0.parquet", "1.parquet"):
+        (tmp_path / name).write_bytes(bytes(10))
+    listed = [*segments(tmp_path), tmp_path / "2.parquet"]
+    monkeypatch.setattr(module, "segments", lambda folder: listed)
+    thin_out(tmp_path, 10)
+    assert [file.name for file in tmp_path.iterdir()] == ["1.parquet"]
 
 
 def test_beyond_the_bound_the_newer_half_stays_and_of_the_older_one_evenly_fewer() -> None:

@@ -114,6 +114,12 @@ def test_a_kl_in_the_reward_is_charged_to_the_tokens_before_it(estimator: str, e
     assert found.tolist() == pytest.approx([0, *expected], abs=1e-6)
 
 
+def test_with_k1_and_no_discount_each_token_answers_for_its_own_divergence_from_a_teacher() -> None:
+    loss = a_loss(advantage="group", kl=0.5, kl_in="reward", kl_estimator="k1", discount=0)
+    found = assign_advantages([a_row("0101", 0.0)], loss, arrays([0, -1, 0, -3]), arrays([0, -2, 0, -1]))
+    assert found.advantages[0].tolist() == [0, -0.5, 0, 1]
+
+
 def test_a_kl_in_the_loss_leaves_the_advantages_alone() -> None:
     loss = a_loss(advantage="group", kl=0.1)
     assert not is_due(loss)
