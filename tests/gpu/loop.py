@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--ends", type=int, default=1, help="token ids that end a completion")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--api", type=int, default=4)
+    parser.add_argument("--api", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")

@@ -1,6 +1,7 @@
 """The real trainer (FSDP2 over gloo, under torchrun) against a float64 computation that shares no code with it.
 
-Every loss meets every world size, packed and padded, cut by rows and by tokens; every switch meets several losses.
+Every loss meets one rank and two, packed and padded, cut by rows and by tokens; every switch meets several losses; a
+third of that, and what is replicated, meets four ranks.
 Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilities, values and losses 1e-5, gradients
 3e-5 of the largest entry of their tensor plus 1e-6 and 3e-5 of their whole length, parameters after three AdamW steps
 5e-6 and 2e-5 of the whole way. The full product of all that, and compiled layers, are trials:
@@ -118,7 +119,7 @@ def test_metrics_do_not_depend_on_ranks_micro_batches_or_level(recipe: str, resu
                 assert (set(metrics) == ALWAYS) == (case.level == "none"), case
                 assert ("entropy" in metrics) == measures_entropy(case), case
                 levels[case.level] += 1
-    assert levels.total() >= 4
+    assert levels.total() >= 3
     assert len(levels) >= 2
 
 

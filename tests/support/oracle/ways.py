@@ -77,10 +77,14 @@ SWITCHES: tuple[dict[str, bool], ...] = (
 
 
 def cases(ranks: int) -> list[Case]:
-    """Every recipe on 2 ranks packed and padded, and each way on one of 1 and 4 ranks too, by number of rows or by
-    tokens; and each switch with several recipes, among them always one with a critic or with adapters."""
+    """Every recipe on 2 ranks packed and padded, and on 1 rank, by number of rows or by tokens; and each switch with
+    several recipes, among them always one with a critic or with adapters. On 4 ranks a third of them, and all that is
+    replicated: the rest of it is in `all_cases`."""
     turn = WORLDS.index(ranks)
-    return [*_plain(turn), *_switched(turn), *_replicated(ranks)]
+    plain, switched = [*_plain(turn)], [*_switched(turn)]
+    if ranks > 2:
+        plain, switched = plain[::3], switched[::3]
+    return [*plain, *switched, *_replicated(ranks)]
 
 
 def _plain(turn: int) -> Iterator[Case]:
