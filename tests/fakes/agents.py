@@ -81,6 +81,9 @@ class FakeChild:
             self.code = 1 if self._name.startswith("trainer") else 0
         return self.code
 
+    def group_is_gone(self) -> bool:
+        return self.poll() is not None
+
     def terminate(self) -> None:
         self.asked = self._cluster.time if self.asked is None else self.asked
 
