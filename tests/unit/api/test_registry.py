@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.api.errors import ApiError
 from pipeline.api.expiry import ENDED_SECONDS, SERVED_SECONDS, UNFETCHED_SECONDS
-from pipeline.api.facts import Sampler
+from pipeline.api.facts import SamplingSession
 from pipeline.api.keys import Owner
 from pipeline.api.names import WeightsPath
 from pipeline.api.records import (
@@ -231,7 +231,7 @@ def test_an_ended_session_is_forgotten_with_its_models_unless_they_have_checkpoi
     async def story(stage: Play) -> None:
         model = await three_steps(stage)
         session = stage.registry.sessions[stage.live.fact.session]
-        await stage.registry.shelf.add_sampler(Sampler(f"{session.id}:sample:0", "ada", "tiny"))
+        await stage.registry.shelf.add_sampler(SamplingSession(f"{session.id}:sample:0", "ada", "tiny"))
         await stage.registry.accept(stage.live, 4, lambda: save_body(path_of(model), 4, SaveNote(str(path_of(model)))))
         assert stage.work() is not None
         await stage.done(4, Saved(1))
