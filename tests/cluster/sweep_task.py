@@ -1,13 +1,13 @@
 """A task that works for all points of a sweep but one."""
 
-from pipeline.tasks import Prompt
 from pipeline.tasks.arithmetic import Arithmetic
+from pipeline.tasks.protocol import Demonstration
 
 BROKEN_SEED = 2
 
 
 class BrokenForOneSeed(Arithmetic):
-    """Its verifier raises in the run whose seed is `BROKEN_SEED`."""
+    """In the run whose seed is `BROKEN_SEED` only the first of its demonstrations works, at which a launcher looks."""
 
     name = "broken_for_one_seed"
 
@@ -15,7 +15,7 @@ class BrokenForOneSeed(Arithmetic):
         super().__init__(options, seed)
         self._broken = seed == BROKEN_SEED
 
-    def reward(self, prompt: Prompt, text: str) -> float:
-        if self._broken:
-            raise ValueError("the verifier is broken")
-        return super().reward(prompt, text)
+    def demonstration(self, index: int) -> Demonstration:
+        if self._broken and index > 0:
+            raise ValueError("the task is broken")
+        return super().demonstration(index)

@@ -13,23 +13,22 @@ from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.cluster.sweep_task import BROKEN_SEED
 
-STEPS = 8
+STEPS = 100
 POINTS = [f"{number}-seed_{number + 1}" for number in range(3)]
 BROKEN = POINTS[BROKEN_SEED - 1]
 PREEMPTED = POINTS[0]
 SWEEP = (
     "seed=range(1,4)",
     "task.name=tests.cluster.sweep_task:BrokenForOneSeed",
-    f"training.steps={STEPS}",
-    "training.warm_start.steps=0",
-    "rollout.give_up_after=16",
+    "training.steps=0",
+    f"training.warm_start.steps={STEPS}",
+    "training.checkpoint_every=20",
     "cluster.max_failures=1",
     "cluster.exclusive=true",
-    "resources.services.nodes=0",
+    "resources.trainer.nodes=2",
     "resources.trainer.processes=1",
-    "resources.inference.nodes=1",
 )
-"""Two nodes a point: two of the three run at a time."""
+"""SFT alone, on two nodes a point: two of the three run at a time."""
 
 
 def submitted(sweep: Path) -> dict[str, str]:
@@ -60,7 +59,7 @@ def test_a_sweep_survives_a_preemption_and_a_failure_and_is_taken_up_again(
     assert len(set(jobs.values())) == 3
 
     points = {name: SlurmRun(cluster, RunPaths(sweep / name)) for name in POINTS}
-    points[PREEMPTED].wait_for_step(2)
+    points[PREEMPTED].wait_for_step(2, job="sft")
     cluster.run("scontrol", "requeue", jobs[PREEMPTED])
     ends = {name: point.wait_for_end() for name, point in points.items()}
 
@@ -71,14 +70,14 @@ def test_a_sweep_survives_a_preemption_and_a_failure_and_is_taken_up_again(
         name: int(name == PREEMPTED) for name in POINTS
     }
     for name in POINTS:
-        steps = [row["step"] for row in points[name].rows()]
+        steps = [row["step"] for row in points[name].rows(job="sft")]
         assert steps == ([] if name == BROKEN else list(range(1, STEPS + 1))), points[name].output()
 
     lines = table(cluster, sweep)
     assert {name: line["state"] for name, line in lines.items()} == {
         name: "failed" if name == BROKEN else "finished" for name in POINTS
     }
-    assert "the verifier is broken" in lines[BROKEN]["failure"]
+    assert "the task is broken" in lines[BROKEN]["failure"]
     assert lines[PREEMPTED]["attempts"] == 2
 
     again = launch(cluster, tmp_path, "seeds", "-m", "--detach", *SWEEP)
