@@ -40,7 +40,7 @@ def test_an_interrupted_run_resumes_survives_a_killed_server_and_says_when_it_is
     assert_whole(second)
     assert len({row["attempt"] for row in second.rows()}) == 2
     states = [state for role, state in second.history() if role == "inference.0"]
-    assert states[:4] == ["starting", "ready", "starting", "ready"], "the server that was killed was started again"
+    assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
 
     third = launches.submit("r", ONE_SERVER)
     assert third.end() == 2
