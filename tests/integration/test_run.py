@@ -57,7 +57,7 @@ def test_an_interrupted_run_resumes_survives_a_killed_server_and_says_when_it_is
 
 
 def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(launches: Launches) -> None:
-    whole = launches.submit("whole", "streams.backend=files")
+    whole = launches.submit("whole", ONE_SERVER, "streams.backend=files")
     broken = launches.submit("broken", ONE_SERVER)
     whole.wait_for_state("trainer.0", "ready")
     broken.wait_for_step(7)
