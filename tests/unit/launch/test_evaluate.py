@@ -213,6 +213,7 @@ def test_an_interrupted_writing_of_a_model_leaves_nothing_of_it(run: FakeRun, mo
     monkeypatch.setattr(
         evaluate, "export_command", lambda _run, _name, target: [sys.executable, "-c", slow, str(target)]
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run in the background
     interrupt = threading.Thread(target=_interrupt_when, args=(lambda: list(run.paths.exports.glob(".rl-50.part-*")),))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
