@@ -7,7 +7,8 @@ import pytest
 from pipeline.rundir.metrics import read_rows
 from tests.support.runs.launched import Launched, Launches
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+# The suite has a sweep of such runs on Slurm, one of them preempted: tests/cluster/test_sweep.py.
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.trial]
 STEPS = 100
 SFT = (
     "training.steps=0",
