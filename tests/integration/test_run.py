@@ -31,7 +31,7 @@ def test_an_interrupted_run_resumes_survives_a_killed_server_and_says_when_it_is
 
     second = launches.submit("r", ONE_SERVER)
     wait_for("a second attempt", lambda: len(second.attempts) == 2, WAIT_SECONDS, missing=second.output)
-    second.wait_for_state("actor.0", "ready")
+    second.wait_for_state("inference.0", "ready")
     second.kill_role("inference", 0)
     second.wait_for_step(STEPS)
     wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
