@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
     parser.add_argument("--fault", choices=[*FAULTS], help="what happens to the first server")
     parser.add_argument("--fault-at", type=int, default=12, help="after this step")
+    parser.add_argument("--logs", type=Path, help="file for all logs of the run")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
     chosen = parser.parse_intermixed_args(arguments)
     result: dict[str, Any] = {"command": asked(chosen)}
@@ -66,8 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.time()
         result |= run(root, chosen)
         rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
+        logs = logs_of(root / "runs" / "loop")
         if result["exit"]:
-            show_logs(root / "runs" / "loop")
+            print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
+        if chosen.logs:
+            chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
     result |= rates(rows, began) | {"gpu_mib_left": memory_left()}
     if chosen.ceilings and "samples_per_second" in result:
         lower = min(result["alone"][name] for name in ("generation_samples_per_second", "training_samples_per_second"))
@@ -108,8 +112,8 @@ def memory_left() -> list[int]:
 
 
 def asked(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The arguments but the place of the result."""
-    return {name: value for name, value in vars(chosen).items() if name != "out"}
+    """The arguments but the places of what it writes."""
+    return {name: value for name, value in vars(chosen).items() if name not in ("out", "logs")}
 
 
 def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +153,7 @@ def strike(pid: int, number: signal.Signals) -> list[float]:
 
     The engine's processes are struck first: they must not see their parent go and end in order.
     """
-    server = next(iter(servers_below(pid)), None)
+    server = next(iter(servers_below(pid).values()), None)
     if server is None:
         return []
     for each in (*reversed(server.children(recursive=True)), server):
@@ -235,9 +239,12 @@ def rates(rows: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
     return found | {name: statistics.median(row[name] for row in settled if name in row) for name in names}
 
 
-def show_logs(run: Path) -> None:
-    for log in sorted(run.glob("attempts/*/logs/*")):
-        print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-25:], sep="\n", flush=True)
+def logs_of(run: Path) -> dict[str, str]:
+    """Each log of a run's processes, by attempt and name."""
+    return {
+        f"{log.parent.parent.name} {log.name}": log.read_text(errors="replace")
+        for log in sorted(run.glob("attempts/*/logs/*"))
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the servers of a run do over time: samples that they work on, tokens that they have made.
+"""What the servers of a run do over time: samples that they work on, tokens that they have made, CPU that they use.
 
 Owns a thread that asks each server below a process for its metrics, twice a second. A server that does not answer is
 left out of that look: it is starting, or it ends.
@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -25,9 +26,10 @@ MEASURES = {
 
 @dataclass
 class Pulse:
-    """`beats`: one entry a look and server, with the time (seconds since 1970), its endpoint, and the `MEASURES`."""
+    """`beats`: one entry a look and server, with the time (seconds since 1970), its endpoint, the `MEASURES`, and under
+    `cpu` the seconds that each of its processes has computed since it began, by pid and name."""
 
-    beats: list[dict[str, float | str]] = field(default_factory=list)
+    beats: list[dict[str, Any]] = field(default_factory=list)
 
 
 @contextmanager
@@ -45,31 +47,31 @@ def pulse(pid: int) -> Iterator[Pulse]:
 
 def _look(pid: int, taken: Pulse, over: threading.Event) -> None:
     while not over.wait(LOOK_SECONDS):
-        for endpoint in endpoints_below(pid):
+        for endpoint, server in servers_below(pid).items():
             try:
                 with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=ANSWER_SECONDS) as answer:
                     text = answer.read().decode()
             except (OSError, urllib.error.URLError):
                 continue
-            taken.beats.append({"time": time.time(), "server": endpoint, **measures(text)})
+            beat = {"time": time.time(), "server": endpoint, **measures(text), "cpu": cpu_of(server)}
+            taken.beats.append(beat)
 
 
-def endpoints_below(pid: int) -> set[str]:
-    """`host:port` of each vLLM server among the descendants of a process."""
-    found = set[str]()
-    for server in servers_below(pid):
+def cpu_of(server: psutil.Process) -> dict[str, float]:
+    """Seconds that a server's processes have computed, by pid and the name that each gives itself."""
+    found = {}
+    for process in (server, *server.children(recursive=True)):
         try:
-            words = server.cmdline()
-        except psutil.Error:
+            times = process.cpu_times()
+            found[f"{process.pid} {process.cmdline()[0].rpartition('/')[2]}"] = times.user + times.system
+        except (psutil.Error, IndexError):
             continue  # it has just ended
-        if "--host" in words and "--port" in words:
-            found.add(f"{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}")
     return found
 
 
-def servers_below(pid: int) -> list[psutil.Process]:
-    """The main process of each vLLM server among the descendants of a process."""
-    found = []
+def servers_below(pid: int) -> dict[str, psutil.Process]:
+    """The main process of each vLLM server among the descendants of a process, by `host:port`."""
+    found = {}
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -80,7 +82,7 @@ def servers_below(pid: int) -> list[psutil.Process]:
         except psutil.Error:
             continue
         if "--host" in words and "--port" in words and any("vllm" in word for word in words):
-            found.append(child)
+            found[f"{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}"] = child
     return found
 
 
