@@ -42,6 +42,23 @@ def launch(
     return subprocess.run(slurm.wrap(command), cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=seconds)
 
 
+def follow(slurm: SlurmCluster, output: Path, name: str, *arguments: str) -> tuple["subprocess.Popen[str]", "SlurmRun"]:
+    """A launcher that follows the job which it has submitted."""
+    own = [*SMALL, "cluster=slurm", f"output={output}", f"name={name}"]
+    process = subprocess.Popen(
+        slurm.wrap([sys.executable, str(ROOT / "launchers" / "submit.py"), *own, *arguments]),
+        cwd=ROOT,
+        env=slurm.env | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    paths = RunPaths(output / name)
+    wait_for("the job to be submitted", paths.job.exists, WAIT_SECONDS, missing=lambda: str(process.poll()))
+    return process, SlurmRun(slurm, paths)
+
+
 class SlurmRun:
     """A run and its newest job.
 

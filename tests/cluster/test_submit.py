@@ -2,19 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.cluster.slurm_run import SlurmRun, launch
-from tests.patience import WAIT_SECONDS
-from tests.support.runs.launched import ROOT, SMALL
+from tests.cluster.slurm_run import SlurmRun, follow, launch
 
 pytestmark = pytest.mark.cluster
 
@@ -67,7 +61,7 @@ def test_a_job_that_waits_is_live_and_its_run_is_refused(slurm: SlurmCluster, tm
 
 
 def test_ctrl_c_leaves_the_job_alone(slurm: SlurmCluster, tmp_path: Path) -> None:
-    process, run = follow(slurm, tmp_path)
+    process, run = follow(slurm, tmp_path, "r", LATER)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 0, said
@@ -76,26 +70,8 @@ def test_ctrl_c_leaves_the_job_alone(slurm: SlurmCluster, tmp_path: Path) -> Non
 
 
 def test_a_job_cancelled_in_the_queue_ends_the_launcher_as_an_interruption(slurm: SlurmCluster, tmp_path: Path) -> None:
-    process, run = follow(slurm, tmp_path)
+    process, run = follow(slurm, tmp_path, "r", LATER)
     slurm.run("scancel", run.job)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 143, said
     assert f"job {run.job} ended before it started (CANCELLED)" in said
-
-
-def follow(slurm: SlurmCluster, output: Path) -> tuple[subprocess.Popen[str], SlurmRun]:
-    """A launcher that follows a job which waits."""
-    arguments = [*SMALL, "cluster=slurm", f"output={output}", "name=r", LATER]
-    command = slurm.wrap([sys.executable, str(ROOT / "launchers" / "submit.py"), *arguments])
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=slurm.env | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    paths = RunPaths(output / "r")
-    wait_for("the job to be submitted", paths.job.exists, WAIT_SECONDS, missing=lambda: str(process.poll()))
-    return process, SlurmRun(slurm, paths)

@@ -38,7 +38,6 @@ STUDY = (
     "training.warm_start.batch=64",
     "cluster.exclusive=true",
     "resources.services.nodes=0",
-    "resources.trainer.processes=1",
     "resources.inference.nodes=1",
 )
 """Two nodes a point: of the four, two points fill all."""

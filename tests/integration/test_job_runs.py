@@ -44,7 +44,7 @@ def test_a_folder_is_done_then_the_same_command_does_what_came_meanwhile(start: 
 
     failing, other = write_job(queue, "rl", "2-rl", checkpoint="gone"), write_job(queue, "sft", "3-sft")
     os.utime(failing, (1e9, 1e9))
-    second = start(queue, "resources.trainer.processes=2", run="queue-2")
+    second = start(queue, run="queue-2")
     assert second.end() == 1, second.output()
     assert f"failed: 2-rl.json (see {queue / 'failed'})" in second.output()
     assert (queue / "done" / other.name).exists()

@@ -11,7 +11,7 @@ from pipeline.rundir.events import Events
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import RoleName
 from tests.patience import WAIT_SECONDS
-from tests.support.runs.launched import PROMPTS, STEPS, Launched, Launches
+from tests.support.runs.launched import PROMPTS, STEPS, TWO_RANKS, Launched, Launches
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -19,66 +19,70 @@ ONE_SERVER = "resources.inference.nodes=1"
 """Enough where nothing is sampled: a server costs most of what a run's start does."""
 
 
-def test_an_interrupted_run_resumes_survives_a_killed_server_and_says_when_it_is_finished(launches: Launches) -> None:
-    first = launches.submit("r", ONE_SERVER)
-    first.wait_for_step(5)
-    first.interrupt(signal.SIGINT)
-    assert first.end() == 130, first.output()
-    first.assert_nothing_left()
-    done = first.rows()[-1]["step"]
-    assert list(first.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
-    assert Events(first.attempts[0]).seen("training_finished") is None
+def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and_lose_nothing(
+    launches: Launches,
+) -> None:
+    interrupted, crashed = start_both(launches)
+    interrupted.wait_for_step(5)
+    interrupted.interrupt(signal.SIGINT)
+    crashed.wait_for_step(7)
+    crashed.kill_role("trainer", 0)
 
-    second = launches.submit("r", ONE_SERVER)
-    wait_for("a second attempt", lambda: len(second.attempts) == 2, WAIT_SECONDS, missing=second.output)
-    second.wait_for_state("inference.0", "ready")
-    second.kill_role("inference", 0)
-    second.wait_for_step(STEPS)
-    wait_for("training_finished", lambda: Events(second.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
-    second.assert_nothing_left(seconds=15)
-    assert second.end() == 0, second.output()
-    assert_whole(second)
-    assert len({row["attempt"] for row in second.rows()}) == 2
-    states = [state for role, state in second.history() if role == "inference.0"]
-    assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
+    assert interrupted.end() == 130, interrupted.output()
+    interrupted.assert_nothing_left()
+    done = interrupted.rows()[-1]["step"]
+    assert list(interrupted.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
+    assert Events(interrupted.attempts[0]).seen("training_finished") is None
 
-    third = launches.submit("r", ONE_SERVER)
-    assert third.end() == 2
-    assert "start a new run with name=r-2" in third.output()
-
-    again = launches.evaluate(second.run, "again", "checkpoint=latest")
-    assert again.end() == 0, again.output()
-    (measured,) = (row for row in again.rows("eval") if row["step"] == STEPS)
-    (then,) = (row for row in second.rows("eval") if row["step"] == STEPS)
-    assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"
-    found = json.loads(again.run.evaluation.read_text())["sets"]["held_out"]
-    assert (found["accuracy"], found["prompts"]) == (then["eval/accuracy"], 32)
-    assert len(read_kept(second.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
-
-
-def test_two_runs_at_once_do_not_disturb_each_other_and_a_crash_loses_nothing(launches: Launches) -> None:
-    whole = launches.submit("whole", ONE_SERVER, "streams.backend=files")
-    broken = launches.submit("broken", ONE_SERVER)
-    whole.wait_for_state("trainer.0", "ready")
-    broken.wait_for_step(7)
-    broken.kill_role("trainer", 0)
-    assert broken.end() == 1
-    failure = broken.failure()
+    assert crashed.end() == 1
+    failure = crashed.failure()
     assert failure is not None
     assert (failure.role, failure.rank, failure.cause) == ("trainer.0", 1, "killed by SIGKILL")
     assert failure.last_lines
-    assert "failed: trainer.0 on rank 1: killed by SIGKILL" in broken.output()
-    broken.assert_nothing_left()
-    whole.wait_for_step(STEPS)
-    assert whole.end() == 0, whole.output()
-    whole.assert_nothing_left()
-    assert_whole(whole)
-    assert len({*broken.ports(), *whole.ports()}) == len(broken.ports()) + len(whole.ports())
+    assert "failed: trainer.0 on rank 1: killed by SIGKILL" in crashed.output()
+    crashed.assert_nothing_left()
+    assert len({*crashed.ports(), *interrupted.ports()}) == len(crashed.ports()) + len(interrupted.ports())
 
-    resumed = launches.submit("broken", ONE_SERVER)
+    resumed, other = start_both(launches)
+    wait_for("a second attempt", lambda: len(resumed.attempts) == 2, WAIT_SECONDS, missing=resumed.output)
+    resumed.wait_for_state("inference.0", "ready")
+    resumed.kill_role("inference", 0)
+    other.wait_for_step(STEPS)
+    assert other.end() == 0, other.output()
+    assert_whole(other)
     resumed.wait_for_step(STEPS)
+    wait_for("training_finished", lambda: Events(resumed.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
+    resumed.assert_nothing_left(seconds=15)
     assert resumed.end() == 0, resumed.output()
     assert_whole(resumed)
+    assert len({row["attempt"] for row in resumed.rows()}) == 2
+    states = [state for role, state in resumed.history() if role == "inference.0"]
+    assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
+
+    refused = launches.submit("r", ONE_SERVER, TWO_RANKS)
+    assert refused.end() == 2
+    assert "start a new run with name=r-2" in refused.output()
+    assert_evaluated_alike(launches, resumed)
+
+
+def start_both(launches: Launches) -> tuple[Launched, Launched]:
+    """Two runs, new or resumed: they differ in where their samples travel, and one has two trainer processes."""
+    return (
+        launches.submit("r", ONE_SERVER, TWO_RANKS),
+        launches.submit("crashed", ONE_SERVER, "streams.backend=files"),
+    )
+
+
+def assert_evaluated_alike(launches: Launches, finished: Launched) -> None:
+    """Evaluating the newest commit of a run gives what the run itself said of these weights."""
+    again = launches.evaluate(finished.run, "again", "checkpoint=latest")
+    assert again.end() == 0, again.output()
+    (measured,) = (row for row in again.rows("eval") if row["step"] == STEPS)
+    (then,) = (row for row in finished.rows("eval") if row["step"] == STEPS)
+    assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"
+    found = json.loads(again.run.evaluation.read_text())["sets"]["held_out"]
+    assert (found["accuracy"], found["prompts"]) == (then["eval/accuracy"], 32)
+    assert len(read_kept(finished.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The real trainer (FSDP2 over gloo, under torchrun) against a float64 computation that shares no code with it.
+"""The real trainer (FSDP2 over gloo) against a float64 computation that shares no code with it.
 
 Every loss meets one rank and two, packed and padded, cut by rows and by tokens; every switch meets several losses; a
 third of that, and what is replicated, meets four ranks.
@@ -9,8 +9,6 @@ Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilitie
     python -m pytest -m trial tests/integration/test_training_oracle.py
 """
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -36,7 +34,7 @@ from tests.support.oracle.ways import (
     cases,
     compiled_cases,
 )
-from tests.support.ranks.training_ranks import read_results
+from tests.support.ranks import forked_ranks, training_ranks
 
 pytestmark = pytest.mark.integration
 Results = Callable[[int], dict[object, Result]]
@@ -70,11 +68,8 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 def run_ranks(
     models: Path, ranks: int, results: Path, choice: str = "some", seconds: float = 240
 ) -> dict[object, Result]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, "-m", "tests.support.ranks.training_ranks", str(models), str(results), "--cases", choice]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == 0, done.stderr[-12000:]
-    return read_results(results)
+    forked_ranks.run_ranks(ranks, training_ranks.work, models, results, choice, seconds=seconds)
+    return training_ranks.read_results(results)
 
 
 def check(result: Result, models: Path, case: Case, ranks: int) -> None:

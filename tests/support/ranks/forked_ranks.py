@@ -17,6 +17,7 @@ JOIN_SECONDS = 120.0
 PRELOADED = [
     "tests.support.ranks.checkpoint_processes",
     "tests.support.ranks.checkpoint_worlds",
+    "tests.support.ranks.training_ranks",
     "transformers.models.qwen3",
 ]
 Work = Callable[..., None]
@@ -27,11 +28,11 @@ _context = get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
 
 
-def run_ranks(count: int, work: Work, *arguments: Any) -> None:
+def run_ranks(count: int, work: Work, *arguments: Any, seconds: float = JOIN_SECONDS) -> None:
     """Run `work(rank, *arguments)`, which asserts, in `count` processes; fail if one of them does."""
     ranks = start_ranks(count, work, *arguments)
     for process in ranks:
-        process.join(JOIN_SECONDS)
+        process.join(seconds)
     codes = [process.exitcode for process in ranks]
     end_ranks(ranks)
     assert codes == [0] * count, f"exit codes of the ranks of {work.__name__}"

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
+from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers import attention, fsdp
 from pipeline.training.workers.worker import ModelWorker
@@ -27,6 +27,7 @@ from tests.support.oracle import mutations as training_mutations
 from tests.support.oracle.cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
 from tests.support.oracle.ways import (
     Case,
+    Dtype,
     Mutation,
     Result,
     all_cases,
@@ -213,16 +214,26 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    compute(given.models, given.results, given.cases, given.device, given.dtype)
+
+
+def work(rank: int, models: Path, results: Path, choice: str) -> None:
+    """`compute` in a rank of `forked_ranks`."""
+    compute(models, results, choice, "cpu", "float32")
+
+
+def compute(models: Path, results: Path, choice: str, device: Device, dtype: Dtype) -> None:
+    """One rank of a world that computes the cases of a choice; rank 0 writes what they gave."""
     gc.freeze()  # removing a model collects garbage, which need not look at all of torch each time
-    with joined_world(given.device, Deadlines(operation=60, control=120, grace=2)) as site:
+    with joined_world(device, Deadlines(operation=60, control=120, grace=2)) as site:
         if site.rank:
             site.serve()
             return
         adapters = find_spec("peft") is not None
-        every = CHOICES[given.cases](site.ranks)
-        chosen = [replace(case, dtype=given.dtype) for case in every if adapters or not RECIPES[case.recipe].lora]
-        mutated = mutations(given.dtype) if given.cases == "some" and site.ranks == 2 else {}
-        lead(site, given.models, chosen, mutated, given.results)
+        every = CHOICES[choice](site.ranks)
+        chosen = [replace(case, dtype=dtype) for case in every if adapters or not RECIPES[case.recipe].lora]
+        mutated = mutations(dtype) if choice == "some" and site.ranks == 2 else {}
+        lead(site, models, chosen, mutated, results)
         Dispatch(site, Case("sft").budget).close()
 
 

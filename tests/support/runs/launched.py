@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[3]
 STEPS, PROMPTS = 12, 8
 SMALL = (
     "experiment=demo",
-    "resources.trainer.processes=2",
     "training.warm_start.steps=4",
     f"training.steps={STEPS}",
     f"training.prompts_per_step={PROMPTS}",
@@ -36,6 +35,7 @@ SMALL = (
     "rollout.concurrency=16",
     "task.options.held_out=32",
 )
+TWO_RANKS = "resources.trainer.processes=2"
 
 
 @dataclass
