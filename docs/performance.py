@@ -22,6 +22,8 @@ SHOWN_SECONDS = 40.0
 STEPS_SHOWN = 4
 DRAWN = "loop-4b-4xh200"
 """The run in the pictures."""
+MOST_LAG = "loop-0.6b-2xh200"
+"""The run with `max_lag=4`, beside which those with less are shown."""
 Result = dict[str, Any]
 Row = dict[str, str]
 """A row of a table, by the titles of its columns."""
@@ -67,6 +69,56 @@ def _loop(result: Result, asked: Result, alone: Result) -> Row:
     }
 
 
+def staleness() -> list[Row]:
+    """Runs that differ in how far samples may lag behind the weights."""
+    return [_lag(result) for result in [*_results("lag").values(), _results("loop")[MOST_LAG]]]
+
+
+def _lag(result: Result) -> Row:
+    return {
+        "max_lag": str(result["command"]["lag"]),
+        "samples/s": f"{result['samples_per_second']:.1f}",
+        "s a step": f"{128 / result['samples_per_second']:.2f}",
+        "of it training": f"{result['seconds/train']:.2f}",
+        "trainer idle": f"{result['idle/trainer']:.0%}",
+        "samples at work, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
+    }
+
+
+def _beats(result: Result, name: str) -> list[float]:
+    """What the servers said of a number from the tenth step to the last one."""
+    times = [row["time"] for row in _steps(result)]
+    return [beat[name] for beat in result["pulse"] if times[9] <= beat["time"] <= times[-1]]
+
+
+def faults() -> list[Row]:
+    """What a server that was struck costs, in one run of a single server."""
+    return [_fault(result, result["struck"][0]) for result in _results("fault").values()]
+
+
+def _fault(result: Result, struck: float) -> Row:
+    steps = _steps(result)
+    before = [row["seconds/step"] for row in steps if row["time"] < struck][5:]
+    after = [row for row in steps if row["time"] > struck]
+    left = [row["seconds/step"] for row in after[6:]]
+    return {
+        "model": result["command"]["shape"].upper(),
+        "its only server is": result["command"]["fault"],
+        "after step": str(len(steps) - len(after)),
+        "steps done": str(len(steps)),
+        "attempts": str(len({row["attempt"] for row in steps})),
+        "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
+        "s a step before": f"{statistics.mean(before):.2f}",
+        "s a step afterwards": f"{statistics.mean(left):.2f}",
+        "exit": str(result["exit"]),
+        "MiB left on the GPUs": ", ".join(map(str, result["gpu_mib_left"])),
+    }
+
+
+def _steps(result: Result) -> list[Result]:
+    return [row for row in result["rows"] if row["kind"] == "train" and row["job"] == "rl"]
+
+
 def weights() -> list[Row]:
     """Updates while a server generates."""
     return [_weights(result, result["under_updates"]) for result in _results("weights").values()]
@@ -103,7 +155,7 @@ def _rate(result: Result, row: Result) -> Row:
     }
 
 
-TABLES = {"loops": loops, "weights": weights, "generation": generation}
+TABLES = {"loops": loops, "staleness": staleness, "faults": faults, "weights": weights, "generation": generation}
 
 
 def _results(kind: str) -> dict[str, Result]:
@@ -140,7 +192,7 @@ def _draw(result: Result) -> None:
     """Both pictures of one run: what its server made over time, and a few steps of both GPUs."""
     from matplotlib import pyplot
 
-    steps = [row for row in result["rows"] if row["kind"] == "train" and row["job"] == "rl"]
+    steps = _steps(result)
     first = steps[len(steps) // 3]["time"]
     last = min(first + SHOWN_SECONDS, steps[-1]["time"])
     shown = [row for row in steps if first <= row["time"] <= last]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +64,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_model(root / "model", WORKLOADS[chosen.shape], chosen.ends)
         if chosen.ceilings:
             result["alone"] = measure(halves(chosen), root / "model")
+            print(json.dumps(result["alone"]), flush=True)
         began = time.time()
-        result |= run(root, chosen)
-        rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
+
+        def write(ran: dict[str, Any]) -> dict[str, Any]:
+            """The result's file, as far as the run has come; what it says, less what is long."""
+            rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
+            whole = with_efficiency(result | ran | rates(rows, began) | {"gpu_mib_left": memory_left()})
+            chosen.out.write_text(json.dumps(whole | {"rows": rows}, indent=1))
+            return {name: value for name, value in whole.items() if name != "pulse"}
+
+        # A large model's last commit and its export take minutes: what was measured is safe before them.
+        ran = run(root, chosen, trained=write)
         logs = logs_of(root / "runs" / "loop")
-        if result["exit"]:
+        if ran["exit"]:
             print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
         if chosen.logs:
             chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
-    result |= rates(rows, began) | {"gpu_mib_left": memory_left()}
-    if chosen.ceilings and "samples_per_second" in result:
-        lower = min(result["alone"][name] for name in ("generation_samples_per_second", "training_samples_per_second"))
-        result["efficiency"] = result["samples_per_second"] / lower
-    beats = result.pop("pulse")
-    chosen.out.write_text(json.dumps(result | {"rows": rows, "pulse": beats}, indent=1))
-    print(json.dumps(result, indent=1))
-    return int(result["exit"])
+        said = write(ran)
+    print(json.dumps(said, indent=1))
+    return int(said["exit"])
+
+
+def with_efficiency(result: dict[str, Any]) -> dict[str, Any]:
+    """A result with what the loop reaches of its slower half, if both were measured."""
+    if "alone" not in result or "samples_per_second" not in result:
+        return result
+    lower = min(result["alone"][name] for name in ("generation_samples_per_second", "training_samples_per_second"))
+    return result | {"efficiency": result["samples_per_second"] / lower}
 
 
 def halves(chosen: argparse.Namespace) -> Halves:
@@ -116,13 +128,27 @@ def asked(chosen: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(chosen).items() if name not in ("out", "logs")}
 
 
-def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """The run's exit code, how long it took, and the most host memory that its processes held."""
+def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """The run's exit code, how long it took, and the most host memory that its processes held.
+
+    `trained` gets the same once the last step is done, when there is no exit code yet.
+    """
     command = [sys.executable, "launchers/submit.py", *overrides(root, chosen)]
     started, peak = time.monotonic(), dict[str, int]()
     process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
     code: int | None = None
     struck: list[float] = []
+    told = False
+
+    def found() -> dict[str, Any]:
+        return {
+            "exit": code,
+            "struck": struck,
+            "seconds": time.monotonic() - started,
+            "host_gib": {name: held / 2**30 for name, held in peak.items()},
+            "pulse": taken.beats,
+        }
+
     with pulse(process.pid) as taken:
         while code is None and time.monotonic() - started < chosen.seconds:
             try:
@@ -132,16 +158,13 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
                     peak[name] = max(peak.get(name, 0), held)
             if chosen.fault and not struck and steps_done(root) >= chosen.fault_at:
                 struck = strike(process.pid, FAULTS[chosen.fault])
+            if not told and steps_done(root) >= chosen.steps:
+                trained(found())
+                told = True
         if code is None:
             process.send_signal(signal.SIGINT)
             code = process.wait(120) or 124
-    return {
-        "exit": code,
-        "struck": struck,
-        "seconds": time.monotonic() - started,
-        "host_gib": {name: held / 2**30 for name, held in peak.items()},
-        "pulse": taken.beats,
-    }
+    return found()
 
 
 def steps_done(root: Path) -> int:

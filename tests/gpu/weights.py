@@ -89,11 +89,13 @@ def measure(sender: WeightSender, endpoints: Sequence[str], model: Path, chosen:
             raise RuntimeError(f"version {version}: {report.failures}")
         return time.monotonic() - began
 
+    print("the servers are ready", flush=True)
     joined = update(first)
     wait_for("all servers", lambda: set(sender.versions().values()) == {version}, 120)
     traffic = Traffic(endpoints[0], SECRET, chosen.requests, chosen.seconds, greedy=True)
     calm = {name: alone(update, values, traffic) for name, values in (("A", first), ("B", second))}
     legal = {name: sorted(answers.logprobs) for name, answers in calm.items()}
+    print(f"undisturbed: {calm['A'].tokens_per_second:.0f} tokens/s", flush=True)
     idle = [update(values) for values in (first, second) * 5]
     rows = [under_updates(update, (first, second), traffic, pause) for pause in PAUSES]
     calm["A again"] = alone(update, first, traffic)
