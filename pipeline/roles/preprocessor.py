@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 READ_LIMIT = 64
 READ_SECONDS = 0.5
 REPORT_SECONDS = 1.0
+MEETING_PART = 0.9
+"""Of `cluster.startup_seconds`, for which a teacher is awaited: what is said then names it, where the role's own
+deadline could not."""
 
 
 def launch(context: RoleContext) -> Launch:
@@ -92,13 +95,15 @@ class Preprocessor:
         self._reported = float("-inf")
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Prepare groups until `should_stop()`."""
+        """Prepare groups until `should_stop()`; raises what `Teacher.meet` raises."""
         reader = self._streams.reader("groups", Group, "preprocessor")
 
         def stopped() -> bool:
             heartbeat.beat()
             return should_stop()
 
+        if self._teacher is not None:
+            self._teacher.meet(MEETING_PART * self._config.cluster.startup_seconds, stopped)
         while not stopped():
             self._tell()
             with self._starved:

@@ -2,13 +2,15 @@
 
 Owns what is asked of the server behind `teacher.url`, and how its answer is read. Promises for every token of every row
 the teacher's log-probability of that token after those before it, or one reason why a group has none; that a teacher
-which is busy, or away for a while, is waited for; and that who waits can give up at any time. Must not know what the
-numbers are for.
+which is busy, or away for a while, is waited for; that one which was never there is told apart from it; and that who
+waits can give up at any time. Must not know what the numbers are for.
 
 The server is any that answers `/completions` with `prompt_logprobs`, as `vllm serve` does. It gets token ids, so it has
 to have the policy's tokenizer.
 
-    references = Teacher(config.teacher).references(groups, should_stop)
+    teacher = Teacher(config.teacher)
+    teacher.meet(seconds=240, should_stop=should_stop)
+    references = teacher.references(groups, should_stop)
 
 Notation: T tokens of a row.
 """
@@ -28,6 +30,7 @@ from pipeline.errors import RolloutError
 from pipeline.groups.records import Group
 from pipeline.system.answers import error_text
 from pipeline.system.rest import pause_after
+from pipeline.system.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +58,45 @@ class Teacher:
     def __init__(self, config: TeacherConfig) -> None:
         key = Path(config.key_file).read_text().strip() if config.key_file else ""
         self._config, self._headers = config, {"Authorization": f"Bearer {key}"} if key else {}
+        self._trouble = "no answer"
+
+    def meet(self, seconds: float, should_stop: Callable[[], bool]) -> None:
+        """Return once it has said how likely two tokens are, or once `should_stop()`, which is asked all the while.
+
+        Raises `RolloutError` if it refuses, and `DeadlineError` with its last trouble if it does not answer within
+        `seconds`.
+        """
+        asyncio.run(self._meet(Deadline(f"the teacher at teacher.url={self._config.url}", seconds), should_stop))
 
     def references(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
         """What the teacher says of each group, or the reason why it never will; None once `should_stop()`, which is
         asked all the while."""
         return asyncio.run(self._all(groups, should_stop))
 
-    async def _all(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
+    async def _meet(self, deadline: Deadline, should_stop: Callable[[], bool]) -> None:
+        async with self._session() as http:
+            asked = asyncio.create_task(self._of_row(http, [0, 0]))
+            try:
+                while not asked.done() and not should_stop():
+                    if deadline.passed:
+                        raise deadline.error(f"{self._trouble}; start it, or mend teacher.url")
+                    await asyncio.wait([asked], timeout=LOOK_SECONDS)
+                if asked.done():
+                    asked.result()
+            except RolloutError as error:
+                named = f"teacher.url={self._config.url} with teacher.model={self._config.model}"
+                raise RolloutError(f"{named}: the teacher refuses what a run asks of it: {error}") from None
+            finally:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+
+    def _session(self) -> aiohttp.ClientSession:
         limit = aiohttp.ClientTimeout(total=self._config.seconds)
         connector = aiohttp.TCPConnector(limit=self._config.concurrency)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector) as http:
+        return aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector)
+
+    async def _all(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
+        async with self._session() as http:
             asked = [asyncio.create_task(self._of_group(http, group)) for group in groups]
             left = set(asked)
             try:
@@ -120,6 +152,7 @@ class Teacher:
                     raise RolloutError(why)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
+            self._trouble = why
             if failures in (0, 10, 100):
                 log.warning("the teacher at %s is asked again: %s", url, why)
             await asyncio.sleep(pause_after(failures))

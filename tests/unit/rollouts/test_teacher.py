@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.config import TeacherConfig
+from pipeline.errors import DeadlineError, RolloutError
 from pipeline.groups.records import Branch, Group, Sample
 from pipeline.rollouts.teacher import References, Teacher
 from tests.fakes.async_server import ADDRESS, serving
@@ -157,3 +158,36 @@ def test_a_teacher_that_never_answers_costs_the_group_and_no_other(fault: Fault,
 def test_who_waits_for_a_teacher_can_stop() -> None:
     looks = iter([False, True])
     assert said_of(Served(*[status(503)] * 100), [GROUP], lambda: next(looks)) is None
+
+
+def met(url: str, served: Served | None = None, seconds: float = 60, stop: bool = False) -> None:
+    """`Teacher.meet` with a server, or with nobody at `url`."""
+
+    async def story() -> None:
+        async with serving({ROUTE: served.answer} if served else {}) as port:
+            settings = TeacherConfig(url=url or f"http://{ADDRESS}:{port}/v1", model="wise")
+            await asyncio.to_thread(Teacher(settings).meet, seconds, lambda: stop)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_a_teacher_is_met_once_it_says_how_likely_a_token_is() -> None:
+    served = Served(status(503))
+    met("", served)
+    assert [body["prompt"] for body in served.asked] == [[0, 0]] * 2
+
+
+def test_a_teacher_that_is_not_there_is_named_with_what_to_do() -> None:
+    with pytest.raises(DeadlineError, match=r"the teacher at teacher.url=http://127.0.0.1:9/v1.*mend teacher.url"):
+        met("http://127.0.0.1:9/v1", seconds=0.2)
+
+
+def test_a_teacher_that_refuses_is_named_at_once() -> None:
+    with pytest.raises(RolloutError, match=r"teacher.model=wise: .* refuses .*: status 404: no such model"):
+        met("", Served(status(404)))
+    with pytest.raises(RolloutError, match="has no log-probability for each token"):
+        met("", Served(saying({"choices": [{"prompt_logprobs": [None]}]})))
+
+
+def test_who_awaits_a_teacher_can_give_up() -> None:
+    met("http://127.0.0.1:9/v1", stop=True)
