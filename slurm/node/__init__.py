@@ -7,6 +7,7 @@
 | `lifecycle` | the order in which roles come up and down |
 | `preflight` | what a rank finds on its node |
 | `claims` | which GPUs of a node are whose |
+| `scratch` | what libraries leave in a node's folder for temporary files |
 | `alive` | what an agent leaves on disk: that it lives, that it is down |
 | `vitals` | whether a role is there, and whether it still lives |
 """

@@ -34,6 +34,7 @@ from pipeline.world.plan import Card, Plan, World, make_plan
 from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
 from slurm.node.claims import Claimant, claim_visible
 from slurm.node.preflight import Gpu, Needs, find_gpus, free_memory, node_id, parts_of_gpus, preflight
+from slurm.node.scratch import scratch_folder
 from slurm.node.supervisor import End, Notice, Supervisor, longest_descent
 from slurm.registry import runs
 from slurm.rendezvous.beacon import Beacon
@@ -131,7 +132,8 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
         return "preempted"
     contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
-    end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks).run()
+    variables = held.enter_context(scratch_folder())
+    end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end

@@ -12,7 +12,7 @@ Must not know what a role does.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -73,11 +73,14 @@ class Supervisor:
         *,
         ranks: int = 1,
         attempt: Directory | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`contexts` are this rank's roles in the order to start them; `name` is the agent's own.
 
-        `ranks` is how many look at the disk like this one; `attempt` is the directory at `paths.root`.
+        `ranks` is how many look at the disk like this one; `attempt` is the directory at `paths.root`; `variables` are
+        those that every role gets.
         """
+        self._variables = dict(variables or {})
         self._name, self._paths, self._cluster = name, paths, cluster
         self._notice, self._clock = notice, clock
         self._attempt = attempt or FileDirectory(paths.root)
@@ -151,7 +154,7 @@ class Supervisor:
         """Start its process; a disk that takes no log is borne for `patience` seconds, in which the loop stands."""
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
-        variables = child_environment({**role.launch.env, **role.vitals.board.environment, **hidden})
+        variables = child_environment({**self._variables, **role.launch.env, **role.vitals.board.environment, **hidden})
         role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), patience, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")

@@ -3,6 +3,9 @@
 import fcntl
 import json
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +22,17 @@ ONE_SERVER = "resources.inference.nodes=1"
 """Enough where nothing is sampled: a server costs most of what a run's start does."""
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files, with a short name, as sockets need."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and_lose_nothing(
-    launches: Launches,
+    launches: Launches, temporary: Path
 ) -> None:
-    interrupted, crashed = start_both(launches)
+    interrupted, crashed = start_both(launches, temporary)
     interrupted.wait_for_step(5)
     interrupted.interrupt(signal.SIGINT)
     crashed.wait_for_step(7)
@@ -41,9 +51,10 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert failure.last_lines
     assert "failed: trainer.0 on rank 1: killed by SIGKILL" in crashed.output()
     crashed.assert_nothing_left()
+    assert [*temporary.iterdir()] == []
     assert len({*crashed.ports(), *interrupted.ports()}) == len(crashed.ports()) + len(interrupted.ports())
 
-    resumed, other = start_both(launches)
+    resumed, other = start_both(launches, temporary)
     wait_for("a second attempt", lambda: len(resumed.attempts) == 2, WAIT_SECONDS, missing=resumed.output)
     resumed.wait_for_state("inference.0", "ready")
     resumed.kill_role("inference", 0)
@@ -55,6 +66,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     resumed.assert_nothing_left(seconds=15)
     assert resumed.end() == 0, resumed.output()
     assert_whole(resumed)
+    assert [*temporary.iterdir()] == []
     assert len({row["attempt"] for row in resumed.rows()}) == 2
     states = [state for role, state in resumed.history() if role == "inference.0"]
     assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
@@ -65,11 +77,12 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert_evaluated_alike(launches, resumed)
 
 
-def start_both(launches: Launches) -> tuple[Launched, Launched]:
+def start_both(launches: Launches, temporary: Path) -> tuple[Launched, Launched]:
     """Two runs, new or resumed: they differ in where their samples travel, and one has two trainer processes."""
+    env = {"TMPDIR": str(temporary)}
     return (
-        launches.submit("r", ONE_SERVER, TWO_RANKS),
-        launches.submit("crashed", ONE_SERVER, "streams.backend=files"),
+        launches.submit("r", ONE_SERVER, TWO_RANKS, env=env),
+        launches.submit("crashed", ONE_SERVER, "streams.backend=files", env=env),
     )
 
 
