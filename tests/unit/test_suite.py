@@ -38,7 +38,7 @@ def test_broken(case):
 def run_suite(folder: Path, text: str, workers: int = 0, beside: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "test_case.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = integration\n")
-    parts = [("-n", str(workers), "--dist", "loadfile", "test_case.py")]
+    parts: list[tuple[str, ...]] = [("-n", str(workers), "--dist", "loadfile", "test_case.py")]
     if beside:
         (folder / "test_beside.py").write_text(beside)
         parts.append(("-n", "0", "test_beside.py"))
