@@ -1,8 +1,5 @@
 """The whole suite: `python -m tests.suite [arguments of pytest]`, or `make test`.
 
-Tests of several processes wait a good part of their time, for Slurm or for a server. The unit tests run beside them,
-with less of a right to the cores, and are shown when they have ended. With arguments all is one run.
-
 A test of other processes can fail because the machine was busy. Such a test is run once more, alone, in the same run.
 If it passes then, it is printed under "flaky" with both outputs, and the suite passes. Nothing else is tried twice: not
 a test of one process, and not many failures at once, which are no accident. A flaky test is still a fault:
@@ -18,19 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 WORKERS = 3
-"""Files of tests that run at a time."""
-NICE = 5
-"""Of the unit tests that run beside them."""
-UNITS = "tests/unit"
+"""Files of tests that run at a time. Most of them wait, for Slurm or for a server."""
+
 MOST_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 3600, 660
 """Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
-CHOSEN = ("-m", "not trial and not gpu", "--dist", "loadfile", "--no-loadscope-reorder")
-WHOLE = (*CHOSEN, "-n", str(WORKERS))
-PARTS = ((*WHOLE, f"--ignore={UNITS}"), (*CHOSEN, "-n", "1", UNITS))
-"""The first is shown while it runs, the other one runs beside it."""
-Command = Sequence[str]
-PYTEST = (sys.executable, "-m", "pytest", "-p", "tests.failures")
+SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 FAILED, OUT_OF_TIME = 1, 124
 """Exit codes: pytest's own when tests failed, and ours when it did not end. Any but 0 and `FAILED` means that not all
 tests were run."""
@@ -44,18 +34,14 @@ class Flake(NamedTuple):
     second: str
 
 
-def main(arguments: Sequence[str], parts: Sequence[Command] = ()) -> int:
+def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
     """Exit code of the suite; see the module."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"failed-{number}.json" for number in range(len(PARTS))]
-        chosen = parts or ([[*WHOLE, *arguments]] if arguments else PARTS)
-        commands = [[*part, "--failures", str(file)] for part, file in zip(chosen, files, strict=False)]
-        codes = _together(*commands)
-        if others := [code for code in codes if code not in (0, FAILED)]:
-            return others[0]
-        if not any(codes):
-            return 0
-        failed = [entry for file in files if file.exists() for entry in json.loads(file.read_text())]
+        file = Path(folder) / "failed.json"
+        code = _pytest([*suite, "--failures", str(file), *arguments], seconds=SUITE_SECONDS).returncode
+        if code != FAILED:
+            return code
+        failed = json.loads(file.read_text())
     if firm := [entry["test"] for entry in failed if not entry["waits"]]:
         return _end("not tried again, since they wait for no other process", firm)
     if not failed:
@@ -74,30 +60,10 @@ def main(arguments: Sequence[str], parts: Sequence[Command] = ()) -> int:
     return 0
 
 
-def _together(first: Command, beside: Command | None = None) -> list[int]:
-    """The exit codes of one run, and of one beside it, whose output comes after that of the first."""
-    if beside is None:
-        return [_pytest(first, seconds=SUITE_SECONDS).returncode]
-    with tempfile.TemporaryFile("w+") as output:
-        command = ["nice", "-n", str(NICE), *PYTEST, "-p", "no:cacheprovider", *beside]
-        other = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            codes = [_pytest(first, seconds=SUITE_SECONDS).returncode, other.wait(SUITE_SECONDS)]
-        except subprocess.TimeoutExpired as late:
-            print(late, flush=True)
-            codes = [OUT_OF_TIME]
-        finally:
-            other.kill()
-            other.wait()
-            output.seek(0)
-            print(output.read(), flush=True)
-    return codes
-
-
 def _pytest(
     arguments: Sequence[str], *, captured: bool = False, seconds: float | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    command = [*PYTEST, *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.failures", *arguments]
     output = subprocess.PIPE if captured else None
     try:
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=seconds)

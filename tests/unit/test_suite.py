@@ -35,14 +35,11 @@ def test_broken(case):
 """
 
 
-def run_suite(folder: Path, text: str, workers: int = 0, beside: str = "") -> subprocess.CompletedProcess[str]:
+def run_suite(folder: Path, text: str, workers: int = 0) -> subprocess.CompletedProcess[str]:
     (folder / "test_case.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = integration\n")
-    parts: list[tuple[str, ...]] = [("-n", str(workers), "--dist", "loadfile", "test_case.py")]
-    if beside:
-        (folder / "test_beside.py").write_text(beside)
-        parts.append(("-n", "0", "test_beside.py"))
-    code = f"import sys; from tests.suite import main; sys.exit(main([], {parts}))"
+    suite = ("-n", str(workers), "--dist", "loadfile")
+    code = f"import sys; from tests.suite import main; sys.exit(main([], {suite}))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
@@ -72,22 +69,6 @@ def test_what_fails_twice_or_in_numbers_fails_the_suite(tmp_path: Path, cases: i
     ended = run_suite(tmp_path, ALWAYS_FAILS.format(cases=cases))
     assert ended.returncode == 1
     assert reason in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("beside", "code", "said"),
-    [
-        (FAILS_ONCE.format(mark=""), 1, "not tried again, since they wait for no other process"),
-        (FAILS_ONCE.format(mark="@pytest.mark.integration"), 0, "1 flaky"),
-        ("import nothing_of_this_name", 2, "nothing_of_this_name"),
-    ],
-)
-def test_what_fails_beside_the_first_run_is_shown_and_judged_alike(
-    beside: str, code: int, said: str, tmp_path: Path
-) -> None:
-    ended = run_suite(tmp_path, "def test_steady():\n    pass\n", beside=beside)
-    assert ended.returncode == code, ended.stdout
-    assert said in ended.stdout
 
 
 @pytest.mark.parametrize("workers", [0, 1])
