@@ -67,8 +67,16 @@ def all_are_counted(groups: list[Group], seconds: float) -> None:
 
 def nothing_is_left(before: set[psutil.Process], notes: Path) -> None:
     wait_for("no new process to be left", lambda: children() <= before, WAIT_SECONDS)
-    left = [note.name for note in notes.iterdir() if psutil.pid_exists(int(note.name))]
+    left = [note.name for note in notes.iterdir() if lives(note)]
     assert left == [], "who hung is gone, daemons too"
+
+
+def lives(note: Path) -> bool:
+    """Whether the process that left a note under its pid still runs, and not a later one with this pid."""
+    try:
+        return psutil.Process(int(note.name)).create_time() <= note.stat().st_mtime + 1
+    except psutil.NoSuchProcess:
+        return False
 
 
 def open_files() -> int:
