@@ -67,7 +67,7 @@ def test_the_tour_shows_what_the_api_promises(installed: dict[str, Any]) -> None
     assert installed["loaded"] == installed["next"][0]
     assert installed["fresh"][0] == installed["next"][0], "the loss before the first step"
     assert installed["fresh"][1] != installed["next"][1], "moments that were not loaded show after it"
-    assert installed["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*installed["files"]}, "for peft and vLLM"
     assert installed["left"] == len(installed["listed"]) - 1
     assert "weights/half" in installed["listed"]
     assert installed["refused"]
