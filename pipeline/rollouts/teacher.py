@@ -85,7 +85,8 @@ class Teacher:
                     asked.result()
             except RolloutError as error:
                 named = f"teacher.url={self._config.url} with teacher.model={self._config.model}"
-                raise RolloutError(f"{named}: the teacher refuses what a run asks of it: {error}") from None
+                told = f"the teacher refuses what a run asks of it: {error}; mend these or teacher.key_file"
+                raise RolloutError(f"{named}: {told}") from None
             finally:
                 asked.cancel()
                 await asyncio.gather(asked, return_exceptions=True)

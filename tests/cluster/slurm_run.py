@@ -9,7 +9,8 @@ assert run.wait_for_end()["JobState"] == "COMPLETED", run.output()
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ def launch(
     return subprocess.run(slurm.wrap(command), cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=seconds)
 
 
-def follow(slurm: SlurmCluster, output: Path, name: str, *arguments: str) -> tuple["subprocess.Popen[str]", "SlurmRun"]:
-    """A launcher that follows the job which it has submitted."""
+@contextmanager
+def follow(
+    slurm: SlurmCluster, output: Path, name: str, *arguments: str
+) -> Iterator[tuple["subprocess.Popen[str]", "SlurmRun"]]:
+    """A launcher that follows the job which it has submitted; it ends with the block."""
     own = [*SMALL, "cluster=slurm", f"output={output}", f"name={name}"]
     process = subprocess.Popen(
         slurm.wrap([sys.executable, str(ROOT / "launchers" / "submit.py"), *own, *arguments]),
@@ -55,8 +59,12 @@ def follow(slurm: SlurmCluster, output: Path, name: str, *arguments: str) -> tup
         start_new_session=True,
     )
     paths = RunPaths(output / name)
-    wait_for("the job to be submitted", paths.job.exists, WAIT_SECONDS, missing=lambda: str(process.poll()))
-    return process, SlurmRun(slurm, paths)
+    with process:
+        try:
+            wait_for("the job to be submitted", paths.job.exists, WAIT_SECONDS, missing=lambda: str(process.poll()))
+            yield process, SlurmRun(slurm, paths)
+        finally:
+            process.kill()
 
 
 class SlurmRun:

@@ -61,17 +61,17 @@ def test_a_job_that_waits_is_live_and_its_run_is_refused(slurm: SlurmCluster, tm
 
 
 def test_ctrl_c_leaves_the_job_alone(slurm: SlurmCluster, tmp_path: Path) -> None:
-    process, run = follow(slurm, tmp_path, "r", LATER)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    with follow(slurm, tmp_path, "r", LATER) as (process, run):
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
     assert process.returncode == 0, said
     assert f"left; job {run.job} goes on" in said
     assert run.fields()["JobState"] == "PENDING"
 
 
 def test_a_job_cancelled_in_the_queue_ends_the_launcher_as_an_interruption(slurm: SlurmCluster, tmp_path: Path) -> None:
-    process, run = follow(slurm, tmp_path, "r", LATER)
-    slurm.run("scancel", run.job)
-    said, _ = process.communicate(timeout=30)
+    with follow(slurm, tmp_path, "r", LATER) as (process, run):
+        slurm.run("scancel", run.job)
+        said, _ = process.communicate(timeout=30)
     assert process.returncode == 143, said
     assert f"job {run.job} ended before it started (CANCELLED)" in said

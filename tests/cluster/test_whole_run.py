@@ -36,11 +36,11 @@ def test_a_heterogeneous_job_that_is_requeued_goes_on_to_its_end(cluster: SlurmC
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "r").exists()
 
-    launcher, run = follow(cluster, tmp_path, "r", *SHAPE)
-    run.wait_for_step(7)
-    cluster.run("scontrol", "requeue", run.job)
-    fields = run.wait_for_end()
-    followed, _ = launcher.communicate(timeout=WAIT_SECONDS)
+    with follow(cluster, tmp_path, "r", *SHAPE) as (launcher, run):
+        run.wait_for_step(7)
+        cluster.run("scontrol", "requeue", run.job)
+        fields = run.wait_for_end()
+        followed, _ = launcher.communicate(timeout=WAIT_SECONDS)
     assert launcher.returncode == 0, followed
     assert f"submitted job {run.job}\n" in followed
     assert f"finished {STEPS} steps" in followed

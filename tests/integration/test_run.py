@@ -5,6 +5,7 @@ import json
 import signal
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,18 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     launches: Launches, temporary: Path
 ) -> None:
     interrupted, crashed = start_both(launches, temporary)
-    interrupted.wait_for_step(5)
-    interrupted.interrupt(signal.SIGINT)
-    crashed.wait_for_step(7)
-    crashed.kill_role("trainer", 0)
+
+    def interrupt() -> None:
+        interrupted.wait_for_step(5)
+        interrupted.interrupt(signal.SIGINT)
+
+    def crash() -> None:
+        crashed.wait_for_step(7)
+        crashed.kill_role("trainer", 0)
+
+    with ThreadPoolExecutor(2) as pool:  # either may be there first, and at its end before the other
+        for done_to in [pool.submit(interrupt), pool.submit(crash)]:
+            done_to.result()
 
     assert interrupted.end() == 130, interrupted.output()
     interrupted.assert_nothing_left()

@@ -160,13 +160,15 @@ def test_who_waits_for_a_teacher_can_stop() -> None:
     assert said_of(Served(*[status(503)] * 100), [GROUP], lambda: next(looks)) is None
 
 
-def met(url: str, served: Served | None = None, seconds: float = 60, stop: bool = False) -> None:
+def met(
+    url: str, served: Served | None = None, seconds: float = 60, should_stop: Callable[[], bool] = lambda: False
+) -> None:
     """`Teacher.meet` with a server, or with nobody at `url`."""
 
     async def story() -> None:
         async with serving({ROUTE: served.answer} if served else {}) as port:
             settings = TeacherConfig(url=url or f"http://{ADDRESS}:{port}/v1", model="wise")
-            await asyncio.to_thread(Teacher(settings).meet, seconds, lambda: stop)
+            await asyncio.to_thread(Teacher(settings).meet, seconds, should_stop)
 
     asyncio.run(asyncio.wait_for(story(), 60))
 
@@ -190,4 +192,7 @@ def test_a_teacher_that_refuses_is_named_at_once() -> None:
 
 
 def test_who_awaits_a_teacher_can_give_up() -> None:
-    met("http://127.0.0.1:9/v1", stop=True)
+    looks, served = iter([False, True]), Served(*[status(503)] * 100)
+    met("", served, should_stop=lambda: next(looks))
+    assert next(looks, None) is None
+    assert served.asked
