@@ -16,9 +16,9 @@ from pipeline.config.places import ClusterConfig
 from pipeline.config.relevance import default_of, unread, value_of
 from pipeline.errors import ConfigError
 
-_TOKEN_BYTES, _TAUGHT_BYTES = 9, 4
-"""Of one token in a group on its way to the trainer: id, mask, log-probability; and a teacher's log-probability
-(`pipeline.groups.records`)."""
+_TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
+"""Of one token in a group on its way to the trainer: id, mask, log-probability, version; and a teacher's
+log-probability (`pipeline.groups.records`)."""
 
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
-from pipeline.groups.records import Branch, Sample
+from pipeline.groups.records import MOST_NEWER, Branch, Sample
 from pipeline.rollouts.gateway.endpoint import LOOPBACK, Endpoint
 from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Answer, Episode, Message, Prompt, Task, Turn
@@ -257,13 +257,15 @@ def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
         seconds=seconds,
         server=episode.server,
         metrics={**episode.metrics, **score.metrics},
-        branches=tuple(map(_branch, episode.branches)),
+        branches=tuple(_branch(branch, episode.version_min) for branch in episode.branches),
+        newer=_newer(episode, episode.version_min),
     )
 
 
-def _branch(branch: EpisodeBranch) -> Branch:
+def _branch(branch: EpisodeBranch, oldest: int) -> Branch:
     tokens, sampled, logprobs = _bytes(branch)
-    return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs)
+    newer = _newer(branch, oldest)
+    return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, newer=newer)
 
 
 def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
@@ -271,3 +273,11 @@ def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
     arrays = zip((row.tokens, row.sampled, row.logprobs), ("<i4", "<u1", "<f4"), strict=True)
     tokens, sampled, logprobs = (np.asarray(values, dtype=kind).tobytes() for values, kind in arrays)
     return tokens, sampled, logprobs
+
+
+def _newer(row: Episode | EpisodeBranch, oldest: int) -> bytes:
+    """`Sample.newer` of a row, where `oldest` is the sample's `version_min`."""
+    if len(row.versions) != len(row.tokens):
+        return b""
+    newer = (np.asarray(row.versions) - oldest).clip(0, MOST_NEWER)
+    return newer.astype("<u1").tobytes() if newer.any() else b""

@@ -65,6 +65,7 @@ def test_a_record_of_before_branches_is_read() -> None:
         ({"shared": 9}, "shares more than there is"),
         (packed([], [], []), "shares more than there is"),
         (packed([1], [1, 0], [0.0]), "differ in length"),
+        ({"newer": bytes(2)}, "differ in length"),
         (packed([1], [2], [0.0]), "no row of 0 and 1"),
         (packed([1], [1], [float("nan")]), "not finite"),
         (packed([-1], [1], [0.0]), "negative"),

@@ -108,6 +108,7 @@ def test_a_group_holds_the_tokens_and_logprobs_that_the_server_gave() -> None:
     assert sample.sampled_array().tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert sample.logprob_array().tolist() == [0, 0, 0, 0, 0, -0.5, -0.5]
     assert (sample.reward, sample.version_min, sample.version_max, sample.finish) == (1.0, 5, 6, "stop")
+    assert sample.rows()[0].versions.tolist() == [5] * 6 + [6]
 
 
 def test_the_rollouts_of_a_group_share_one_request() -> None:
