@@ -172,12 +172,14 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
         prompt: index in the task's dataset.
         samples: those that succeeded.
         failures: one reason for each sample that did not.
+        abandoned: how long each sample ran (seconds) that was ended because there were enough without it.
     """
 
     position: Place
     prompt: Place
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
+    abandoned: tuple[float, ...] = ()
 
 
 class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):

@@ -135,12 +135,16 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
     masked."""
     samples = [sample for prepared in groups for sample in prepared.group.samples]
     rewards = np.array([sample.reward for sample in samples])
+    abandoned = [seconds for prepared in groups for seconds in prepared.group.abandoned]
+    kept, wasted = sum(sample.seconds for sample in samples), sum(abandoned)
     about = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "samples": float(len(samples)),
         "samples/cut": float(np.mean([sample.finish == "length" for sample in samples])),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
+        "groups/abandoned_samples": float(len(abandoned)),
+        "groups/abandoned_time": wasted / (kept + wasted) if wasted else 0.0,
     }
     return about | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
 

@@ -173,3 +173,12 @@ def test_the_deviation_of_a_batch_counts_an_episode_once() -> None:
     assert [float(each[np.asarray(row.mask, bool)][0]) for each, row in zip(found, rows, strict=True)] == pytest.approx(
         [1.0, 1.0, 1.0, -1.0], abs=1e-4
     )
+
+
+def test_what_was_abandoned_beside_a_batch_is_told() -> None:
+    (prepared,) = groups()
+    samples = tuple(msgspec.structs.replace(sample, seconds=3.0) for sample in prepared.group.samples)
+    group = msgspec.structs.replace(prepared.group, samples=samples, abandoned=(1.0, 1.0))
+    metrics = batch_metrics([msgspec.structs.replace(prepared, group=group)], 1)
+    assert (metrics["groups/abandoned_samples"], metrics["groups/abandoned_time"]) == (2, 0.25)
+    assert batch_metrics([prepared], 1)["groups/abandoned_time"] == 0
