@@ -14,6 +14,11 @@ class RolloutConfig(Section):
     """How the actor samples."""
 
     samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group's size).")
+    extra_samples: NotNegative = Field(
+        0,
+        description="Samples of each prompt that are begun beside those; the first that end are the group, and the "
+        "others are abandoned. It favours short samples (docs/algorithms.md).",
+    )
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
     max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
     concurrency: Positive = Field(64, description="Groups in flight over all servers.")

@@ -16,9 +16,9 @@ from pipeline.config.places import ClusterConfig
 from pipeline.config.relevance import default_of, unread, value_of
 from pipeline.errors import ConfigError
 
-_TOKEN_BYTES, _TAUGHT_BYTES = 9, 4
-"""Of one token in a group on its way to the trainer: id, mask, log-probability; and a teacher's log-probability
-(`pipeline.groups.records`)."""
+_TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
+"""Of one token in a group on its way to the trainer: id, mask, log-probability, version; and a teacher's
+log-probability (`pipeline.groups.records`)."""
 
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""
@@ -279,6 +279,12 @@ def _sets_can_be_asked(config: RunConfig) -> None:
     check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
 
 
+def _a_mask_has_a_lag(config: RunConfig) -> None:
+    if config.training.stale == "mask" and not config.training.max_lag:
+        expected = "refuse with training.max_lag=0, where all of a sample is of the weights that train"
+        raise ConfigError("training.stale", "mask", expected, "leave it out, or raise training.max_lag")
+
+
 def _groups_fit_streams(config: RunConfig) -> None:
     token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0)
     sample = config.model.max_length * token + _SAMPLE_BYTES
@@ -314,5 +320,5 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
 _EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _sets_can_be_asked)
 """Of what is sampled to be scored."""
 
-_ROLLOUT_RULES = (_groups_can_succeed, _groups_fit_streams, *_EVALUATION_RULES)
+_ROLLOUT_RULES = (_groups_can_succeed, _a_mask_has_a_lag, _groups_fit_streams, *_EVALUATION_RULES)
 """Of what is sampled to be trained, too."""

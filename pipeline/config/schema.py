@@ -160,6 +160,11 @@ class TrainingConfig(Section):
     )
     prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
     max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
+    stale: Literal["refuse", "mask"] = Field(
+        "refuse",
+        description="What becomes of a group with tokens older than max_lag: it is refused and sampled again, or those "
+        "tokens do not count in the loss; without any other token it is refused all the same.",
+    )
     update_epochs: Positive = Field(1, description="How often each batch is trained.")
     mini_batches: Positive = Field(
         1, description="Optimizer steps of one such epoch; each trains as many of the batch's prompts."

@@ -13,7 +13,7 @@ its first row is the sample's own, the others are `branches`, each with what it 
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from pipeline.errors import RecordError
 
 WIRE_VERSION = 1
+MOST_NEWER = 255
+"""The most that `Sample.newer` can say. A token of yet newer weights passes for older than it is."""
 MALFORMED = "malformed"
 """Begins the outcome of a group that makes no sense: it is not settled, its position is asked for again."""
 
@@ -35,11 +37,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class TokenRow(NamedTuple):
-    """One sequence of an episode: int32[T] tokens, uint8[T] sampled, float32[T] logprobs; see `Sample`."""
+    """One sequence of an episode: int32[T] tokens, uint8[T] sampled, float32[T] logprobs, see `Sample`; and int64[T]
+    versions, the weights that sampled each sampled token."""
 
     tokens: NDArray[np.int32]
     sampled: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
 
 
 class Branch(Record, frozen=True, kw_only=True, tag="branch"):
@@ -48,7 +52,7 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
     Attributes:
         of: the row that it begins as: 0 is the sample's own, n its nth branch.
         shared: that many tokens of that row. Whatever of them was sampled counts there, and is only read here.
-        tokens, sampled, logprobs: what follows, as in `Sample`.
+        tokens, sampled, logprobs, newer: what follows, as in `Sample`.
     """
 
     of: Place
@@ -56,6 +60,7 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
     tokens: bytes
     sampled: bytes
     logprobs: bytes
+    newer: bytes = b""
 
 
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
@@ -74,6 +79,8 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         server: the inference server that answered (`host:port`).
         metrics: numbers about it by their names in metrics: what each reward function said, and the task's own.
         branches: its further rows; versions, finish and turns are those of all rows.
+        newer: uint8[T] as bytes: how many versions after `version_min` each token was sampled; empty where all were
+            by that.
     """
 
     tokens: bytes
@@ -88,20 +95,16 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     server: str = ""
     metrics: dict[str, float] = {}
     branches: tuple[Branch, ...] = ()
+    newer: bytes = b""
 
     def rows(self) -> list[TokenRow]:
         """Every row of the episode, its own first; each sampled token is marked as such in one of them."""
-        rows = [TokenRow(self.token_array(), self.sampled_array(), self.logprob_array())]
+        rows = [_arrays(self, self.version_min)]
         for branch in self.branches:
-            tokens, sampled, logprobs = _arrays(branch)
+            own: tuple[NDArray[Any], ...] = _arrays(branch, self.version_min)
             start = rows[branch.of].tokens[: branch.shared]
-            read = np.zeros(len(start), np.uint8), np.zeros(len(start), np.float32)
-            row = (
-                np.concatenate((start, tokens)),
-                np.concatenate((read[0], sampled)),
-                np.concatenate((read[1], logprobs)),
-            )
-            rows.append(TokenRow(*row))
+            read = [start, *(np.zeros(len(start), each.dtype) for each in own[1:])]
+            rows.append(TokenRow(*(np.concatenate(parts) for parts in zip(read, own, strict=True))))
         return rows
 
     def token_array(self) -> NDArray[np.int32]:
@@ -137,16 +140,19 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
             raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
 
 
-def _arrays(part: Sample | Branch) -> TokenRow:
-    """Its own arrays, read-only views."""
+def _arrays(part: Sample | Branch, version_min: int = 0) -> TokenRow:
+    """Its own arrays: read-only views, but for the versions."""
     tokens, logprobs = np.frombuffer(part.tokens, dtype="<i4"), np.frombuffer(part.logprobs, dtype="<f4")
-    return TokenRow(tokens, np.frombuffer(part.sampled, dtype="<u1"), logprobs)
+    newer = np.frombuffer(part.newer, dtype="<u1") if part.newer else np.zeros(len(tokens), np.uint8)
+    return TokenRow(tokens, np.frombuffer(part.sampled, dtype="<u1"), logprobs, version_min + newer.astype(np.int64))
 
 
 def _check_lengths(part: Sample | Branch) -> None:
     lengths = len(part.tokens) // 4, len(part.sampled), len(part.logprobs) // 4
     if len(set(lengths)) != 1 or len(part.tokens) % 4 or len(part.logprobs) % 4:
         raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
+    if len(part.newer) not in (0, len(part.sampled)):
+        raise RecordError(f"sample arrays differ in length: sampled, newer = {len(part.sampled), len(part.newer)}")
 
 
 def _check_row(row: TokenRow) -> None:
@@ -166,12 +172,14 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
         prompt: index in the task's dataset.
         samples: those that succeeded.
         failures: one reason for each sample that did not.
+        abandoned: how long each sample ran (seconds) that was ended because there were enough without it.
     """
 
     position: Place
     prompt: Place
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
+    abandoned: tuple[float, ...] = ()
 
 
 class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):

@@ -1,7 +1,8 @@
 """How far generation may run ahead of training.
 
-Owns the rule of `training.max_lag`: at admission (`Gate`, in the actor) and at the trainer (`lag`). A pure
-state machine: numbers in, a limit out; it owns no task, client or clock, and is neither backpressure nor completion.
+Owns the rule of `training.max_lag`: at admission (`Gate`, in the actor) and at the trainer (`is_refused`, `young`). A
+pure state machine: numbers in, a limit out; it owns no task, client or clock, and is neither backpressure nor
+completion.
 
 Words: the trainer's version v is the steps it has done; one step trains P groups. A group is outstanding from
 the moment it is issued until the trainer settles it (trained, filtered or failed). A sample made by weights w and
@@ -17,10 +18,14 @@ train now and 32 for the next step. The trainer steps to 6 and settles 32; while
 32, which are outstanding, so nothing is issued: it would be trained at 7 with weights 5. A server at 6 opens the gate.
 
 Groups that overtake each other may miss the bound by what was overtaken. The trainer refuses those by their `lag` and
-asks for them again, so what is trained always keeps it. A group that is always overtaken would be refused for ever.
-So a group that was refused twice is awaited until it is published: meanwhile the gate counts it as a server at the
-version w with which it was issued, whatever the servers are at. Not the first time: that is mostly chance (its answer
-came late, or was long), and to wait for a group empties the servers.
+asks for them again, so what is trained always keeps it. With `training.stale=mask` it holds token by token: a sample
+goes on while its server gets new weights, so its later tokens may be `young` when its first ones are too old. The young
+ones count, the others are only read, and a group is refused when it has no young token.
+
+A group that is always overtaken would be refused for ever. So a group that was refused twice is awaited until it is
+published: meanwhile the gate counts it as a server at the version w with which it was issued, whatever the servers are
+at. Not the first time: that is mostly chance (its answer came late, or was long), and to wait for a group empties the
+servers.
 
 Invariant: while a group is awaited, at most P · (L + 1 − (v − w)) groups are outstanding, itself among them. It holds
 when the group is issued, for the gate let it in; a step takes P from both sides; and nothing more is issued than it
@@ -43,8 +48,14 @@ outstanding. 23 more may follow. The trainer steps to 6 and settles 32, the serv
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from pipeline.groups.records import Group
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.groups.records import Group, TokenRow
+
+Stale = Literal["refuse", "mask"]
 
 
 @dataclass
@@ -89,7 +100,19 @@ class Gate:
 def lag(version: int, group: Group) -> int:
     """Steps between the oldest weights that sampled a group and those that train it, `version`.
 
-    The trainer refuses a group whose lag is above `max_lag`. Negative after the trainer went back to a checkpoint; 0
-    for a group without samples.
+    Negative after the trainer went back to a checkpoint; 0 for a group without samples.
     """
     return max((version - sample.version_min for sample in group.samples), default=0)
+
+
+def is_refused(version: int, group: Group, max_lag: int, stale: Stale) -> bool:
+    """Whether a group is too old to be trained at `version`, and is asked for again."""
+    if lag(version, group) <= max_lag:
+        return False
+    rows = (row for sample in group.samples for row in sample.rows())
+    return stale == "refuse" or not any(young(row, version - max_lag).any() for row in rows)
+
+
+def young(row: TokenRow, oldest: int) -> NDArray[np.bool_]:
+    """bool[T]: the tokens that were sampled by weights of version `oldest` or later."""
+    return np.logical_and(row.sampled, row.versions >= oldest)

@@ -193,6 +193,7 @@ def _joined(first: Completion, then: Completion) -> Completion:
         version_min=min(first.version_min, then.version_min) if first.tokens else then.version_min,
         version_max=max(first.version_max, then.version_max),
         seconds=first.seconds + then.seconds,
+        versions=first.versions + then.versions,
     )
 
 

@@ -39,6 +39,7 @@ class Counts:
 
     groups: int = 0
     samples: int = 0
+    abandoned: int = 0
     tokens: int = 0
     in_flight: int = 0
 
@@ -46,6 +47,7 @@ class Counts:
         """Count a published group; tokens are those that the policy sampled."""
         self.groups += 1
         self.samples += len(group.samples)
+        self.abandoned += len(group.abandoned)
         self.tokens += sum(int(row.sampled.sum()) for sample in group.samples for row in sample.rows())
 
 
@@ -83,6 +85,7 @@ class Generation:
         return {
             "groups": counts.groups,
             "samples": counts.samples,
+            "abandoned_samples": counts.abandoned,
             "tokens": counts.tokens,
             "in_flight": counts.in_flight,
             "failed_samples": failures.total(),

@@ -1,8 +1,9 @@
 """All rollouts of the prompt of a position, as one group.
 
 Owns the building of groups and the patience with a task that fails. Promises that `build` always returns a group, of
-samples and of reasons that together are `rollout.samples`; it raises only `TaskError`, when `rollout.give_up_after`
-samples in a row failed.
+samples and of reasons that together are `rollout.samples`; with `rollout.extra_samples` at most so many samples, the
+first that ended, and every reason until then. It raises only `TaskError`, when `rollout.give_up_after` samples in a row
+failed.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from pipeline.groups.ledger import prompt_of
 from pipeline.groups.records import Group, Sample
 from pipeline.rollouts.rollout import Rollout, Sampling, Servers, answer_of, kind_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task
-from pipeline.tasks.calls import Calls
+from pipeline.tasks.calls import Asked, Calls
 from pipeline.tasks.chat import Chat
 
 
@@ -44,7 +45,7 @@ class GroupBuilder:
         """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
-        self._seed, self._size = config.seed, rollout.samples
+        self._seed, self._size, self._extra = config.seed, rollout.samples, rollout.extra_samples
         self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
@@ -53,20 +54,26 @@ class GroupBuilder:
     async def build(self, position: int) -> Group:
         """The group at a position; `TaskError` when the task keeps failing."""
         index = prompt_of(position, len(self._task), self._seed)
-        samples, failures = await self._samples(index)
-        self.patience.note(len(samples), failures)
-        return Group(position=position, prompt=index, samples=tuple(samples), failures=tuple(failures))
-
-    async def _samples(self, index: int) -> tuple[list[Sample], list[str]]:
         asked = await self._calls.prompt(index)
         if isinstance(asked, str):
-            return [], [asked] * self._size
-        rollouts = await roll_out(self._task, self._calls, self._chat, self._servers, self._sampling, asked, self._size)
-        return await self.scored(asked.prompt, rollouts)
+            group = Group(position=position, prompt=index, failures=(asked,) * self._size)
+        else:
+            group = await self._sampled(position, index, asked)
+        self.patience.note(len(group.samples), group.failures)
+        return group
 
-    async def scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
+    async def _sampled(self, position: int, index: int, asked: Asked) -> Group:
+        environment = self._task, self._calls, self._chat, self._servers
+        rollouts = await roll_out(*environment, self._sampling, asked, self._size, self._extra)
+        samples, failures = await self._scored(asked.prompt, rollouts)
+        abandoned = tuple(each.seconds for each in rollouts if each.abandoned)
+        return Group(
+            position=position, prompt=index, samples=tuple(samples), failures=tuple(failures), abandoned=abandoned
+        )
+
+    async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
         """The samples of a prompt's rollouts, and the reasons of those that failed."""
-        failures = [ended.reason for ended in rollouts if ended.episode is None]
+        failures = [ended.reason for ended in rollouts if ended.episode is None and not ended.abandoned]
         ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
         answers = [answer_of(episode, self._whole_answers) for episode, _ in ended]
         scores = await self._calls.rewards(prompt, answers) if ended else []

@@ -253,7 +253,7 @@ def row_of(outcome: Sample | str) -> Row:
     if isinstance(outcome, str):
         return {**now, "failure": outcome}
     rows = outcome.rows()
-    tokens, sampled, logprobs = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+    tokens, sampled, logprobs, _ = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
     return {
         **now,
         **{name: getattr(outcome, name) for name in ("reward", "finish", "turns", "seconds", "server")},

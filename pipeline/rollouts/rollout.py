@@ -2,13 +2,14 @@
 
 Owns how an episode of a task meets the servers: the policy that the task samples from, and what becomes of an
 episode: a reward and a wire record, or a reason. Promises that a task which raises, returns nonsense or overruns costs
-one sample, with its reason, and nothing else; that no wait for the servers, however long, costs a sample; and that the
-rollouts of a group share one request for their first turn.
+one sample, with its reason, and nothing else; that no wait for the servers, however long, costs a sample; that the
+rollouts of a group share one request for their first turn, unless some of them may be abandoned; and that one which is
+abandoned is ended at once, on its server too.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
-from pipeline.groups.records import Branch, Sample
+from pipeline.groups.records import MOST_NEWER, Branch, Sample
 from pipeline.rollouts.gateway.endpoint import LOOPBACK, Endpoint
 from pipeline.rollouts.own_time import OwnTime
 from pipeline.tasks import Answer, Episode, Message, Prompt, Task, Turn
@@ -65,11 +66,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout's end: its `episode` and how long it took (seconds), or the `reason` why there is none."""
+    """A rollout's end: its `episode`, or the `reason` why there is none, or that it was `abandoned`; and the `seconds`
+    that it took, or ran until then."""
 
     episode: Episode | None = None
     reason: str = ""
     seconds: float = 0.0
+    abandoned: bool = False
 
 
 class Sampler:
@@ -88,7 +91,9 @@ class Sampler:
         return RolloutPolicy(self, self._chat, self._prompt, index, own_time)
 
     async def opening(self, index: int) -> Turn:
-        """The first turn of rollout `index`; one request brings those of all."""
+        """The first turn of rollout `index`. One request brings those of all; who asks alone ends it with itself."""
+        if self._count == 1:
+            return await self.continuation(self._prompt)
         if self._opening is None:
             self._opening = asyncio.create_task(self._generate(self._prompt, self._count))
         turns = await asyncio.shield(self._opening)
@@ -174,18 +179,44 @@ class RolloutPolicy:
 
 
 async def roll_out(
-    task: Task, calls: Calls, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int
+    task: Task, calls: Calls, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int, extra: int = 0
 ) -> list[Rollout]:
-    """`count` rollouts of a prompt, all at once; one `Rollout` each, in order. Their tools are asked by `calls`."""
+    """`count` rollouts of a prompt, all at once; one `Rollout` each, in order. Their tools are asked by `calls`.
+
+    With `extra`, as many more are begun, and told of; once `count` have an episode, the others are abandoned.
+    """
     try:
         tokens = await _tokens(chat, asked.text)
     except Exception as error:  # noqa: BLE001 a task's text meets a model's tokenizer: whatever they raise is the reason
         return [Rollout(reason=reason("prompt could not be tokenised", error))] * count
-    sampler = Sampler(servers, calls, chat, sampling, tokens, count)
+    # The answer to a shared request comes when its longest sample has ended, so who may be abandoned asks alone.
+    sampler = Sampler(servers, calls, chat, sampling, tokens, 1 if extra else count)
     try:
-        return await asyncio.gather(*(_episode(task, asked.prompt, sampler, index) for index in range(count)))
+        episodes = [_episode(task, asked.prompt, sampler, index) for index in range(count + extra)]
+        return await (_first(episodes, count) if extra else asyncio.gather(*episodes))
     finally:
         sampler.close()
+
+
+async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -> list[Rollout]:
+    """What each came to, in order: the first `count` that end with an episode, all that end without one before that,
+    and the others abandoned."""
+    began = time.monotonic()
+    tasks = [asyncio.create_task(episode) for episode in episodes]
+    running, ended, whole = set(tasks), dict[asyncio.Task[Rollout], Rollout](), 0
+    try:
+        while running and whole < count:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=tasks.index):
+                if whole < count or task.result().episode is None:
+                    ended[task] = task.result()
+                    whole += ended[task].episode is not None
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    left = Rollout(seconds=time.monotonic() - began, abandoned=True)
+    return [ended.get(task, left) for task in tasks]
 
 
 async def _tokens(chat: Chat, text: str) -> list[int]:
@@ -257,13 +288,15 @@ def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
         seconds=seconds,
         server=episode.server,
         metrics={**episode.metrics, **score.metrics},
-        branches=tuple(map(_branch, episode.branches)),
+        branches=tuple(_branch(branch, episode.version_min) for branch in episode.branches),
+        newer=_newer(episode, episode.version_min),
     )
 
 
-def _branch(branch: EpisodeBranch) -> Branch:
+def _branch(branch: EpisodeBranch, oldest: int) -> Branch:
     tokens, sampled, logprobs = _bytes(branch)
-    return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs)
+    newer = _newer(branch, oldest)
+    return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, newer=newer)
 
 
 def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
@@ -271,3 +304,11 @@ def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
     arrays = zip((row.tokens, row.sampled, row.logprobs), ("<i4", "<u1", "<f4"), strict=True)
     tokens, sampled, logprobs = (np.asarray(values, dtype=kind).tobytes() for values, kind in arrays)
     return tokens, sampled, logprobs
+
+
+def _newer(row: Episode | EpisodeBranch, oldest: int) -> bytes:
+    """`Sample.newer` of a row, where `oldest` is the sample's `version_min`."""
+    if len(row.versions) != len(row.tokens):
+        return b""
+    newer = (np.asarray(row.versions) - oldest).clip(0, MOST_NEWER)
+    return newer.astype("<u1").tobytes() if newer.any() else b""

@@ -50,6 +50,7 @@ class Completion:
         version_min, version_max: oldest and newest weight version that sampled a token.
         server: who answered last.
         seconds: from the first request to the last answer.
+        versions: the weight version that sampled each token; where nobody says, the oldest that it may have been.
     """
 
     tokens: tuple[int, ...]
@@ -59,6 +60,7 @@ class Completion:
     version_max: int
     server: str
     seconds: float
+    versions: tuple[int, ...]
 
     @property
     def complete(self) -> bool:
@@ -238,6 +240,7 @@ class Server(Resting):
             version_max=max(versions),
             server=self.endpoint,
             seconds=seconds,
+            versions=_of_tokens(choice, min(versions), told=not self.fixed),
         )
 
 
@@ -275,3 +278,12 @@ def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
     if not versions or min(versions) < asked:
         raise Transient("stale weights")
     return versions
+
+
+def _of_tokens(choice: _Choice, oldest: int, *, told: bool) -> tuple[int, ...]:
+    """The weight version of each token: what the answer says if it is `told`, else the `oldest` of the choice."""
+    versions = [oldest] * len(choice.token_ids)
+    for span in (choice.weight_versions or ()) if told else ():
+        places = range(len(versions))[span.start : span.end]
+        versions[places.start : places.stop] = [int(span.version)] * len(places)
+    return tuple(versions)

@@ -17,7 +17,8 @@ class Turn(Protocol):
     """What the policy said at once; the inference client's completions are such.
 
     `tokens` (with the end-of-turn token if it was sampled) and `logprobs` (nats, at the sampling temperature) have the
-    same length; `version_min`, `version_max` are the oldest and newest weights that may have sampled one of them.
+    same length, and so have `versions`, the weights that sampled each; `version_min`, `version_max` are the oldest and
+    newest weights that may have sampled one of them.
     """
 
     @property
@@ -26,6 +27,8 @@ class Turn(Protocol):
     def logprobs(self) -> Sequence[float]: ...
     @property
     def finish(self) -> Finish | Literal["abort"]: ...
+    @property
+    def versions(self) -> Sequence[int]: ...
     @property
     def version_min(self) -> int: ...
     @property
@@ -41,7 +44,7 @@ class EpisodeBranch:
     Attributes:
         of: the row that it begins as: 0 is the episode's own, n its nth branch.
         shared: that many tokens of that row; whatever of them was sampled counts there, and is only read here.
-        tokens, sampled, logprobs: what follows, of equal length, as in `Episode`.
+        tokens, sampled, logprobs, versions: what follows, as in `Episode`.
     """
 
     of: int
@@ -49,6 +52,7 @@ class EpisodeBranch:
     tokens: tuple[int, ...]
     sampled: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Episode:
         metrics: numbers about the episode by their names in metrics, such as `tools/calls`.
         branches: its further rows; versions, turns and the last turn are those of all rows.
         reward: what it is worth, where whoever ran it says so; None: `Task.reward` is asked.
+        versions: the weights that sampled each token, T of them, 0 where none did; of any other length: `version_min`
+            counts for all.
     """
 
     tokens: tuple[int, ...]
@@ -82,11 +88,12 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     branches: tuple[EpisodeBranch, ...] = ()
     reward: float | None = None
+    versions: tuple[int, ...] = ()
 
     @classmethod
     def begin(cls, prompt: Sequence[int]) -> "Episode":
         """An episode that holds only its prompt."""
-        return cls(tuple(prompt), (0,) * len(prompt), (0.0,) * len(prompt))
+        return cls(tuple(prompt), (0,) * len(prompt), (0.0,) * len(prompt), versions=(0,) * len(prompt))
 
     @property
     def open(self) -> bool:
@@ -107,6 +114,7 @@ class Episode:
             version_max=turn.version_max if first else max(self.version_max, turn.version_max),
             turns=self.turns + 1,
             server=turn.server,
+            versions=(*self.versions, *turn.versions),
         )
 
     def observe(self, tokens: Sequence[int]) -> "Episode":
@@ -116,4 +124,5 @@ class Episode:
             tokens=(*self.tokens, *tokens),
             sampled=(*self.sampled, *(0 for _ in tokens)),
             logprobs=(*self.logprobs, *(0.0 for _ in tokens)),
+            versions=(*self.versions, *(0 for _ in tokens)),
         )

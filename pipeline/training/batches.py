@@ -1,9 +1,9 @@
 """Where RL's data comes from: the stream of prepared groups.
 
-Owns the cutting of batches. Promises that a batch of groups holds each position once, none older than
-`max_lag`, nothing that cannot be trained, and nothing that the ledger has settled; that what is not trained is settled
-with its reason or asked for again; and that stream entries are acknowledged only after the commit that covers them.
-Must not know models or ranks.
+Owns the cutting of batches. Promises that a batch of groups holds each position once, none that is refused
+for its age, nothing that cannot be trained, and nothing that the ledger has settled; that what is not trained is
+settled with its reason or asked for again; and that stream entries are acknowledged only after the commit that covers
+them. Must not know models or ranks.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RecordError, RollcallError
 from pipeline.groups.ledger import TRAINED, Ledger
 from pipeline.groups.records import MALFORMED, PreparedGroup, Reissue
-from pipeline.groups.staleness import lag
+from pipeline.groups.staleness import is_refused
 from pipeline.streams import Entry, Streams
 from pipeline.streams.board import Board
 
@@ -127,7 +127,7 @@ class GroupBatches:
         self._covered = [entry for entry in self._covered if entry not in given_up]
 
     def _take(self, entry: Entry[PreparedGroup], version: int) -> None:
-        prepared = entry.record
+        prepared, training = entry.record, self.config.training
         position = prepared.group.position
         if position in self._fresh and self._fresh[position].id == entry.id:
             return  # delivered again: given up with its batch, not before
@@ -138,7 +138,7 @@ class GroupBatches:
         elif prepared.outcome != "train":
             self._settle(position, prepared.outcome, version)
             self._set_aside(entry, prepared.outcome)
-        elif lag(version, prepared.group) > self.config.training.max_lag:
+        elif is_refused(version, prepared.group, training.max_lag, training.stale):
             again = Reissue(position=position, reason="older than max_lag", awaited=position in self._overtaken)
             self.streams.publish("reissue", again)
             self._overtaken.add(position)

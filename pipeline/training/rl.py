@@ -13,7 +13,8 @@ import numpy as np
 
 from pipeline.config import RunConfig
 from pipeline.groups.ledger import TRAINED
-from pipeline.groups.records import PreparedGroup, mean_metrics
+from pipeline.groups.records import PreparedGroup, Sample, mean_metrics
+from pipeline.groups.staleness import young
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
@@ -65,7 +66,9 @@ class ReinforcementLearning:
         started = time.monotonic()
         groups = self._batches.next(version=step)
         waited = time.monotonic() - started
-        rows = rows_of(groups, masked="length" if self._config.training.overlong == "mask" else None)
+        training = self._config.training
+        oldest = step - training.max_lag
+        rows = rows_of(groups, masked="length" if training.overlong == "mask" else None, oldest=oldest)
         metrics = self._update.run(rows, step)
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}
@@ -74,8 +77,9 @@ class ReinforcementLearning:
             "tokens/batch": float(sum(map(len, rows))),
             "set_aside": float(aside.total()),
             "groups/malformed": float(aside["malformed"]),
+            "groups/stale": float(aside["stale"]),
         }
-        return metrics | batch_metrics(groups, step) | timing | counts
+        return metrics | batch_metrics(groups, step, oldest) | timing | counts
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Tell the progress, send the new weights, and ask for an evaluation when it is time.
@@ -109,12 +113,13 @@ class ReinforcementLearning:
         return TRAINED if metrics["optimizer_steps"] else UNTRAINED
 
 
-def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[Row]:
-    """The rows of each sample, in order; of those that ended as `masked` says no token counts."""
+def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0) -> list[Row]:
+    """The rows of each sample, in order. No token counts of a sample that ended as `masked` says, nor any that was
+    sampled by weights before version `oldest`."""
     rows = [
         Row(
             tokens=row.tokens,
-            mask=np.zeros(len(row.tokens), np.uint8) if sample.finish == masked else row.sampled,
+            mask=np.zeros(len(row.tokens), np.bool_) if sample.finish == masked else young(row, oldest),
             advantages=advantage,
             behaviour=row.logprobs,
             prompt=prepared.group.position,
@@ -128,17 +133,34 @@ def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None) -> list[
     return [replace(row, reference=reference) for row, reference in zip(rows, references, strict=True)]
 
 
-def batch_metrics(groups: Sequence[PreparedGroup], version: int) -> dict[str, float]:
-    """What a batch is like: reward, lengths, and the lag of every sample trained at `version`."""
+def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0) -> dict[str, float]:
+    """What a batch is like: reward, lengths, and its lag at `version`, where tokens of weights before `oldest` are
+    masked."""
     samples = [sample for prepared in groups for sample in prepared.group.samples]
     rewards = np.array([sample.reward for sample in samples])
-    lags = np.array([version - sample.version_min for sample in samples])
-    return {
+    abandoned = [seconds for prepared in groups for seconds in prepared.group.abandoned]
+    kept, wasted = sum(sample.seconds for sample in samples), sum(abandoned)
+    about = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "lag/mean": float(lags.mean()),
-        "lag/max": float(lags.max()),
         "samples": float(len(samples)),
         "samples/cut": float(np.mean([sample.finish == "length" for sample in samples])),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
-    } | mean_metrics(samples)
+        "groups/abandoned_samples": float(len(abandoned)),
+        "groups/abandoned_time": wasted / (kept + wasted) if wasted else 0.0,
+    }
+    return about | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
+
+
+def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, float]:
+    """The lag of each sample's oldest token that is not masked, and how much is masked."""
+    rows = [sample.rows() for sample in samples]
+    sampled = sum(np.count_nonzero(row.sampled) for each in rows for row in each)
+    left = [np.concatenate([row.versions[young(row, oldest)] for row in each]) for each in rows]
+    lags = [version - versions.min() for versions in left if versions.size] or [0]
+    return {
+        "lag/mean": float(np.mean(lags)),
+        "lag/max": float(max(lags)),
+        "lag/masked": 1 - sum(map(len, left)) / max(1, sampled),
+        "samples/masked": float(np.mean([not versions.size for versions in left])),
+    }

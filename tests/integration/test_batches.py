@@ -31,13 +31,13 @@ def streams(tmp_path: Path) -> Iterator[Streams]:
         yield opened
 
 
-def config_of(**training: float) -> RunConfig:
+def config_of(**training: float | str) -> RunConfig:
     overrides = {"prompts_per_step": 2, "max_lag": 1, **training}
     return compose_config(["experiment=demo", *(f"training.{key}={value}" for key, value in overrides.items())])
 
 
 def batches_of(
-    streams: Streams, ledger: Ledger | None = None, pulse: Callable[[], None] = lambda: None, **training: float
+    streams: Streams, ledger: Ledger | None = None, pulse: Callable[[], None] = lambda: None, **training: float | str
 ) -> GroupBatches:
     return GroupBatches(streams, Board(streams), ledger or Ledger(), config_of(**training), pulse, VOCABULARY)
 
@@ -89,6 +89,27 @@ def test_a_group_older_than_max_lag_is_asked_for_again_and_not_trained(streams: 
     assert batches.counts["stale"] == 1
     assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == [0]
     assert not batches.ledger.is_settled(0)
+
+
+def test_with_a_mask_a_group_goes_on_as_long_as_one_of_its_tokens_is_young_enough(streams: Streams) -> None:
+    """All begin with weights 3, and groups 1 and 2 go on with weights 4 and 5."""
+    streams.publish_many(TOPIC, [straddling(position, newest=3 + position) for position in range(3)])
+    batches = batches_of(streams, stale="mask")
+    groups = batches.next(version=5)
+    assert (positions(groups), batches.counts["stale"]) == ([1, 2], 1)
+    assert [row.mask.tolist() for row in rows_of(groups, oldest=4)] == [[0, 0, 1]] * 2
+    assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == [0]
+
+
+def straddling(position: int, newest: int) -> PreparedGroup:
+    """A sample of two tokens, the first by weights 3."""
+    arrays = {"tokens": np.array([1, 2, 2], "<i4").tobytes(), "logprobs": np.zeros(3, "<f4").tobytes()}
+    whole = prepared(position, version=3)
+    (sample,) = whole.group.samples
+    changed = msgspec.structs.replace(
+        sample, **arrays, sampled=bytes([0, 1, 1]), newer=bytes([0, 0, newest - 3]), version_max=newest
+    )
+    return msgspec.structs.replace(whole, group=msgspec.structs.replace(whole.group, samples=(changed,)))
 
 
 def test_a_group_that_is_too_old_twice_is_awaited_the_next_time(streams: Streams) -> None:

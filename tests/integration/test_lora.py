@@ -113,7 +113,8 @@ def test_a_saved_adapter_is_what_vllm_loads_by_itself(server: Served, tmp_path: 
     request = json.loads(GenerationRequest(PROBE, 1, 1.0, 24, []).body("salt"))
     (choice,) = json.loads(ask(server, ROUTE, request | {"model": "saved"}))["choices"]
     logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
-    completion = Completion(tuple(choice["token_ids"]), logprobs, "length", 0, 0, server.endpoint, 0.0)
+    tokens = tuple(choice["token_ids"])
+    completion = Completion(tokens, logprobs, "length", 0, 0, server.endpoint, 0.0, (0,) * len(tokens))
     assert distance(model, PROBE, completion) < CLOSE
     assert distance(an_adapted(server.model, 9), PROBE, completion) > APART
 

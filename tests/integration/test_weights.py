@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -256,6 +257,32 @@ def test_requests_that_are_cut_off_go_on_and_their_logprobs_are_the_models(serve
     assert aborted >= len(completions)
     assert {(len(completion.tokens), completion.finish) for completion in completions} == {(240, "length")}
     assert all(distance(model, PROBE, completion) < CLOSE for completion in completions)
+
+
+def test_a_request_that_is_given_up_ends_on_its_server(servers: list[Served]) -> None:
+    endpoint, whole = servers[0].endpoint, 240
+
+    def made() -> float:
+        """Tokens that the server has sampled."""
+        with urlopen(f"http://{endpoint}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    async def give_up(before: float) -> None:
+        async with client_of(servers[:1]) as client:
+            client.update(endpoint, 0)
+            asked = asyncio.create_task(sample(client, tokens=whole))
+            while await asyncio.to_thread(made) == before:
+                await asyncio.sleep(0.01)
+            asked.cancel()
+
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 0, a_model(servers[0].model, 1))
+        asyncio.run(asyncio.wait_for(give_up(before := made()), WAIT_SECONDS))
+        probe(servers[0], 0)
+        given_up = made() - before - 24
+        probe(servers[0], 0)
+        assert made() - before - 2 * 24 == given_up < whole
 
 
 def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> None:

@@ -135,6 +135,7 @@ class Dialogue:
             turns=len(turns),
             server=last.turn.server,
             said=_said(last),
+            versions=first.versions,
             metrics={"agent/calls": float(len(turns)), "agent/rows": float(1 + len(others))},
             branches=tuple(others),
         )
@@ -169,11 +170,14 @@ class Dialogue:
         paths.sort(key=lambda path: [node.order for node in path])
         for number, path in enumerate(paths):
             of, shared = self._shared(path, paths[:number])
-            tokens, sampled, logprobs = path[-1].tokens, [0] * len(path[-1].tokens), [0.0] * len(path[-1].tokens)
+            tokens = path[-1].tokens
+            sampled, logprobs, versions = [0] * len(tokens), [0.0] * len(tokens), [0] * len(tokens)
             for node in path:
                 begin, end = len(node.place.tokens), len(node.tokens)
                 sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
-            yield EpisodeBranch(of, shared, tokens[shared:], tuple(sampled[shared:]), tuple(logprobs[shared:]))
+                versions[begin:end] = node.turn.versions
+            own = tuple(sampled[shared:]), tuple(logprobs[shared:]), tuple(versions[shared:])
+            yield EpisodeBranch(of, shared, tokens[shared:], *own)
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:
         """The earlier row that shares most tokens with this one, and how many: at most those before the first call that

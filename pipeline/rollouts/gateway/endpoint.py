@@ -59,6 +59,7 @@ class Heard:
     version_min: int
     version_max: int
     server: str
+    versions: Sequence[int]
 
 
 class Endpoint:
@@ -186,8 +187,8 @@ class Endpoint:
             count = bisect_left(counts, True, key=lambda most: _brings(self._chat.decode(tokens[:most]), stops))
             tokens, finish = tokens[:count], "stop"
             text = wire.before(self._chat.decode(tokens), stops)
-        logprobs = turn.logprobs[: len(tokens)]
-        return Heard(tokens, logprobs, finish, turn.version_min, turn.version_max, turn.server), text
+        logprobs, versions = turn.logprobs[: len(tokens)], turn.versions[: len(tokens)]
+        return Heard(tokens, logprobs, finish, turn.version_min, turn.version_max, turn.server, versions), text
 
     async def _streamed(self, request: web.Request, events: Iterable[Mapping[str, Any]]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -105,6 +105,7 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
             "since model.lora.rank=0 does not read it; leave it out, or set model.lora.rank above 0",
         ),
         (["training.checkpoints=s3://"], "training.checkpoints='s3://': expected a bucket or a folder after s3://"),
+        (["training.stale=mask", "training.max_lag=0"], "training.stale='mask': expected refuse with training.max_lag"),
         (["training.checkpoints=s3:///"], "expected a bucket or a folder after s3://"),
         (["loss.correction=truncate"], "set loss.proximal=recompute"),
         (["loss=ppo", "training.zero_advantage=drop"], "samples that score alike teach there"),

@@ -65,6 +65,7 @@ def test_a_record_of_before_branches_is_read() -> None:
         ({"shared": 9}, "shares more than there is"),
         (packed([], [], []), "shares more than there is"),
         (packed([1], [1, 0], [0.0]), "differ in length"),
+        ({"newer": bytes(2)}, "differ in length"),
         (packed([1], [2], [0.0]), "no row of 0 and 1"),
         (packed([1], [1], [float("nan")]), "not finite"),
         (packed([-1], [1], [0.0]), "negative"),
@@ -125,6 +126,26 @@ def test_all_rows_of_an_episode_have_its_advantage() -> None:
     assert not any(row.counted for row in rows_of(groups(), masked="stop"))
 
 
+def test_tokens_that_are_too_old_count_in_no_denominator_and_are_told() -> None:
+    """Of the episode's tokens, of versions 1 2, 4 and 3, and of the other sample's, both of version 1."""
+    versions = bytes([0, 0, 0, 1]), bytes([3]), bytes([0, 2])
+    own, first, second = versions
+    one, other = a_sample().branches
+    branches = msgspec.structs.replace(one, newer=first), msgspec.structs.replace(other, newer=second)
+    episode = msgspec.structs.replace(a_sample(branches=branches), newer=own, version_max=4)
+    group = prepare_group(Group(position=3, prompt=0, samples=(episode, ALONE)), make_config())
+    rows = rows_of([group], oldest=2)
+    assert [row.counted for row in rows] == [1, 1, 1, 0]
+    assert [row.advantages for row in rows] == pytest.approx([1.0, 1.0, 1.0, -1.0], abs=1e-5), "rewards all count"
+    assert Batch.of(rows, "token").weights == pytest.approx([1 / 3] * 4)
+    assert Batch.of(rows, "sequence").weights == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    metrics = batch_metrics([group], 4, oldest=2)
+    assert (metrics["lag/mean"], metrics["lag/max"]) == (2, 2)
+    assert (metrics["lag/masked"], metrics["samples/masked"]) == (0.5, 0.5)
+    unmasked = batch_metrics([group], 4)
+    assert (unmasked["lag/max"], unmasked["lag/masked"], unmasked["samples/masked"]) == (3, 0, 0)
+
+
 def test_a_sequence_is_an_episode() -> None:
     rows = rows_of(groups())
     assert Batch.of(rows, "sequence").weights == pytest.approx([1 / 8, 1 / 8, 1 / 8, 1 / 4])
@@ -152,3 +173,12 @@ def test_the_deviation_of_a_batch_counts_an_episode_once() -> None:
     assert [float(each[np.asarray(row.mask, bool)][0]) for each, row in zip(found, rows, strict=True)] == pytest.approx(
         [1.0, 1.0, 1.0, -1.0], abs=1e-4
     )
+
+
+def test_what_was_abandoned_beside_a_batch_is_told() -> None:
+    (prepared,) = groups()
+    samples = tuple(msgspec.structs.replace(sample, seconds=3.0) for sample in prepared.group.samples)
+    group = msgspec.structs.replace(prepared.group, samples=samples, abandoned=(1.0, 1.0))
+    metrics = batch_metrics([msgspec.structs.replace(prepared, group=group)], 1)
+    assert (metrics["groups/abandoned_samples"], metrics["groups/abandoned_time"]) == (2, 0.25)
+    assert batch_metrics([prepared], 1)["groups/abandoned_time"] == 0

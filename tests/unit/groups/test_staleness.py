@@ -1,11 +1,15 @@
 """The staleness gate: lag stays bounded and nothing stands still, in any run of a small world."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from pipeline.groups.records import Group, Sample
-from pipeline.groups.staleness import Gate, lag
+from pipeline.groups.records import Branch, Group, Sample
+from pipeline.groups.staleness import Gate, Stale, is_refused, lag, young
 
 
 def gate_at(version: int, slowest: int | None, *, prompts: int = 32, max_lag: int = 1) -> Gate:
@@ -52,6 +56,52 @@ def test_the_lag_of_a_group_is_that_of_its_oldest_sample(versions: tuple[int, ..
         for v in versions
     )
     assert lag(7, Group(position=0, prompt=0, samples=samples)) == expected
+
+
+def a_sample(*versions: int) -> Sample:
+    """A prompt of one token, and tokens that these weights sampled, of which the last makes a branch."""
+    oldest = min(versions)
+    newer = [0, *(version - oldest for version in versions)]
+
+    def packed(places: slice) -> dict[str, Any]:
+        sampled = [0, *(1 for _ in versions)][places]
+        tokens, logprobs = (np.zeros(len(sampled), kind).tobytes() for kind in ("<i4", "<f4"))
+        return {"tokens": tokens, "sampled": bytes(sampled), "logprobs": logprobs, "newer": bytes(newer[places])}
+
+    branch = Branch(of=0, shared=2, **packed(slice(-1, None)))
+    sample = Sample(
+        **packed(slice(-1)),
+        reward=0,
+        version_min=oldest,
+        version_max=max(versions),
+        finish="stop",
+        branches=(branch,),
+    )
+    sample.check()
+    return sample
+
+
+def test_the_tokens_of_weights_that_are_not_too_old_are_young() -> None:
+    own, branch = a_sample(3, 4, 5, 5).rows()
+    assert own.versions.tolist() == [3, 3, 4, 5]
+    assert [young(own, oldest).tolist() for oldest in (3, 4, 6)] == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert (branch.sampled.tolist(), young(branch, 4).tolist()) == ([0, 0, 1], [0, 0, 1]), "what it shares counts once"
+
+
+@pytest.mark.parametrize(
+    ("version", "stale", "refused"),
+    [(4, "refuse", False), (5, "refuse", True), (5, "mask", False), (6, "mask", False), (7, "mask", True)],
+)
+def test_with_a_mask_a_group_is_refused_when_no_token_of_it_is_young(version: int, stale: Stale, refused: bool) -> None:
+    group = Group(position=0, prompt=0, samples=(a_sample(3, 3), a_sample(3, 4, 5)))
+    assert is_refused(version, group, max_lag=1, stale=stale) is refused
+
+
+def test_without_the_version_of_each_token_the_oldest_of_its_sample_counts() -> None:
+    told = a_sample(3, 5)
+    silent = structs.replace(told, newer=b"", branches=tuple(structs.replace(one, newer=b"") for one in told.branches))
+    refused = [is_refused(6, Group(position=0, prompt=0, samples=(each,)), 1, "mask") for each in (told, silent)]
+    assert refused == [False, True]
 
 
 class World:

@@ -157,9 +157,20 @@ def test_an_aborted_sample_goes_on_where_it_stopped_and_the_others_of_its_group_
     assert script.bodies[3]["token_ids"] == [1, 2, 3, 4, 4, 6]
     assert script.bodies[3]["sampling_params"]["max_tokens"] == 1
     assert (aborted.tokens, aborted.finish) == ((4, 4, 6, 7), "length")
-    assert (aborted.version_min, aborted.version_max) == (5, 6)
+    assert (aborted.version_min, aborted.version_max, aborted.versions) == (5, 6, (5, 5, 6, 5))
     assert len(aborted.logprobs) == 4
     assert (unbegun.tokens, unbegun.version_min) == ((9, 9, 9, 9), 6)
+
+
+def test_each_token_has_the_version_of_its_span() -> None:
+    async def story() -> list[Completion]:
+        async with client_and(Script([always(straddling)])) as client:
+            return await ask(client)
+
+    spans = [{"version": "5", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 4}]
+    straddling = choice([7, 7, 7, 7]) | {"weight_versions": spans}
+    (completion,) = run(story())
+    assert (completion.versions, completion.version_max) == ((5, 7, 7, 7), 7)
 
 
 def answer_of(*choices: dict[str, Any]) -> Answer:

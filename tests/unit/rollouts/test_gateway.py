@@ -38,6 +38,11 @@ class Sampled:
     version_max: int = 4
     server: str = "s"
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The last token is of the newest weights, all others of the oldest."""
+        return (*(self.version_min for _ in self.tokens[1:]), self.version_max)
+
 
 @dataclass
 class Policy:
@@ -84,6 +89,7 @@ def is_what_the_policy_saw_and_said(episode: Episode, policy: Policy) -> None:
             begin, end = len(seen), len(seen) + len(said.tokens)
             if row.sampled[begin:end].any() and row.logprobs[begin:end].tolist() == list(said.logprobs):
                 assert row.tokens[:end].tolist() == [*seen, *said.tokens]
+                assert row.versions[begin:end].tolist() == list(said.versions)
     assert sorted(counted) == sorted(number for said in policy.said for number in said.logprobs)
 
 

@@ -108,6 +108,7 @@ def test_a_group_holds_the_tokens_and_logprobs_that_the_server_gave() -> None:
     assert sample.sampled_array().tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert sample.logprob_array().tolist() == [0, 0, 0, 0, 0, -0.5, -0.5]
     assert (sample.reward, sample.version_min, sample.version_max, sample.finish) == (1.0, 5, 6, "stop")
+    assert sample.rows()[0].versions.tolist() == [5] * 6 + [6]
 
 
 def test_the_rollouts_of_a_group_share_one_request() -> None:
@@ -216,6 +217,66 @@ def test_one_bad_sample_costs_the_others_nothing() -> None:
     calls = iter(range(4))
     group = build(a_task(reward=lambda *_: raising() if next(calls) == 1 else 1.0))
     assert (len(group.samples), len(group.failures)) == (3, 1)
+
+
+class Late(Answering):
+    """Answers request number n once its event is set; remembers which were cancelled."""
+
+    def __init__(self, requests: int, answered: Sequence[int]) -> None:
+        super().__init__()
+        self.events = [asyncio.Event() for _ in range(requests)]
+        self.cancelled: list[int] = []
+        for number in answered:
+            self.events[number].set()
+
+    async def generate(self, token_ids: Sequence[int], **asked: Any) -> list[Said]:
+        number = len(self.asked)
+        turns = await super().generate(token_ids, **asked)
+        try:
+            await self.events[number].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        return turns
+
+
+def test_of_more_samples_than_are_wanted_the_first_are_the_group_and_the_others_are_ended() -> None:
+    servers = Late(6, answered=(0, 2, 3, 5))
+    group = build(a_task(), servers, extra_samples=2)
+    assert [n for _, n, _, _ in servers.asked] == [1] * 6, "each ends on its own"
+    assert (len(group.samples), group.failures, len(group.abandoned)) == (4, (), 2)
+    assert set(servers.cancelled) == {1, 4}
+
+
+def test_of_samples_that_end_together_the_first_in_order_are_kept() -> None:
+    said = [Said((*FOUR[:1], 7 + place, FOUR[-1])) for place in range(6)]
+    servers = Answering()
+    servers.generate = lambda *_, **__: asyncio.sleep(0, [said.pop(0)])  # type: ignore[method-assign]
+    group = build(a_task(), servers, extra_samples=2)
+    assert [sample.token_array().tolist()[-2] for sample in group.samples] == [7, 8, 9, 10]
+    assert len(group.abandoned) == 2
+
+
+@pytest.mark.parametrize(("bad", "samples", "abandoned"), [(1, 4, 1), (2, 4, 0), (4, 2, 0), (6, 0, 0)])
+def test_a_failure_is_neither_kept_nor_abandoned(bad: int, samples: int, abandoned: int) -> None:
+    """The failures come first, so as many of the others are kept as there are."""
+
+    async def rollout(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+        if next(calls) < bad:
+            raise ValueError("the tool is broken")
+        turn = await policy.sample(policy.prompt)
+        return Episode.begin(policy.prompt).act(turn, "4")
+
+    calls = iter(range(6))
+    group = build(a_task(rollout=rollout), extra_samples=2)
+    assert (len(group.samples), len(group.failures), len(group.abandoned)) == (samples, bad, abandoned)
+
+
+def test_an_evaluation_begins_no_sample_more_than_it_says() -> None:
+    servers = Answering()
+    evaluation = Evaluation(a_task(), InlineCalls(a_task()), CHAT, servers, config(extra_samples=3))
+    asyncio.run(evaluation.run(EvalRequest(id="e", weights=5)))
+    assert len(servers.asked) == 2
 
 
 def test_a_rollout_that_hangs_fails_its_samples_at_its_deadline() -> None:

@@ -212,6 +212,11 @@ class Said:
     def logprobs(self) -> tuple[float, ...]:
         return (-0.5,) * len(self.tokens)
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The last token is of the newest weights, all others of the oldest."""
+        return (*(self.version_min for _ in self.tokens[1:]), self.version_max)
+
 
 class Scripted:
     """A policy that says what it was given to say."""
@@ -242,6 +247,7 @@ def test_an_episode_of_several_turns_keeps_what_was_sampled_apart_from_what_was_
     assert episode.tokens == (1, 5, 9, 9, 6)
     assert episode.sampled == (0, 1, 0, 0, 1)
     assert (episode.version_min, episode.version_max, episode.turns, episode.text) == (3, 6, 2, "6")
+    assert episode.versions == (0, 6, 0, 0, 5)
 
 
 EVERY_RULE = """{% set said = namespace(system='') %}
