@@ -18,7 +18,9 @@ from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
 from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, SampleQueue
 from pipeline.api.store import Store
+from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS
 from pipeline.system.process import hold_port
+from tests.fakes.mortal_server import POISON, a_mortal_server
 
 LONGEST, MOST_ADAPTERS = 16, 2
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
@@ -305,6 +307,20 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path
         assert isinstance(outcome, bytes)
         assert len(wire.protocol().SampleResponse.FromString(outcome).sequences) == 3
         assert [body["sampling_params"]["n"] for _, body in scripts[0].asked] == [1]
+
+    with_servers(tmp_path, play)
+
+
+def test_a_sample_that_servers_die_of_fails_and_takes_no_other_with_it(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        async with a_mortal_server() as server:
+            sampling.use(Facts((server.endpoint,), "word"))
+            prompts = [{"chunks": [{"type": "encoded_text", "tokens": [1, token]}]} for token in (4, 5, 6, POISON)]
+            asked = (sample(sampling, number, prompt=prompt) for number, prompt in enumerate(prompts))
+            *sound, last = await asyncio.wait_for(asyncio.gather(*asked), 30)
+            assert all(isinstance(each, bytes) for each in sound)
+            assert last == Failed(GIVEN_UP, "server")
+            assert server.deaths == MOST_DEATHS
 
     with_servers(tmp_path, play)
 
