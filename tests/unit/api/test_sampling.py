@@ -18,6 +18,7 @@ from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
 from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, SampleQueue
 from pipeline.api.store import Store
+from pipeline.rollouts.server import FINAL_ONLY
 from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS
 from pipeline.system.process import hold_port
 from tests.fakes.mortal_server import POISON, a_mortal_server
@@ -351,6 +352,7 @@ def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any
     sampling = body["sampling_params"]
     assert {name: sampling.get(name) for name in expected} == expected
     assert sampling["max_tokens"] == LONGEST - 3
+    assert sampling["output_kind"] == FINAL_ONLY, "else releases up to 0.25 leave samples out"
 
 
 @pytest.mark.parametrize(
