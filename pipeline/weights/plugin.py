@@ -6,6 +6,10 @@ process of vLLM hears the scheduler's signals.
 """
 
 import multiprocessing
+import signal
+from multiprocessing import util
+from multiprocessing.context import BaseContext
+from types import SimpleNamespace
 
 from pipeline.system.process import die_with_parent, start_resource_tracker
 
@@ -34,3 +38,39 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
     add_fast_logprobs()
+    fork_processes()
+
+
+def fork_processes() -> None:
+    """Have the server fork its engine and its API processes, which then need not import what it has imported.
+
+    vLLM's command line and its CPU platform choose `spawn`, as a fork breaks CUDA and OpenMP where they were used
+    before. A server has used neither when it starts these processes; if it used CUDA all the same, its engine is
+    started as vLLM says. API processes use neither.
+    """
+    import torch
+    from vllm.v1 import utils as apis
+    from vllm.v1.engine import utils as engines
+
+    stock = getattr(engines, "get_mp_context", None)
+    if stock is None or stock.__module__ == __name__:
+        return
+
+    def get_mp_context() -> BaseContext:
+        used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        context: BaseContext = stock() if used else multiprocessing.get_context("fork")
+        return context
+
+    util.register_after_fork(fork_processes, _leave_parent)
+    engines.get_mp_context = get_mp_context
+    apis.multiprocessing = SimpleNamespace(get_context=lambda method: multiprocessing.get_context("fork"))
+
+
+def _leave_parent(_: object) -> None:
+    """In a forked process: end with the server, tell no signal to its event loop, and count for oneself."""
+    from prometheus_client import values
+
+    die_with_parent()
+    signal.set_wakeup_fd(-1)
+    # Chosen at its import, when vLLM had not said yet that there are several processes.
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]

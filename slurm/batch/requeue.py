@@ -20,7 +20,6 @@ from pipeline.config.kept import kept_config
 from pipeline.config.places import ClusterConfig
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError, one_line
 from pipeline.report.history import read_history
-from pipeline.report.page import write_report
 from pipeline.rundir.documents import Outcome
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
@@ -244,6 +243,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(run: RunPaths) -> None:
     try:
+        from pipeline.report.page import write_report  # charts are slow to import, and most ends of a job draw none
+
         write_report(read_history(run.root))
     except Exception as error:  # noqa: BLE001 (the job's end stands, whatever the report does)
         print(f"rollcall: no report: {one_line(error)}", flush=True)

@@ -15,7 +15,6 @@ from pipeline.checkpoints import tell_newest
 from pipeline.config.kept import kept_config
 from pipeline.errors import DeadlineError, one_line
 from pipeline.report.history import RUNS, read_history
-from pipeline.report.page import write_report
 from pipeline.rundir.documents import Finished, Outcome
 from pipeline.rundir.events import Events
 from pipeline.rundir.failure import FirstFailure
@@ -109,6 +108,8 @@ def conclude_run(
     """
     code = _tell_end(paths, attempt, interrupted, job_state)
     try:
+        from pipeline.report.page import write_report  # with it come charts, as slow to import as all else together
+
         print(f"  report      {write_report(read_history(paths.root, alive=False))}", flush=True)
     except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
         reason = one_line(error)

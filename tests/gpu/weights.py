@@ -211,21 +211,22 @@ def weights(path: Path, seed: int) -> NamedTensors:
     """A model's parameters under their Hugging Face names, on the first GPU, such that every token has the same hidden
     state whatever came before it (attention adds nothing, all embeddings are alike): so its log-probability says which
     weights the step had, all of them. Two tokens are likelier than the others."""
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
+    with torch.device("cuda"):  # on a CPU, billions of random numbers take minutes
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
         elif "o_proj" in name:
             parameter.zero_()
         elif "embed" in name or "lm_head" in name:
-            row = 0.1 * torch.randn(parameter.shape[1], generator=generator)
+            row = 0.1 * torch.randn(parameter.shape[1], generator=generator, device="cuda")
             parameter.copy_(row.expand_as(parameter))
             parameter[0] *= 3
             parameter[1] *= -3
         else:
-            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return [(name, parameter.detach().cuda()) for name, parameter in model.named_parameters()]
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, device="cuda"))
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 if __name__ == "__main__":

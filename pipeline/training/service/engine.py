@@ -12,6 +12,7 @@ rank ends the trainer: the next one goes on from the commit.
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.api.records import Create, Done, Facts, Failed, Load, Pass, Plain, Result, Save, Step, Unload, Work
@@ -23,6 +24,7 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.service.commits import ServiceCommits
 from pipeline.training.service.link import FrontLink
 from pipeline.training.service.models import RefusedRequest, ServedModels
+from pipeline.training.warm_up import Phase, WarmUp
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
@@ -44,11 +46,13 @@ class Engine:
         attempt: str,
         facts: Facts,
         pulse: Callable[[], None],
+        phase: Phase = nullcontext,
     ) -> None:
         self._config, self._pulse = config, pulse
         self._models = ServedModels(dispatch, config, root / "weights", attempt)
         self._commits = ServiceCommits(checkpoints, attempt, dispatch, config.training.keep_checkpoints)
         self._link = FrontLink(root, attempt, facts, pulse)
+        self._warm_up = WarmUp(config, dispatch, pulse, phase)
         self._cursors: dict[str, int] = {}
         """Of each model, the last request after which it had no gradients: what a commit may say of it."""
         self._done: dict[str, int] = {}
@@ -81,6 +85,7 @@ class Engine:
     def _serve(self) -> None:
         while True:
             self._pulse()
+            self._models.warm_up(self._warm_up)
             work = self._turn(0.0 if self._durable else WAIT_SECONDS)
             self._commit_if_due()  # here, where the front has every result
             if work is not None:

@@ -9,6 +9,7 @@ from pipeline.api.records import Adapter, Create, Done, Facts, Step, Unload, Wor
 from pipeline.config import RunConfig
 from pipeline.training.batches import Interrupted
 from pipeline.training.service.engine import MOST_COMMITTING, Engine, commit_is_due
+from pipeline.training.warm_up import WarmUp
 from tests.fakes.configs import make_config
 
 STEP = Step(0.1, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -25,6 +26,9 @@ class Models:
 
     def create(self, id: str, adapter: Adapter) -> None:
         self.known.add(id)
+
+    def warm_up(self, warm_up: WarmUp) -> None:
+        """Nothing is compiled."""
 
     def remove(self, id: str) -> None:
         self.known.discard(id)

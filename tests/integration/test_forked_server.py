@@ -1,0 +1,75 @@
+"""A server forks its engine and API processes, which share nothing with it that could harm either."""
+
+import ctypes
+import multiprocessing
+import signal
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.weights.plugin import fork_processes
+from tests.patience import WAIT_SECONDS
+
+# Importing vLLM has torch say what of it is deprecated.
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+PR_GET_PDEATHSIG = 2
+
+
+def tell(to: Connection) -> None:
+    """What kills the process when its server ends, where it would tell signals, and whether its metrics are shared."""
+    from prometheus_client import values
+
+    at_death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(at_death), 0, 0, 0)
+    to.send((at_death.value, signal.set_wakeup_fd(-1), values.ValueClass is not values.MutexValue))
+
+
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, Any]:
+    """Where vLLM takes the ways to start its engine and its API processes from; put back afterwards."""
+    from vllm.v1 import utils as apis
+    from vllm.v1.engine import utils as engines
+
+    monkeypatch.setattr(engines, "get_mp_context", engines.get_mp_context)
+    monkeypatch.setattr(apis, "multiprocessing", apis.multiprocessing)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    return engines, apis
+
+
+@pytest.mark.parametrize("kind", ["engine", "api"])
+def test_a_forked_process_ends_with_its_server_tells_it_no_signal_and_counts_for_itself(
+    utils: tuple[Any, Any], kind: str
+) -> None:
+    engines, apis = utils
+    fork_processes()
+    context = engines.get_mp_context() if kind == "engine" else apis.multiprocessing.get_context("spawn")
+    ours, theirs = multiprocessing.Pipe()
+    loop, waker = socket.socketpair()
+    with loop, waker, ours, theirs:
+        waker.setblocking(False)
+        before = signal.set_wakeup_fd(waker.fileno())
+        try:
+            process = context.Process(target=tell, args=(theirs,))
+            process.start()
+        finally:
+            signal.set_wakeup_fd(before)
+        assert ours.poll(WAIT_SECONDS)
+        assert ours.recv() == (signal.SIGKILL, -1, True)
+        process.join(WAIT_SECONDS)
+        assert process.exitcode == 0
+
+
+def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(
+    utils: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, _ = utils
+    fork_processes()
+    fork_processes()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert engines.get_mp_context().get_start_method() == "spawn"
