@@ -2,10 +2,9 @@
 
 Owns requests to sample: which server does each, the adapters that it has to have for it, and the form of the answer.
 Promises that a request which was accepted is done, if need be by another server after this one was lost, unless servers
-die of it; that a
-sampling client of a snapshot gets tokens of that snapshot alone, since every save has a name of its own; and that the
-adapters of each server are at most `most_adapters`, of which the one that was used least recently leaves. Must not know
-models' training or HTTP's front."""
+die of it; that a sampling client of a snapshot gets tokens of that snapshot alone, since every save has a name of its
+own; and that the adapters of each server are at most `most_adapters`, of which the one that was used least recently
+leaves. Must not know models' training or HTTP's front."""
 
 import asyncio
 import logging
@@ -36,6 +35,8 @@ FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
 """How long samples are kept after a client got them, and if none asks."""
 MOST_WAITING, MOST_WRONG = 20000, 3
 _PAUSES = (0.1, 0.3, 1.0, 3.0)
+BACK_SECONDS = 1.0
+"""Between two looks whether a server is there again."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -82,6 +83,10 @@ class _Refused(Exception):
 
 class _Died(Exception):
     """A server died while it worked on the request."""
+
+    def __init__(self, endpoint: str, error: Exception) -> None:
+        super().__init__(f"{endpoint} died: {one_line(error)}")
+        self.endpoint = endpoint
 
 
 class SampleQueue:
@@ -196,7 +201,10 @@ class SampleQueue:
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
         failures = wrong = deaths = 0
-        while deaths < MOST_DEATHS:
+        attempt = self._password
+        while True:
+            if attempt != self._password:
+                attempt, deaths = self._password, 0
             try:
                 async with self._suspects.trying(deaths):
                     return await self._once(given)
@@ -209,14 +217,15 @@ class SampleQueue:
                     return Failed(f"the server's answer makes no sense: {reason}", "server")
             except _Died as death:
                 reason, deaths = str(death), deaths + 1
+                if deaths >= MOST_DEATHS and await self._is_back(death.endpoint, attempt):
+                    log.error("%s: %s", id, GIVEN_UP)
+                    return Failed(GIVEN_UP, "server")
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = one_line(error)
             if failures in (3, 30):
                 log.warning("%s is tried again: %s", id, reason)
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
             failures += 1
-        log.error("%s: %s", id, GIVEN_UP)
-        return Failed(GIVEN_UP, "server")
 
     async def _once(self, given: Sampled) -> bytes:
         await self._there.wait()
@@ -233,10 +242,23 @@ class SampleQueue:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             server.rest.failed()
             if not isinstance(error, aiohttp.ClientConnectorError) and await self._is_dead(server):
-                raise _Died(f"{server.endpoint} died: {one_line(error)}") from None
+                raise _Died(server.endpoint, error) from None
             raise
         finally:
             server.running -= 1
+
+    async def _is_back(self, endpoint: str, attempt: str) -> bool:
+        """Wait until a server that died is there again. False once another attempt has come: the servers of the one
+        before ended with it, perhaps one after another, and of no request."""
+        assert self._http is not None
+        headers = self._authorization
+        while self._password == attempt:
+            with suppress(aiohttp.ClientError, OSError):
+                async with self._http.get(f"http://{endpoint}/v1/models", headers=headers) as response:
+                    if response.status == 200:
+                        return True
+            await asyncio.sleep(BACK_SECONDS)
+        return False
 
     async def _is_dead(self, server: _Server) -> bool:
         assert self._http is not None

@@ -11,20 +11,23 @@ from pipeline.rollouts.server import ROUTE
 from tests.fakes.async_server import ADDRESS
 from tests.fakes.scripted_server import answer, choice
 
-POISON = 13
-_WORK_SECONDS, _DEATH_SECONDS, _DOWN_SECONDS = 0.2, 0.05, 0.1
+POISON = 3
+_WORK_SECONDS, _DEATH_SECONDS, DOWN_SECONDS = 0.2, 0.05, 0.1
 
 
 class MortalServer:
     """Its port is closed while it is dead; `deaths` counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, down: float) -> None:
+        """`down`: seconds that it is dead."""
+        self._down = down
         self.deaths = self.port = 0
         self._working: set[asyncio.Transport] = set()
         self._dying: asyncio.Task[None] | None = None
         app = web.Application()
         app.router.add_post(ROUTE, self._generate)
-        app.router.add_get("/health", self._health)
+        for route in ("/health", "/v1/models"):
+            app.router.add_get(route, self._health)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
 
     @property
@@ -37,7 +40,7 @@ class MortalServer:
 
     async def stop(self) -> None:
         if self._dying is not None:
-            await self._dying
+            self._dying.cancel()
         await self._runner.cleanup()
 
     async def _listen(self) -> None:
@@ -69,13 +72,13 @@ class MortalServer:
         for transport in self._working:
             transport.abort()
         self._working.clear()
-        await asyncio.sleep(_DOWN_SECONDS)
+        await asyncio.sleep(self._down)
         await self._listen()
 
 
 @asynccontextmanager
-async def a_mortal_server() -> AsyncIterator[MortalServer]:
-    server = MortalServer()
+async def a_mortal_server(down: float = DOWN_SECONDS) -> AsyncIterator[MortalServer]:
+    server = MortalServer(down)
     await server.start()
     try:
         yield server

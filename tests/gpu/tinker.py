@@ -111,7 +111,7 @@ def _overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
 
 
 def _steps(clients: int, chosen: argparse.Namespace) -> int:
-    return max(4, chosen.steps // clients)
+    return max(4, int(chosen.steps) // clients)
 
 
 def _rate(train: Callable[[int], None], clients: int, chosen: argparse.Namespace) -> float:

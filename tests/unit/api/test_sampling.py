@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +322,28 @@ def test_a_sample_that_servers_die_of_fails_and_takes_no_other_with_it(tmp_path:
             assert all(isinstance(each, bytes) for each in sound)
             assert last == Failed(GIVEN_UP, "server")
             assert server.deaths == MOST_DEATHS
+
+    with_servers(tmp_path, play)
+
+
+def test_servers_that_end_with_their_attempt_one_after_another_fail_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.system.rest.pause_after", lambda failures: 60.0)  # none is asked twice
+
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        sound = sampling._servers[0].endpoint
+        async with AsyncExitStack() as stack:
+            ending = [await stack.enter_async_context(a_mortal_server(down=60.0)) for _ in range(MOST_DEATHS)]
+            sampling.use(Facts(tuple(each.endpoint for each in ending), "earlier"))
+            asked = asyncio.create_task(sample(sampling))
+            assert POISON in PROMPT["chunks"][0]["tokens"]  # type: ignore[operator]
+            while sum(each.deaths for each in ending) < MOST_DEATHS:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            sampling.use(Facts((sound,), "word"))
+            assert isinstance(await asyncio.wait_for(asked, 20), bytes)
 
     with_servers(tmp_path, play)
 
