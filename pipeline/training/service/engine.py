@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.api.records import Create, Done, Facts, Failed, Load, Pass, Plain, Result, Save, Step, Unload, Work
 from pipeline.config import RunConfig
+from pipeline.config.serving import ServeConfig
 from pipeline.errors import CheckpointError, OvertakenError, first_line
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -28,6 +29,9 @@ from pipeline.training.warm_up import Phase, WarmUp
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
 """How long one turn waits for work; between two the controller shows that it lives."""
+MOST_COMMITTING = 0.05
+"""The share of the time in which commits are under way, unless `serve.commit_seconds` wants more. A commit holds all
+models, so it costs the more the more there are, and their steps together come no faster than those of one."""
 
 
 class Engine:
@@ -157,7 +161,7 @@ class Engine:
         if self._dirty_since is None or not self._commits.idle:
             return
         waited = time.monotonic() - self._dirty_since
-        if self._steps - self._steps_told >= serve.commit_steps or waited >= serve.commit_seconds:
+        if commit_is_due(serve, self._steps - self._steps_told, waited, self._commits.rest):
             self._start_commit()
 
     def _finish_commit(self) -> None:
@@ -192,3 +196,9 @@ class Engine:
         if self._dirty_since is not None:
             self._start_commit()
             self._finish_commit()
+
+
+def commit_is_due(serve: ServeConfig, steps: int, waited: float, rest: float) -> bool:
+    """Whether to commit `steps` steps after the last commit, the first change since being `waited` seconds old; `rest`
+    is how many times as long as it took the last commit is over."""
+    return waited >= serve.commit_seconds or (steps >= serve.commit_steps and rest >= 1 / MOST_COMMITTING)
