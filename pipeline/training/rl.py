@@ -161,6 +161,6 @@ def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[s
     return {
         "lag/mean": float(np.mean(lags)),
         "lag/max": float(max(lags)),
-        "lag/masked": 1 - sum(map(len, left)) / max(1, sampled),
+        "lag/masked": float(1 - sum(map(len, left)) / max(1, sampled)),
         "samples/masked": float(np.mean([not versions.size for versions in left])),
     }
