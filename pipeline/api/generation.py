@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.api import wire
 from pipeline.api.errors import ApiError
 from pipeline.api.settings import BASE
+from pipeline.rollouts.server import FINAL_ONLY
 
 MOST_SAMPLES = 1024
 _NO_TOKEN = -99999.0
@@ -59,6 +60,7 @@ def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[s
         "max_tokens": min(given.get("max_tokens") or max_length, max_length - len(tokens)),
         "logprobs": top,
         "ignore_eos": False,
+        "output_kind": FINAL_ONLY,
     }
     if given.get("seed") is not None:
         sampling["seed"] = given["seed"]

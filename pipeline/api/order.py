@@ -70,6 +70,11 @@ class ModelQueue:
         return first
 
     @property
+    def ready(self) -> int | None:
+        """The number of the request that `next` would give, if it is the one that is awaited."""
+        return self.awaited if self._waiting and self._waiting[0] == self.awaited else None
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits."""
         return not self._waiting

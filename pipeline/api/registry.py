@@ -26,7 +26,7 @@ from pipeline.api.facts import Model, Session
 from pipeline.api.keys import Owner
 from pipeline.api.order import ModelQueue
 from pipeline.api.recent import Recent
-from pipeline.api.records import Adapter, Body, Create, Done, Failed, Load, Result, Save, Saved, Work, encode
+from pipeline.api.records import Adapter, Body, Create, Done, Failed, Load, Pass, Result, Save, Saved, Work, encode
 from pipeline.api.remembered import remembered
 from pipeline.api.requests import GONE, UNLOAD_SEQ, Live, Request, bodies, results, unload_work
 from pipeline.api.shelf import Shelf
@@ -179,18 +179,24 @@ class Registry:
     # Work
 
     def next_work(self) -> bytes | None:
-        """What a trainer is to do next, encoded; None while there is nothing. Models take turns."""
+        """What a trainer is to do next, encoded; None while there is nothing. Models take turns; a step that waits
+        belongs to the turn of the pass before it, since gradients between two turns have to be put away."""
         if self._strangers:
             return encode(unload_work(self._strangers.pop()))
         for id in list(self._turns):
             live = self.models[id]
             work = self._next_of(live)
             if work is not None:
-                self._turns.move_to_end(id)
+                stays = isinstance(work.body, Pass) and self._step_waits(live)
+                self._turns.move_to_end(id, last=not stays)
                 return encode(work)
             if live.lost or live.fact.gone or live.queue.idle:
                 del self._turns[id]
         return None
+
+    def _step_waits(self, live: Live) -> bool:
+        request = live.requests.get(live.queue.ready) if live.queue.ready is not None else None
+        return request is not None and request.steps and request.redone
 
     def _wake(self, live: Live) -> None:
         """Have a model be looked at for work."""

@@ -12,7 +12,7 @@ from pipeline.api import names
 from pipeline.api.facts import Model
 from pipeline.api.names import WeightsPath
 from pipeline.api.order import ModelQueue
-from pipeline.api.records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Unload, Work
+from pipeline.api.records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Step, Unload, Work
 
 UNLOAD_SEQ = 1 << 40
 GONE = Failed("the model was unloaded, or its session has ended", "user")
@@ -26,6 +26,7 @@ class Request:
 
     Attributes:
         stateful: whether doing it changes the model.
+        steps: whether doing it uses the gradients up.
         open: its body is in the store.
         reads: the folder that doing it reads, if any.
         answered: when it got its result (seconds since the epoch), or when this process first saw that; 0 until then.
@@ -38,6 +39,7 @@ class Request:
     model: str
     seq: int
     stateful: bool = False
+    steps: bool = False
     open: bool = True
     reads: str = ""
     answered: float = 0.0
@@ -50,6 +52,7 @@ class Request:
     def understand(self, body: Body) -> None:
         """Note what doing this body means."""
         self.stateful = isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
+        self.steps = isinstance(body, Step)
         self.reads = body.folder if isinstance(body, Load) else ""
 
     def finish(self, result: Result | None, now: float) -> None:

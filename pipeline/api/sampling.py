@@ -1,10 +1,10 @@
 """Samples, by the run's own servers.
 
 Owns requests to sample: which server does each, the adapters that it has to have for it, and the form of the answer.
-Promises that a request which was accepted is done, if need be by another server after this one was lost; that a
-sampling client of a snapshot gets tokens of that snapshot alone, since every save has a name of its own; and that the
-adapters of each server are at most `most_adapters`, of which the one that was used least recently leaves. Must not know
-models' training or HTTP's front."""
+Promises that a request which was accepted is done, if need be by another server after this one was lost, unless servers
+die of it; that a sampling client of a snapshot gets tokens of that snapshot alone, since every save has a name of its
+own; and that the adapters of each server are at most `most_adapters`, of which the one that was used least recently
+leaves. Must not know models' training or HTTP's front."""
 
 import asyncio
 import logging
@@ -26,6 +26,7 @@ from pipeline.api.generation import adapter_name, checked_request, request_body,
 from pipeline.api.records import Facts, Failed
 from pipeline.api.store import Store
 from pipeline.errors import one_line
+from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
 from pipeline.system.rest import Resting, rested
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
 """How long samples are kept after a client got them, and if none asks."""
 MOST_WAITING, MOST_WRONG = 20000, 3
 _PAUSES = (0.1, 0.3, 1.0, 3.0)
+BACK_SECONDS = 1.0
+"""Between two looks whether a server is there again."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -78,6 +81,14 @@ class _Refused(Exception):
     """A server says that the request can never work."""
 
 
+class _Died(Exception):
+    """A server died while it worked on the request."""
+
+    def __init__(self, endpoint: str, error: Exception) -> None:
+        super().__init__(f"{endpoint} died: {one_line(error)}")
+        self.endpoint = endpoint
+
+
 class SampleQueue:
     """All requests to sample, and the servers that there are now."""
 
@@ -88,7 +99,7 @@ class SampleQueue:
         """Samples that are worked on, or wait for a server."""
         self._servers: list[_Server] = []
         self._password = ""
-        self._there = asyncio.Event()
+        self._there, self._suspects = asyncio.Event(), Suspects()
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -189,10 +200,14 @@ class SampleQueue:
 
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
-        failures = wrong = 0
+        failures = wrong = deaths = 0
+        attempt = self._password
         while True:
+            if attempt != self._password:
+                attempt, deaths = self._password, 0
             try:
-                return await self._once(given)
+                async with self._suspects.trying(deaths):
+                    return await self._once(given)
             except (_Refused, ApiError) as error:
                 return Failed(str(error), "user")
             except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
@@ -200,6 +215,11 @@ class SampleQueue:
                 if wrong >= MOST_WRONG:
                     log.error("%s: the servers' answers make no sense: %s", id, reason)
                     return Failed(f"the server's answer makes no sense: {reason}", "server")
+            except _Died as death:
+                reason, deaths = str(death), deaths + 1
+                if deaths >= MOST_DEATHS and await self._is_back(death.endpoint, attempt):
+                    log.error("%s: %s", id, GIVEN_UP)
+                    return Failed(GIVEN_UP, "server")
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = one_line(error)
             if failures in (3, 30):
@@ -219,11 +239,34 @@ class SampleQueue:
                 answer = await self._post(server, "/inference/v1/generate", body)
                 server.rest.worked()
                 return written_sample(msgspec.json.decode(answer), given.body)
-        except (TimeoutError, aiohttp.ClientError, OSError):
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             server.rest.failed()
+            if not isinstance(error, aiohttp.ClientConnectorError) and await self._is_dead(server):
+                raise _Died(server.endpoint, error) from None
             raise
         finally:
             server.running -= 1
+
+    async def _is_back(self, endpoint: str, attempt: str) -> bool:
+        """Wait until a server that died is there again. False once another attempt has come: the servers of the one
+        before ended with it, perhaps one after another, and of no request."""
+        assert self._http is not None
+        headers = self._authorization
+        while self._password == attempt:
+            with suppress(aiohttp.ClientError, OSError):
+                async with self._http.get(f"http://{endpoint}/v1/models", headers=headers) as response:
+                    if response.status == 200:
+                        return True
+            await asyncio.sleep(BACK_SECONDS)
+        return False
+
+    async def _is_dead(self, server: _Server) -> bool:
+        assert self._http is not None
+        return await is_dead(self._http, server.endpoint, self._authorization)
+
+    @property
+    def _authorization(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._password}"}
 
     @asynccontextmanager
     async def _adapter(self, server: _Server, folder: str) -> AsyncIterator[None]:
@@ -271,8 +314,8 @@ class SampleQueue:
 
     async def _post(self, server: _Server, route: str, body: Mapping[str, Any]) -> bytes:
         assert self._http is not None
-        headers = {"Authorization": f"Bearer {self._password}"}
-        async with self._http.post(f"http://{server.endpoint}{route}", json=body, headers=headers) as response:
+        url = f"http://{server.endpoint}{route}"
+        async with self._http.post(url, json=body, headers=self._authorization) as response:
             answer = await response.read()
             if response.status == 404 and route.endswith("generate"):
                 server.adapters.clear()  # it was started anew

@@ -61,7 +61,9 @@ class InferenceConfig(Section):
     kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
     gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU that a server may take.")
     api_processes: Positive = Field(
-        4, description="Processes of each server that answer HTTP (GPU); small models keep more of them busy."
+        4,
+        description="Processes of each server that answer HTTP (GPU); small models keep more of them busy. One where a "
+        "server loads adapters.",
     )
     max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
     restarts: NotNegative = Field(

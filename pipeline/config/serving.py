@@ -33,7 +33,10 @@ class ServeConfig(Section):
     session_seconds: Seconds = Field(
         3600, description="A session that gives no sign of life for so long ends; its checkpoints stay."
     )
-    commit_steps: Positive = Field(20, description="Optimizer steps, of all models together, between commits.")
+    commit_steps: Positive = Field(
+        20,
+        description="Optimizer steps, of all models together, between commits; more where they take too long.",
+    )
     commit_seconds: Seconds = Field(60, description="Longest time after a step until a commit covers it.")
     restarts: NotNegative = Field(
         100, description="On one machine: how often the trainer is started again after it failed."

@@ -13,8 +13,10 @@ from pipeline.report.charts import Chart
 from pipeline.report.drawing import BAD, BUSY, GOOD, draw
 from pipeline.report.history import Attempt, Transition
 from pipeline.report.words import clock
+from pipeline.roles.context import Status
 
 MOST_ROLES = 32
+_NOTE = "Pale: starting, restarting or stopping. Solid: ready; half as high: warming up. A mark: it failed."
 _WIDTH, _ROW = 10.8, 0.27
 _COLOURS = {"starting": BUSY, "restarting": BUSY, "ready": GOOD, "stopping": BUSY}
 Bar = tuple[float, float, str]
@@ -23,7 +25,7 @@ Bar = tuple[float, float, str]
 
 def timeline(attempt: Attempt) -> Chart:
     """The chart of one attempt."""
-    title, note = f"Attempt {attempt.name}", "Pale: starting, restarting or stopping. Solid: ready. A mark: it failed."
+    title, note = f"Attempt {attempt.name}", _NOTE
     if not attempt.transitions:
         return Chart(title, note, missing="no role of this attempt was started")
     began, ended = attempt.transitions[0].time, attempt.transitions[-1].time
@@ -33,6 +35,8 @@ def timeline(attempt: Attempt) -> Chart:
         for row, role in enumerate(shown):
             own = [transition for transition in attempt.transitions if transition.role == role]
             _paint_role(axes, row, own, began, ended)
+            for start, length in warm_ups(attempt.statuses.get(role), began):
+                axes.barh(row, length, left=start, height=0.25, color=BUSY, linewidth=0)
         axes.set_yticks(range(len(shown)), shown)
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlim(0, max(1.0, ended - began) * 1.01)
@@ -64,6 +68,14 @@ def bars(transitions: Sequence[Transition], began: float, ended: float) -> list[
         for transition, end in zip(transitions, ends, strict=True)
         if transition.state in _COLOURS
     ]
+
+
+def warm_ups(status: Status | None, began: float) -> list[tuple[float, float]]:
+    """Start and length, in seconds since the attempt began, of the warm-up that a role told of, if it did."""
+    numbers = status.numbers if status else {}
+    if not {"warm_up/began", "warm_up/ended"} <= numbers.keys():
+        return []
+    return [(numbers["warm_up/began"] - began, numbers["warm_up/ended"] - numbers["warm_up/began"])]
 
 
 def _paint_role(axes: Axes, row: int, own: Sequence[Transition], began: float, ended: float) -> None:

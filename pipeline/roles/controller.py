@@ -5,8 +5,9 @@ in common. Must not know what is trained.
 """
 
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from pipeline.roles.context import RoleContext
 from pipeline.rundir.events import Listener
@@ -24,6 +25,8 @@ class Controller:
     def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
         self._context, self._dispatch, self._config = context, dispatch, context.config
         self._listener = Listener(context.events, ranks=1 + max(place.rank for place in context.world.placements))
+        self._numbers: dict[str, float] = {}
+        """What every further report of the role's state says too."""
 
     def run(self) -> None:
         """Train what is left; returns without `training_finished` when the attempt is ending."""
@@ -40,6 +43,16 @@ class Controller:
         """From now on events say when to commit and end, and signals do not."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._context.announce("ready", detail)
+
+    @contextmanager
+    def _warming_up(self) -> Iterator[None]:
+        """What people see of a warm-up: that it goes on, and when the first of the attempt was, in seconds since the
+        epoch."""
+        began = time.time()
+        self._context.report("ready", "warming up", **self._numbers)
+        yield
+        self._numbers = {"warm_up/began": began, "warm_up/ended": time.time()} | self._numbers
+        self._context.report("ready", "warmed up", **self._numbers)
 
     def _pulse(self) -> None:
         """Called while the controller waits between two operations: show the ranks that it lives.

@@ -9,7 +9,7 @@ process is vLLM.
 import importlib.util
 import sys
 from http.client import HTTPConnection, HTTPException
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 from pipeline.api.settings import BASE, MOST_ADAPTERS
@@ -122,14 +122,20 @@ def is_healthy(address: str, port: int) -> bool:
 def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
     """How weights come, and that no text is made, which only clients of the API and a benchmark's harness ask for."""
     if config.serve.enabled:
-        return ("--enable-scale-out",)
+        return _scale_out()
     if config.evaluation.alone:
-        return ("--enable-scale-out",) if config.evaluation.command else ("--tokens-only",)
+        return _scale_out() if config.evaluation.command else ("--tokens-only",)
     return (
         "--tokens-only",
         *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),
         *("--worker-extension-cls", "pipeline.weights.extension.WeightsExtension"),
     )
+
+
+def _scale_out() -> tuple[str, ...]:
+    """Have the server answer tokens beside texts: releases before the flag always do, and refuse it."""
+    release = tuple(int(part) for part in version("vllm").split(".")[:2])
+    return ("--enable-scale-out",) if release >= (0, 30) else ()
 
 
 def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
@@ -149,10 +155,12 @@ def _program(config: RunConfig) -> tuple[str, ...]:
 
 
 def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
+    loads_adapters = config.serve.enabled or (config.model.lora.rank and not config.evaluation.alone)
+    processes = 1 if loads_adapters else config.inference.api_processes  # an adapter is loaded into one of them
     return (
         *("--tensor-parallel-size", str(len(place.gpus))),
         *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.per_gpu)),
-        *("--api-server-count", str(config.inference.api_processes)),
+        *("--api-server-count", str(processes)),
     )
 
 

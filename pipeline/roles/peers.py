@@ -19,6 +19,7 @@ from pipeline.training.evaluation import Evaluations, Note, measured_in, schedul
 from pipeline.training.jobs import RlJob
 from pipeline.training.publisher import Publisher
 from pipeline.training.rl import ReinforcementLearning
+from pipeline.training.warm_up import WarmUp
 from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import CPU, WeightSender
 
@@ -66,10 +67,17 @@ class Peers:
         """Whether what waits for a commit takes half of the streams' budget."""
         return self._batches.crowded
 
-    def algorithm(self, job: RlJob) -> ReinforcementLearning:
+    def algorithm(self, job: RlJob, warm_up: WarmUp) -> ReinforcementLearning:
         """What trains a job of RL on the streams."""
-        config = self._context.config
-        return ReinforcementLearning(job, config, self._dispatch, self._batches, self._publisher, self._evaluations)
+        return ReinforcementLearning(
+            job,
+            self._context.config,
+            self._dispatch,
+            self._batches,
+            self._publisher,
+            self._evaluations,
+            warm_up,
+        )
 
     def begin_commit(self) -> tuple[str, ...]:
         """The stream entries that a commit of now covers."""

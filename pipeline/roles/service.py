@@ -40,6 +40,7 @@ class ServiceSession(Controller):
             context.paths.attempt,
             Facts(servers, context.world.password),
             self._pulse,
+            self._warming_up,
         )
         engine.on_progress = self._report
         submitted = files.read_document(context.run.job, SubmittedJob)
@@ -54,4 +55,4 @@ class ServiceSession(Controller):
         now = time.monotonic()
         if now - self._told > REPORT_SECONDS:
             self._told = now
-            self._context.report("ready", f"{models} models, {steps} steps in this attempt")
+            self._context.report("ready", f"{models} models, {steps} steps in this attempt", **self._numbers)

@@ -25,6 +25,7 @@ from pipeline.training.jobs import Job, SftJob, write_job
 from pipeline.training.runner import Algorithm, Runner, tells_more
 from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.speed import machine_of
+from pipeline.training.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class RunSession(Controller):
         self._conversations = Conversations(self._config, self._alive) if reads else None
         self._commits = Commits(context.paths, context.config, dispatch, self._conversations)
         self._peers: Peers | None = None
+        self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
     def run(self) -> None:
         """Run what is left of the run's jobs; returns without `training_finished` when the attempt is ending."""
@@ -76,16 +78,18 @@ class RunSession(Controller):
         if isinstance(job, SftJob):
             return self._fine_tuning(job)
         assert self._peers, "a job of RL belongs to a run with rollouts"
-        return self._peers.algorithm(job)
+        return self._peers.algorithm(job, self._warm_up)
 
     def _fine_tuning(self, job: SftJob) -> SupervisedFineTuning:
         level = self._config.training.metrics
         if self._conversations:
             held_out = self._held_out(job, self._conversations)
-            return SupervisedFineTuning(job, self._dispatch, self._conversations, self._pulse, level, held_out)
+            return SupervisedFineTuning(
+                job, self._dispatch, self._conversations, self._pulse, level, held_out, self._warm_up
+            )
         with heartbeat.during("making the task", self._config.cluster.startup_seconds):
             demonstrate = TaskDemonstrations(self._config)
-        return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level)
+        return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level, warm_up=self._warm_up)
 
     def _held_out(self, job: SftJob, conversations: Conversations) -> HeldOutLoss:
         training, rows = self._config.training, read_rows(self._context.run.metrics)
@@ -134,7 +138,7 @@ class RunSession(Controller):
         """See `runner.Book`."""
         idle = self._peers.idle_fractions() if self._peers else {}
         self._sinks.log("train", job.name, step, {**metrics, **idle})
-        self._context.report("ready", f"{job.name} step {step} of {job.steps}")
+        self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
         self._commits.collect()
 
     def _note_evaluation(self, version: int, metrics: Mapping[str, float], eval_set: str) -> None:

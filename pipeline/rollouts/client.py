@@ -1,9 +1,9 @@
 """The client of all inference servers.
 
 Owns which server gets a request, and what happens when it does not work: least loaded first, transient failures again
-elsewhere, without limit, with growing pauses. Promises that only servers with recent enough weights are asked, and
-that cancelling a call ends it at once. Waits without spinning while there is no server. Must not know tasks, streams or
-how weights travel.
+elsewhere, with growing pauses, and without limit unless servers die of the request. Promises that only servers with
+recent enough weights are asked, and that cancelling a call ends it at once. Waits without spinning while there is no
+server. Must not know tasks, streams or how weights travel.
 
 A sample goes on where it stopped, whether a weight update or the time limit of a request cut it off: it keeps its
 tokens, log-probabilities and versions, and the rest is asked for. To sample it anew would favour short samples, which
@@ -28,6 +28,7 @@ import aiohttp
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.server import Completion, GenerationRequest, Server, Transient
+from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
 from pipeline.system.rest import pause_after, rested
 
 COMPARED = 32
@@ -62,7 +63,7 @@ class InferenceClient:
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, request_tokens
         self._max_lag, self._vocabulary = max_lag, vocabulary
-        self._changed = asyncio.Event()
+        self._changed, self._suspects = asyncio.Event(), Suspects()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
         self.requests = self.tokens = 0
@@ -105,7 +106,7 @@ class InferenceClient:
 
         With `top_p` or `top_k` the log-probabilities are those of the distribution that they leave.
 
-        Tries until it works; raises `RolloutError` for a request that can never work.
+        Tries until it works; raises `RolloutError` for a request that can never work, or that servers die of.
         """
         self._check(token_ids)
         self.requests += 1
@@ -124,20 +125,23 @@ class InferenceClient:
 
     async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
         """The answer of the first server that gives one; of a long request its first piece."""
-        pauses = _pauses()
+        pauses, deaths = _pauses(), 0
         piece = min(request.max_tokens, self._piece or request.max_tokens)
-        while True:
-            server = await self._least_loaded()
-            try:
-                completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
-            except Transient as failure:
-                self.retries[failure.reason] += 1
-                server.rest.failed()
-                await asyncio.sleep(next(pauses))
-            else:
-                server.rest.worked()
-                self.retries.update("aborted" for completion in completions if not completion.complete)
-                return [_marked(completion, piece, request.max_tokens) for completion in completions]
+        while deaths < MOST_DEATHS:
+            async with self._suspects.trying(deaths):
+                server = await self._least_loaded()
+                try:
+                    completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
+                except Transient as failure:
+                    self.retries[failure.reason] += 1
+                    server.rest.failed()
+                    deaths += failure.at_work and await is_dead(self._http, server.endpoint)
+                else:
+                    server.rest.worked()
+                    self.retries.update("aborted" for completion in completions if not completion.complete)
+                    return [_marked(completion, piece, request.max_tokens) for completion in completions]
+            await asyncio.sleep(next(pauses))
+        raise RolloutError(GIVEN_UP)
 
     async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:
         """`part`, continued until it ends by itself."""

@@ -31,11 +31,12 @@ BUSY_STATUS = (408, 429)
 
 
 class Transient(Exception):
-    """A request that did not work here and now; `reason` is what is counted."""
+    """A request that did not work here and now; `reason` is what is counted. `at_work`: the server had taken it, so if
+    it died, it may have died of it."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, at_work: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.at_work = reason, at_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class Server(Resting):
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
                 raise
-            raise Transient("evicted") from None
+            raise Transient("evicted", at_work=True) from None
         finally:
             self.running.discard(task)
 
@@ -209,12 +210,12 @@ class Server(Resting):
                 answer = await response.read()
         except TimeoutError:
             raise Transient("timed out") from None
-        except (aiohttp.ClientError, OSError):
-            raise Transient("disconnected") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Transient("disconnected", at_work=not isinstance(error, aiohttp.ClientConnectorError)) from None
         finally:
             interruption.cancel()
         if response.status >= 500 or response.status in BUSY_STATUS:
-            raise Transient(f"status {response.status}")
+            raise Transient(f"status {response.status}", at_work=response.status >= 500)
         if response.status != 200:
             raise RolloutError(f"{self.endpoint} refused with status {response.status}: {error_text(answer)}")
         return answer

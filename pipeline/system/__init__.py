@@ -9,7 +9,7 @@
 | `process`, `spawn` | children that are stopped by their id, held ports; from fork to exec |
 | `heartbeat` | signs of life of a role's processes |
 | `network`, `answers` | interfaces and addresses; what an HTTP server says of an error |
-| `rest` | servers that fail are left alone for a while |
+| `rest`, `deaths` | servers that fail are left alone for a while; requests that they die of are given up |
 | `signed` | messages that only the world can have written |
 | `logs` | the roles' logging |
 """

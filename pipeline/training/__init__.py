@@ -8,6 +8,7 @@
 | `batches`, `conversations`, `demonstrations` | where their rows come from |
 | `runner`, `speed` | the loop that every job runs in, and how fast it goes |
 | `jobs` | what a trainer can be asked to do |
+| `warm_up` | rows that mean nothing, so that layers are compiled while servers start |
 | `commits`, `publisher`, `evaluation` | checkpoints of a run, weights for the servers, held-out accuracy |
 | `exported` | a commit as a model directory |
 | `held_out` | the loss of rows that are never trained |

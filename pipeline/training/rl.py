@@ -23,6 +23,7 @@ from pipeline.training.publisher import Publisher
 from pipeline.training.rows import Row
 from pipeline.training.tally import Skips
 from pipeline.training.update import PolicyUpdate
+from pipeline.training.warm_up import WarmUp
 
 FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"
 """What becomes of the groups of a step that taught nothing."""
@@ -39,20 +40,22 @@ class ReinforcementLearning:
         batches: GroupBatches,
         publisher: Publisher,
         evaluations: Evaluations,
+        warm_up: WarmUp,
     ) -> None:
         self.job = job
         self._config, self._batches = config, batches
-        self._publisher, self._evaluations = publisher, evaluations
+        self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
         self._skips = Skips()
 
     def begin(self, step: int) -> None:
         """Bring the servers to the weights of `step`, and measure them if no earlier attempt did.
 
-        Only a fresh job waits for that: it says where RL starts from.
+        Only a fresh job waits for that: it says where RL starts from. The models are warmed up while servers start.
         """
         self._update.begin(self.job.optim, self.job.steps, step)
         self._publisher.start(step)
+        self._update.warm_up(self._warm_up)
         self._publisher.settle()
         self._batches.tell_progress(step)
         self._evaluations.request(step, self._evaluations.due(step))
@@ -158,6 +161,6 @@ def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[s
     return {
         "lag/mean": float(np.mean(lags)),
         "lag/max": float(max(lags)),
-        "lag/masked": 1 - sum(map(len, left)) / max(1, sampled),
+        "lag/masked": float(1 - sum(map(len, left)) / max(1, sampled)),
         "samples/masked": float(np.mean([not versions.size for versions in left])),
     }

@@ -15,6 +15,7 @@ from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.jobs import SftJob
 from pipeline.training.rows import Batch, Row
 from pipeline.training.tally import Skips
+from pipeline.training.warm_up import WarmUp
 
 Demonstrate = Callable[[int, int], Sequence[Row]]
 """(step, count) → the `count` rows of a step; always the same ones for the same step."""
@@ -36,9 +37,11 @@ class SupervisedFineTuning:
         pulse: Pulse,
         level: Level = "basic",
         held_out: HeldOutLoss | None = None,
+        warm_up: WarmUp | None = None,
     ) -> None:
-        """`held_out` measures the model on rows that are never trained; None: nothing does."""
-        self.job, self._held_out = job, held_out
+        """`held_out` measures the model on rows that are never trained; None: nothing does. Without `warm_up` the first
+        step compiles."""
+        self.job, self._held_out, self._warm_up = job, held_out, warm_up
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
         self._skips = Skips()
         self.intact = True
@@ -46,6 +49,8 @@ class SupervisedFineTuning:
     def begin(self, step: int) -> None:
         if step == 0:
             self._dispatch.reset_optimizer("policy", self.job.optim, steps=self.job.steps)
+        if self._warm_up:
+            self._warm_up.run({"policy": SFT}, ["policy"] if self._held_out else [])
         self._measure(step)
 
     def step(self, step: int) -> Mapping[str, float]:

@@ -31,6 +31,7 @@ from pipeline.training.dispatch.staging import Staged
 from pipeline.training.rows import Batch, Column, Row, refuse_unsampled
 from pipeline.training.spec import models_of
 from pipeline.training.tally import Tally
+from pipeline.training.warm_up import WarmUp
 
 Tokens = list[NDArray[np.float32]]
 """float32[T] for each row."""
@@ -70,6 +71,10 @@ class PolicyUpdate:
             if name != "policy":
                 self._dispatch.init_model(name, spec)
                 self._dispatch.copy_parameters("policy", name)
+
+    def warm_up(self, warm_up: WarmUp) -> None:
+        """Have all that a step computes be compiled; after `begin`."""
+        warm_up.run(self._objectives, self._asked)
 
     def run(self, rows: Sequence[Row], step: int) -> dict[str, float]:
         """Do step `step` with these rows, whose `advantages` are as the preprocessor or the packed file has them.
@@ -135,12 +140,7 @@ class PolicyUpdate:
     def _ask(self, staged: Staged) -> dict[str, list[Tokens]]:
         """What each model that is needed says of every mini-batch's rows: all of them at once, or where they take turns
         on the device, one after the other, so that each comes there once."""
-        asked = {
-            "policy": self._loss.proximal == "recompute" or credit.is_taxed(self._loss),
-            "reference": self._config.has_reference,
-            "critic": self._loss.advantage == "gae",
-        }
-        names = [name for name, needed in asked.items() if needed]
+        names = self._asked
         if not names:
             return {}
         if self._config.training.offload:
@@ -148,14 +148,29 @@ class PolicyUpdate:
         answers = [self._dispatch.forward_each(names, batch) for batch in staged.batches]
         return {name: [answer[name] for answer in answers] for name in names}
 
+    @property
+    def _asked(self) -> list[str]:
+        """The models that say something of the rows before any is trained."""
+        asked = {
+            "policy": self._loss.proximal == "recompute" or credit.is_taxed(self._loss),
+            "reference": self._config.has_reference,
+            "critic": self._loss.advantage == "gae",
+        }
+        return [name for name, needed in asked.items() if needed]
+
+    @property
+    def _objectives(self) -> dict[str, Objective]:
+        """The models that are trained, in order, and on what."""
+        critic: dict[str, Objective] = {"critic": ValueObjective(self._config.critic.clip)}
+        return (critic if self._loss.advantage == "gae" else {}) | {"policy": self._loss}
+
     def _optimise(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:
         """All optimizer steps: the critic's, then the policy's, since neither sees the other within a step."""
         self.intact = False
         metrics: dict[str, float] = {}
-        if self._loss.advantage == "gae":
-            found = self._train("critic", ValueObjective(self._config.critic.clip), staged, mini_batches, step)
-            metrics |= {f"critic/{name}": value for name, value in found.items()}
-        metrics |= self._train("policy", self._loss, staged, mini_batches, step)
+        for model, objective in self._objectives.items():
+            found = self._train(model, objective, staged, mini_batches, step)
+            metrics |= found if model == "policy" else {f"{model}/{name}": value for name, value in found.items()}
         self.intact = True
         return metrics | {"optimizer_steps": float(self._config.training.update_epochs * len(mini_batches))}
 

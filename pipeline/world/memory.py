@@ -191,9 +191,9 @@ def trainer_ranks(config: RunConfig) -> int:
 
 def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     """Most tokens of a micro-batch: its budget, or all that a rank gets of the largest batch if that is less. Of the
-    batches of jobs that stand alone, which are in their files, nothing is known here."""
+    batches of jobs that stand alone, which are in their files, and of clients, nothing is known here."""
     training = config.training
-    if training.jobs:
+    if training.jobs or config.serve.enabled:
         return training.micro_batch_tokens
     rl = training.prompts_per_step * config.rollout.samples if config.has_rollouts else 0
     rows = math.ceil(max(rl, training.warm_start.batch if config.has_sft else 0) / ranks)

@@ -61,11 +61,18 @@ class Served:
                 found.append(each)
         return found
 
+    @property
+    def server(self) -> psutil.Process | None:
+        """The run's vLLM server, without what it started."""
+        found = self.processes("vllm.entrypoints.openai.api_server")
+        return min(found, key=lambda each: each.create_time(), default=None)
+
 
 @contextmanager
 def serving(slurm: SlurmCluster, output: Path, *arguments: str) -> Iterator[Served]:
     command = [sys.executable, str(ROOT / "launchers" / "serve.py"), "experiment=tinker", "cluster=slurm", "name=t"]
     command += [f"output={output}", "serve.port=0", "serve.commit_steps=5", *arguments]
+    command += ["serve.sampling=true", "resources.inference.nodes=1"]
     log = output / "launcher.log"
     with log.open("wb") as out:
         launcher = subprocess.Popen(slurm.wrap(command), cwd=ROOT, env=slurm.env, stdout=out, stderr=out)
@@ -132,6 +139,16 @@ def kill_trainer(served: Served) -> None:
     wait_for("a further attempt", lambda: len(served.run.attempts) > attempts, SECONDS, missing=served.said)
 
 
+def kill_server(served: Served) -> None:
+    """The only one; it is started again in the same attempt (decision 0024)."""
+    attempts = len(served.run.attempts)
+    server = served.server
+    assert server is not None
+    server.kill()
+    wait_for("another server", lambda: served.server not in (None, server), SECONDS, missing=served.said)
+    assert len(served.run.attempts) == attempts
+
+
 def kill_front(served: Served) -> None:
     gone = served.address.pid
     os.kill(gone, signal.SIGKILL)
@@ -163,6 +180,7 @@ def test_a_session_of_fifty_steps_comes_to_the_same_bits_through_all_that_ends_u
                 session.kill()
             assert proxy.lost == 2
         assert found == losses
+        assert session.lines("sampled") == undisturbed.lines("sampled")
         assert adapter(served, path) == expected
         assert len(served.run.attempts) == 3
         assert served.run.fields()["JobState"] == "RUNNING"
@@ -175,6 +193,8 @@ def disturb(session: Session, served: Served, proxy: CuttingProxy) -> None:
     proxy.lose_next_answer()
     session.wait_for_step(22)
     kill_trainer(served)
+    session.wait_for_step(28)
+    kill_server(served)
     session.wait_for_step(33)
     kill_front(served)
     session.wait_for_step(41)

@@ -1,4 +1,5 @@
-"""A client's script, with the public SDK alone: so many steps, each printed, then the path of the adapter.
+"""A client's script, with the public SDK alone: so many steps, each printed, with samples that are drawn beside each;
+then the path of the adapter.
 
 TINKER_BASE_URL=… TINKER_API_KEY=… python tinker_session.py 50
 """
@@ -23,11 +24,15 @@ def main(steps: int) -> None:
     draw = random.Random(7)
     client = tinker.ServiceClient()
     trainer = client.create_lora_training_client(base_model="tiny_qwen3", rank=4, seed=11).result()
+    sampler = client.create_sampling_client(base_model="tiny_qwen3").result()
+    prompt, params = types.ModelInput.from_ints([3, 4, 5]), types.SamplingParams(max_tokens=100, stop=[])
     for step in range(steps):
+        sampled = sampler.sample(prompt, 4, params)
         halves = [trainer.forward_backward([datum(draw) for _ in range(8)], "cross_entropy") for _ in range(2)]
         stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
         losses = [half.result().metrics["loss:sum"] for half in halves]
         stepped.result()
+        print("sampled", step, *(len(each.tokens) for each in sampled.result().sequences), flush=True)
         print("step", step, *(loss.hex() for loss in losses), flush=True)
     print("adapter", trainer.save_weights_for_sampler("end").result().path, flush=True)
     client.close("success").result()

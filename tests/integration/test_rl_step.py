@@ -99,7 +99,7 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
         board = LostBoard(streams, dispatch, lost_after)
         batches = GroupBatches(streams, board, ledger, config, lambda: None, vocabulary=17)
         job = cast(RlJob, jobs_of(config)[-1])
-        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock())
+        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
         book = Book(dispatch, ledger)
         with pytest.raises(StreamError):
             Runner(book, commit_every=100).run(algorithm, 0)
@@ -122,7 +122,7 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
         streams.publish_many("prepared", groups)
         batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
         book = Book(dispatch, ledger)
-        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock())
+        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
         Runner(book, commit_every=1).run(algorithm, 0)
     assert ledger.outcomes == {"filtered: no token counts": PROMPTS, "trained": PROMPTS}
     assert book.commits == [(1, 0, PROMPTS), (2, 1, 2 * PROMPTS)]
@@ -140,3 +140,12 @@ def prepared(position: int, finish: Literal["stop", "length"] = "stop") -> Prepa
     )
     group = Group(position=position, prompt=position, samples=(sample,))
     return PreparedGroup(group=group, advantages=(0.0,), outcome="train")
+
+
+def test_models_are_warmed_up_while_servers_start() -> None:
+    config, told = compose_config(["experiment=demo"]), Mock()
+    told.settle.return_value = {}
+    dispatch: Any = CountingDispatch()
+    job = cast(RlJob, jobs_of(config)[-1])
+    ReinforcementLearning(job, config, dispatch, Mock(), told, Mock(), told).begin(5)
+    assert [call[0] for call in told.mock_calls] == ["start", "run", "settle"]

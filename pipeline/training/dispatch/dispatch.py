@@ -188,8 +188,8 @@ class Dispatch:
         return self._forward(name, self._cut((name,), data))
 
     def forward_each(self, names: Sequence[str], data: Batch | CutBatch) -> dict[str, Answers]:
-        """`forward` of several models on the same rows: all at once on the CPU; on CUDA, and where models evict each
-        other, in turn."""
+        """`forward` of several models on the same rows: all at once on the CPU; on CUDA, where layers are compiled, and
+        where models evict each other, in turn."""
         cut = self._cut(names, data)
         if self._control.colocated or len(names) < 2:
             return {name: self._forward(name, cut) for name in names}

@@ -63,9 +63,10 @@ def forward_each(site: Site, data: Mapping[str, Data], packed: bool) -> dict[str
     """`forward` of several models, on the CPU at once; all of them end, then the first failure is raised.
 
     On CUDA in turn: collectives of several nccl groups that ranks begin in different orders can block each other, and
-    one model fills the device.
+    one model fills the device. So are compiled layers: torch's guards, of which all models of one architecture have the
+    same, are not made for several threads.
     """
-    if site.device == "cuda":
+    if site.device == "cuda" or any(site.worker(name).compiled for name in data):
         return {name: forward(site, name, given, packed) for name, given in data.items()}
     with ThreadPoolExecutor(len(data), thread_name_prefix="forward") as threads:
         running = {name: threads.submit(forward, site, name, given, packed) for name, given in data.items()}

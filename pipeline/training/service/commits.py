@@ -5,6 +5,8 @@ Promises that what is restored is one commit whole; that a model whose gradients
 after its last step, and its requests since are asked for again; and that at most one commit is under way."""
 
 import logging
+import math
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -35,6 +37,7 @@ class ServiceCommits:
         self.fence = Fence(root, attempt)
         self._number = 0
         self._flight: dict[str, int] | None = None
+        self._began = self._took = 0.0
 
     def restore(self, models: ServedModels, job: str) -> dict[str, int]:
         """Make the models of the newest commit that is whole; the last request that each has behind it."""
@@ -76,9 +79,15 @@ class ServiceCommits:
         """Whether no commit is under way."""
         return self._flight is None
 
+    @property
+    def rest(self) -> float:
+        """The time since the last commit began, in units of what it took."""
+        return (time.monotonic() - self._began) / self._took if self._took else math.inf
+
     def start(self, models: ServedModels, cursors: Mapping[str, int]) -> None:
         """Begin to commit all models as they are; they may change when this returns. None is under way."""
         self.fence.check()
+        self._began = time.monotonic()
         parts: list[str] = []
         for id in cursors:
             parts += models.on_model(id, _stage_model, _part(id), needs="save_checkpoint")[0]
@@ -94,6 +103,7 @@ class ServiceCommits:
         if self._flight is None or not self._dispatch.saver.idle:
             return None
         flight, self._flight = self._flight, None
+        self._took = time.monotonic() - self._began
         checkpoint = self._dispatch.saver.result()
         log.info("committed %s", checkpoint.name)
         return flight

@@ -12,20 +12,26 @@ rank ends the trainer: the next one goes on from the commit.
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.api.records import Create, Done, Facts, Failed, Load, Pass, Plain, Result, Save, Step, Unload, Work
 from pipeline.config import RunConfig
+from pipeline.config.serving import ServeConfig
 from pipeline.errors import CheckpointError, OvertakenError, first_line
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.service.commits import ServiceCommits
 from pipeline.training.service.link import FrontLink
 from pipeline.training.service.models import RefusedRequest, ServedModels
+from pipeline.training.warm_up import Phase, WarmUp
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
 """How long one turn waits for work; between two the controller shows that it lives."""
+MOST_COMMITTING = 0.05
+"""The share of the time in which commits are under way, unless `serve.commit_seconds` wants more. A commit holds all
+models, so it costs the more the more there are, and their steps together come no faster than those of one."""
 
 
 class Engine:
@@ -40,11 +46,13 @@ class Engine:
         attempt: str,
         facts: Facts,
         pulse: Callable[[], None],
+        phase: Phase = nullcontext,
     ) -> None:
         self._config, self._pulse = config, pulse
         self._models = ServedModels(dispatch, config, root / "weights", attempt)
         self._commits = ServiceCommits(checkpoints, attempt, dispatch, config.training.keep_checkpoints)
         self._link = FrontLink(root, attempt, facts, pulse)
+        self._warm_up = WarmUp(config, dispatch, pulse, phase)
         self._cursors: dict[str, int] = {}
         """Of each model, the last request after which it had no gradients: what a commit may say of it."""
         self._done: dict[str, int] = {}
@@ -77,6 +85,7 @@ class Engine:
     def _serve(self) -> None:
         while True:
             self._pulse()
+            self._models.warm_up(self._warm_up)
             work = self._turn(0.0 if self._durable else WAIT_SECONDS)
             self._commit_if_due()  # here, where the front has every result
             if work is not None:
@@ -152,7 +161,7 @@ class Engine:
         if self._dirty_since is None or not self._commits.idle:
             return
         waited = time.monotonic() - self._dirty_since
-        if self._steps - self._steps_told >= serve.commit_steps or waited >= serve.commit_seconds:
+        if commit_is_due(serve, self._steps - self._steps_told, waited, self._commits.rest):
             self._start_commit()
 
     def _finish_commit(self) -> None:
@@ -187,3 +196,9 @@ class Engine:
         if self._dirty_since is not None:
             self._start_commit()
             self._finish_commit()
+
+
+def commit_is_due(serve: ServeConfig, steps: int, waited: float, rest: float) -> bool:
+    """Whether to commit `steps` steps after the last commit, the first change since being `waited` seconds old; `rest`
+    is how many times as long as it took the last commit is over."""
+    return waited >= serve.commit_seconds or (steps >= serve.commit_steps and rest >= 1 / MOST_COMMITTING)

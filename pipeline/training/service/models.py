@@ -23,12 +23,14 @@ from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from pipeline.config.sums import TokenSum
 from pipeline.errors import CheckpointError, DamagedError, RollcallError
+from pipeline.losses import SFT
 from pipeline.system import folders, heartbeat
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.queries import QueryRow
 from pipeline.training.service.room import Room
 from pipeline.training.spec import ModelSpec
+from pipeline.training.warm_up import WarmUp
 from pipeline.training.workers import guests
 from pipeline.training.workers.optimizer import AdamSettings
 from pipeline.training.workers.queries import answer_queries
@@ -52,6 +54,7 @@ class _Slot:
     name: str
     current: str = ""
     guests: set[str] = field(default_factory=set)
+    warm: bool = False
 
 
 @dataclass(eq=False)
@@ -96,6 +99,13 @@ class ServedModels:
             self._enter(slot, id, adapter.seed)
         slot.current = id
         slot.guests.add(id)
+
+    def warm_up(self, warm_up: WarmUp) -> None:
+        """Have what trains each model be compiled, once. After one is made, and before it is trained."""
+        for slot in self._slots.values():
+            if not slot.warm:
+                warm_up.run({slot.name: SFT})
+                slot.warm = True
 
     def remove(self, id: str) -> None:
         """Forget a model; a slot that nobody needs any more is given back."""

@@ -1,8 +1,9 @@
 """A micro-batch as tensors.
 
 Owns the step from rows (numpy) to what the models and the losses read. Promises that only counted tokens reach the head
-and the losses, in the order of rows and tokens, and that an empty micro-batch becomes one token that counts nothing, so
-that a short rank can take part in the collective operations of the others. Must not know models, ranks or losses'
+and the losses, in the order of rows and tokens, and that an empty micro-batch becomes two tokens that count nothing, so
+that a short rank can take part in the collective operations of the others (one token is a size that layers are compiled
+for once more). Must not know models, ranks or losses'
 formulas.
 
 Notation: B × T the rectangle that the model reads, N counted tokens, R rows.
@@ -22,7 +23,7 @@ from pipeline.training.rows import Batch, Column, Row
 from pipeline.training.workers.attention import Segments
 from pipeline.training.workers.transfer import to_device
 
-_NOTHING = Batch((Row(np.zeros(1, np.int32), np.zeros(1, np.uint8)),), (0.0,))
+_NOTHING = Batch((Row(np.zeros(2, np.int32), np.zeros(2, np.uint8)),), (0.0,))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pipeline.training.workers.attention import Segments
 from pipeline.training.workers.transfer import to_device
 from pipeline.training.workers.worker import ModelWorker
 
-_NOTHING = QueryRow(np.zeros(1, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
+_NOTHING = QueryRow(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
 """For a rank that has fewer micro-batches than others: it takes part in their collective operations."""
 
 

@@ -85,6 +85,7 @@ class ModelWorker:
             refuse_unwritable(self.model.network, spec.model)
         if spec.activation_checkpointing:
             recompute_activations(self.model)
+        self.compiled = spec.compile
         if spec.compile:
             compile_layers(self.model)
         self._reshard, self._broken = spec.reshard, False

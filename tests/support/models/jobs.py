@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from pipeline.config import RunConfig
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, joined_world
+from pipeline.training.dispatch.ranks import Deadlines, Device, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Row
 from pipeline.training.standalone.packed import write_packed
@@ -24,7 +24,7 @@ ROWS, PROMPTS, STEPS = 12, 4, 4
 
 
 @contextmanager
-def world_of_one(tokens: int = 64) -> Iterator[Dispatch]:
+def world_of_one(tokens: int = 64, device: Device = "cpu") -> Iterator[Dispatch]:
     """The dispatch of a world whose one process is this, with so many tokens for a micro-batch."""
     with pytest.MonkeyPatch.context() as patch:
         world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
@@ -32,7 +32,7 @@ def world_of_one(tokens: int = 64) -> Iterator[Dispatch]:
             patch.setenv(name, str(value))
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        with joined_world("cpu", Deadlines(operation=60, control=60, grace=1)) as site:
+        with joined_world(device, Deadlines(operation=60, control=60, grace=1)) as site:
             yield Dispatch(site, Budget(tokens))
         torch.set_num_threads(threads)
 

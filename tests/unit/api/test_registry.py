@@ -301,3 +301,22 @@ def test_models_take_turns_and_those_without_work_are_not_looked_at(tmp_path: Pa
         assert looked == [models[3].fact.id]
 
     play(tmp_path, story)
+
+
+def test_a_step_that_waits_is_done_right_after_its_pass_and_a_second_pass_is_not(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        session = await stage.registry.open_session(Owner("ada"))
+        for number in range(2):
+            await stage.registry.make_model(Owner("ada"), session.id, number, "tiny", Create(Adapter(4)))
+        await stage.registry.attach({})
+        assert stage.work() is not None
+        assert stage.work() is not None
+        for live in stage.registry.models.values():
+            for seq, body in enumerate((LOOK, LOOK, STEP, STEP, LOOK), 1):
+                await stage.registry.accept(live, seq, lambda body=body: body)  # type: ignore[misc]
+        order = []
+        while (work := stage.work()) is not None:
+            order.append((int(work.model[-1]), work.seq))
+        assert order == [(0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (0, 4), (1, 4), (0, 5), (1, 5)]
+
+    play(tmp_path, story)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from pipeline.api.generation import request_body
 from pipeline.api.records import Facts, Failed
 from pipeline.api.sampling import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, SampleQueue
 from pipeline.api.store import Store
+from pipeline.rollouts.server import FINAL_ONLY
+from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS
 from pipeline.system.process import hold_port
+from tests.fakes.mortal_server import POISON, a_mortal_server
 
 LONGEST, MOST_ADAPTERS = 16, 2
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
@@ -309,6 +312,42 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path
     with_servers(tmp_path, play)
 
 
+def test_a_sample_that_servers_die_of_fails_and_takes_no_other_with_it(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        async with a_mortal_server() as server:
+            sampling.use(Facts((server.endpoint,), "word"))
+            prompts = [{"chunks": [{"type": "encoded_text", "tokens": [1, token]}]} for token in (4, 5, 6, POISON)]
+            asked = (sample(sampling, number, prompt=prompt) for number, prompt in enumerate(prompts))
+            *sound, last = await asyncio.wait_for(asyncio.gather(*asked), 30)
+            assert all(isinstance(each, bytes) for each in sound)
+            assert last == Failed(GIVEN_UP, "server")
+            assert server.deaths == MOST_DEATHS
+
+    with_servers(tmp_path, play)
+
+
+def test_servers_that_end_with_their_attempt_one_after_another_fail_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.system.rest.pause_after", lambda failures: 60.0)  # none is asked twice
+
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        sound = sampling._servers[0].endpoint
+        async with AsyncExitStack() as stack:
+            ending = [await stack.enter_async_context(a_mortal_server(down=60.0)) for _ in range(MOST_DEATHS)]
+            sampling.use(Facts(tuple(each.endpoint for each in ending), "earlier"))
+            asked = asyncio.create_task(sample(sampling))
+            assert POISON in PROMPT["chunks"][0]["tokens"]  # type: ignore[operator]
+            while sum(each.deaths for each in ending) < MOST_DEATHS:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            sampling.use(Facts((sound,), "word"))
+            assert isinstance(await asyncio.wait_for(asked, 20), bytes)
+
+    with_servers(tmp_path, play)
+
+
 def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         scripts[0].answer = {"nothing": 1}
@@ -335,6 +374,7 @@ def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any
     sampling = body["sampling_params"]
     assert {name: sampling.get(name) for name in expected} == expected
     assert sampling["max_tokens"] == LONGEST - 3
+    assert sampling["output_kind"] == FINAL_ONLY, "else releases up to 0.25 leave samples out"
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_tokens_that_are_too_old_count_in_no_denominator_and_are_told() -> None:
     assert Batch.of(rows, "token").weights == pytest.approx([1 / 3] * 4)
     assert Batch.of(rows, "sequence").weights == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     metrics = batch_metrics([group], 4, oldest=2)
+    assert {type(value) for value in metrics.values()} == {float}, "what a sink can write"
     assert (metrics["lag/mean"], metrics["lag/max"]) == (2, 2)
     assert (metrics["lag/masked"], metrics["samples/masked"]) == (0.5, 0.5)
     unmasked = batch_metrics([group], 4)

@@ -17,7 +17,8 @@ from pipeline.report.attempts import attempt_lines
 from pipeline.report.charts import all_charts, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
 from pipeline.report.page import page, state, tiles, wall_seconds, write_report
-from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline
+from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline, warm_ups
+from pipeline.roles.context import Status
 from pipeline.rundir.metrics import FileStep, MetricSinks
 from pipeline.system import files
 from slurm.watch.watcher import read_snapshot
@@ -211,6 +212,13 @@ def test_bars_last_from_one_state_to_the_next_and_the_open_one_to_the_end(run: F
     transitions = histories.read_attempt(attempt.paths).transitions
     began = transitions[0].time
     assert bars(transitions, began, began + 12) == [(0.0, 5.0, "starting"), (5.0, 7.0, "ready")]
+
+
+def test_a_warm_up_is_shown_where_a_role_told_of_one(run: FakeRun) -> None:
+    numbers = {"warm_up/began": run.now + 4, "warm_up/ended": run.now + 24}
+    told = Status(state="ready", pid=1, time=run.now + 30, numbers=numbers)
+    assert warm_ups(told, run.now) == [(4.0, 20.0)]
+    assert warm_ups(Status(state="ready", pid=1, time=run.now), run.now) == warm_ups(None, run.now) == []
 
 
 def test_a_timeline_of_many_roles_keeps_those_that_failed(run: FakeRun) -> None:

@@ -99,6 +99,24 @@ def test_a_server_that_computes_on_gpus_spreads_the_model_over_them() -> None:
     assert "--kv-cache-memory-bytes" not in command
 
 
+@pytest.mark.parametrize(
+    ("sections", "processes"),
+    [({}, "4"), ({"model": {"path": "/models/tiny", "lora": {"rank": 4}}}, "1"), ({"serve": {"enabled": True}}, "1")],
+)
+def test_only_a_server_that_loads_no_adapters_answers_from_several_processes(sections: Any, processes: str) -> None:
+    given = make_config(**{"resources": {"device": "cuda"}, "model": {"path": "/models/tiny"}, **sections})
+    assert option(inference.server_command(given, place(gpus=(0,))), "--api-server-count") == processes
+
+
+@pytest.mark.parametrize(("release", "told"), [("0.25.1", False), ("0.30.0", True), ("0.32.0+cpu", True)])
+def test_a_server_of_the_api_is_told_to_answer_tokens_where_its_release_has_to_be(
+    monkeypatch: pytest.MonkeyPatch, release: str, told: bool
+) -> None:
+    monkeypatch.setattr(inference, "version", lambda name: release)
+    command = inference.server_command(config(serve={"enabled": True}), place())
+    assert ("--enable-scale-out" in command) is told
+
+
 def test_a_server_on_a_cpu_takes_the_memory_and_threads_it_was_given() -> None:
     resources = {"inference": {"threads": 3}}
     given = config(resources=resources, inference={"kv_cache_bytes": 1 << 20})

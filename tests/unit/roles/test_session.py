@@ -53,7 +53,7 @@ class Waiting:
         self.dispatch = OneRank()
         session = RunSession(self.context, cast(Dispatch, self.dispatch))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
-        self.finish = session._finish_commits
+        self.finish, self.warming_up = session._finish_commits, session._warming_up
         self.durable: list[tuple[str, ...]] = []
         self.commits.on_durable = self.durable.append
         self.commits.fence.claim()
@@ -126,3 +126,20 @@ def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
     waiting.commit()
     with pytest.raises(CheckpointError, match="the disk is gone"):
         waiting.finish(None, None, None)
+
+
+def test_a_warm_up_is_reported_while_it_goes_on_and_the_first_one_ever_after(waiting: Waiting) -> None:
+    def status() -> tuple[str, list[float]]:
+        told = waiting.context.status()
+        assert told is not None
+        return told.detail, list(told.numbers.values())
+
+    with waiting.warming_up():
+        assert status() == ("warming up", [])
+    detail, first = status()
+    assert detail == "warmed up"
+    assert len(first) == 2
+    assert first == sorted(first)
+    with waiting.warming_up():
+        assert status() == ("warming up", first)
+    assert status() == ("warmed up", first)

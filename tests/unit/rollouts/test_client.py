@@ -12,7 +12,9 @@ from pipeline.errors import RolloutError
 from pipeline.rollouts.client import InferenceClient, _joined, _pauses
 from pipeline.rollouts.server import FINAL_ONLY, Completion, Server
 from pipeline.system import rest
+from pipeline.system.deaths import MOST_DEATHS
 from pipeline.system.rest import LONGEST_PAUSE
+from tests.fakes.mortal_server import POISON, a_mortal_server
 from tests.fakes.scripted_server import (
     Answer,
     Script,
@@ -270,6 +272,31 @@ def test_a_server_that_fails_at_once_does_not_draw_the_requests(monkeypatch: pyt
     run(story(broken, sound))
     assert len(sound.bodies) == 100
     assert len(broken.bodies) < 40
+
+
+def test_a_request_that_servers_die_of_is_given_up_and_takes_no_other_with_it() -> None:
+    async def story() -> None:
+        async with a_mortal_server() as server, InferenceClient([server.endpoint], "s3cret", 5.0) as client:
+            client.update(server.endpoint, 5)
+            asked = [
+                client.generate([1, token], n=1, temperature=1.0, max_tokens=4, stop_token_ids=[2])
+                for token in (4, 5, POISON, 6)
+            ]
+            *sound, last = await asyncio.gather(*(asked[at] for at in (0, 1, 3, 2)), return_exceptions=True)
+            assert [isinstance(each, list) for each in sound] == [True] * 3, sound
+            assert isinstance(last, RolloutError)
+            assert f"{MOST_DEATHS} servers died" in str(last)
+            assert server.deaths == MOST_DEATHS
+
+    run(story())
+
+
+def test_a_request_whose_connection_is_cut_again_and_again_is_never_given_up() -> None:
+    async def story(script: Script) -> list[Completion]:
+        async with client_and(script) as client:
+            return await ask(client)
+
+    assert run(story(Script([*[hangs_up] * (2 * MOST_DEATHS), works])))[0].complete
 
 
 def test_without_a_server_a_request_waits_until_there_is_one() -> None:

@@ -8,7 +8,8 @@ import pytest
 from pipeline.api.records import Adapter, Create, Done, Facts, Step, Unload, Work
 from pipeline.config import RunConfig
 from pipeline.training.batches import Interrupted
-from pipeline.training.service.engine import Engine
+from pipeline.training.service.engine import MOST_COMMITTING, Engine, commit_is_due
+from pipeline.training.warm_up import WarmUp
 from tests.fakes.configs import make_config
 
 STEP = Step(0.1, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -26,6 +27,9 @@ class Models:
     def create(self, id: str, adapter: Adapter) -> None:
         self.known.add(id)
 
+    def warm_up(self, warm_up: WarmUp) -> None:
+        """Nothing is compiled."""
+
     def remove(self, id: str) -> None:
         self.known.discard(id)
 
@@ -37,7 +41,7 @@ class Models:
 
 
 class Commits:
-    idle = True
+    idle, rest = True, 100.0
 
     def __init__(self, events: list[object]) -> None:
         self._events = events
@@ -109,3 +113,12 @@ def test_a_commit_in_between_covers_only_what_the_front_has(tmp_path: Path) -> N
 def test_that_a_model_was_unloaded_is_committed(tmp_path: Path) -> None:
     works = [work(0, Create(Adapter(4))), work(1 << 40, Unload())]
     assert play(tmp_path, works, 0.0)[-1] == ("commit", {})
+
+
+def test_commits_of_many_models_keep_a_distance_but_are_never_later_than_promised() -> None:
+    serve = make_config().serve.model_copy(update={"commit_seconds": 60.0, "commit_steps": 20})
+    long = 1 / MOST_COMMITTING
+    assert commit_is_due(serve, steps=20, waited=1.0, rest=long)
+    assert not commit_is_due(serve, steps=19, waited=1.0, rest=long)
+    assert not commit_is_due(serve, steps=200, waited=59.0, rest=long - 1)
+    assert commit_is_due(serve, steps=1, waited=60.0, rest=1.0)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.losses import SFT
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.jobs import DemonstrationsInput, SftJob, SftSchedule
 from pipeline.training.rows import Row
@@ -45,6 +47,14 @@ def test_a_step_is_one_optimizer_step_and_leaves_a_whole_model() -> None:
     algorithm.step(0)
     assert ranks.asked == ["reset_optimizer", "forward_backward", "optim_step"]
     assert algorithm.intact
+
+
+def test_a_warm_up_comes_after_the_optimizer_is_made_and_before_the_model_is_measured() -> None:
+    job = SftJob(inputs=DemonstrationsInput(), schedule=SftSchedule(steps=3, batch=2))
+    told: Any = Mock()
+    SupervisedFineTuning(job, told, rows, lambda: None, "basic", told, told).begin(0)
+    assert [call[0] for call in told.mock_calls] == ["reset_optimizer", "run", "at"]
+    assert told.run.call_args.args == ({"policy": SFT}, ["policy"])
 
 
 @pytest.mark.parametrize(("failing", "intact"), [("forward_backward", True), ("optim_step", False)])

@@ -1,0 +1,49 @@
+"""Servers that die of what they are asked.
+
+Owns when a request is given up because servers died under it. One that kills its server looks like all others that ran
+there, so nobody is blamed for a death or two. Promises that a request is given up only after `MOST_DEATHS`, at the last
+of which no other request was on its last try: so one that kills servers takes no other with it, and ends.
+
+    async with suspects.trying(deaths):                  # `suspects`: one for all requests of a client
+        …ask a server; if it had the request and gave no answer: deaths += await is_dead(http, endpoint)…
+    if deaths == MOST_DEATHS: …give it up: GIVEN_UP…
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+MOST_DEATHS = 3
+"""As many as an attempt bears of one server, by default: `inference.restarts`."""
+GIVEN_UP = f"{MOST_DEATHS} servers died while they worked on this request, which is not asked for again"
+_HEALTH = aiohttp.ClientTimeout(total=5.0)
+
+
+class Suspects:
+    """The requests of one client under which servers died."""
+
+    def __init__(self) -> None:
+        self._last_try = asyncio.Lock()
+
+    @asynccontextmanager
+    async def trying(self, deaths: int) -> AsyncIterator[None]:
+        """To be entered for each try of a request; requests with one death left are tried one at a time."""
+        if deaths < MOST_DEATHS - 1:
+            yield
+            return
+        async with self._last_try:
+            yield
+
+
+async def is_dead(http: aiohttp.ClientSession, endpoint: str, headers: Mapping[str, str] | None = None) -> bool:
+    """Whether a server that gave no answer has died: its port is closed, or it says that its engine is gone. One that
+    says nothing may be busy, and one whose connection was cut answers here."""
+    try:
+        async with http.get(f"http://{endpoint}/health", headers=headers, timeout=_HEALTH) as response:
+            return response.status >= 500
+    except TimeoutError:
+        return False
+    except (aiohttp.ClientError, OSError):
+        return True

@@ -1,0 +1,107 @@
+"""Compiled layers before the first real step: rows that mean nothing go through the models while servers start.
+
+Owns which passes have everything compiled that steps need, and the rows of these passes. Promises that nothing is left
+of them but what was compiled: parameters, moments, progress, gradients and random states are what they were; and that
+no micro-batch is larger than the config lets a real one be, so that what does not fit fails here, with the error of a
+real step. Does nothing where nothing is compiled. Must not know when a job begins.
+
+    warm_up = WarmUp(config, dispatch, pulse, phase)
+    warm_up.run({"policy": config.loss}, asked=["reference"])     # of models that have no gradients yet
+
+A size is compiled as a constant until another one comes, and 1 is always a constant. So three micro-batches suffice:
+some rows, a full one of other sizes, whose layers are then compiled for all, and one with a single row.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from pipeline.config import RunConfig
+from pipeline.losses import Objective
+from pipeline.training.batches import Pulse
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.rows import Batch, Row
+from pipeline.training.workers.worker import ModelWorker
+from pipeline.world.memory import micro_batch_tokens, trainer_ranks
+
+log = logging.getLogger(__name__)
+Phase = Callable[[], AbstractContextManager[object]]
+"""What is entered while a warm-up goes on, so that people see it."""
+
+
+class WarmUp:
+    """The warm-up of a trainer's models."""
+
+    def __init__(self, config: RunConfig, dispatch: Dispatch, pulse: Pulse, phase: Phase = nullcontext) -> None:
+        self._config, self._dispatch, self._pulse, self._phase = config, dispatch, pulse, phase
+
+    @property
+    def due(self) -> bool:
+        """Whether layers are compiled. On GPUs that servers share it is not: a server that starts there measures what
+        is free, and fails if that changes."""
+        return self._config.training.compile and not self._config.resources.share_gpus
+
+    def run(self, trained: Mapping[str, Objective], asked: Sequence[str] = ()) -> None:
+        """Train models, by name, on these losses, and ask models; all have no gradients, before and afterwards.
+
+        Raises what a `Pulse` does, between two operations, and the `TrainingError` of a pass that fails.
+        """
+        if not self.due:
+            return
+        started, batches = time.monotonic(), self._batches([*trained, *asked])
+        with self._phase():
+            for name, objective in trained.items():
+                for batch in batches:
+                    self._train(name, batch, objective)
+            for name in asked:
+                for batch in batches:
+                    self._pulse()
+                    self._dispatch.forward(name, batch)
+        log.info("warm-up: everything is compiled after %.1f s", time.monotonic() - started)
+
+    def _train(self, name: str, batch: Batch, objective: Objective) -> None:
+        self._pulse()
+        level = self._config.training.metrics
+        self._dispatch.forward_backward(name, batch, objective, loss_weight=0.0, level=level)
+        self._dispatch.pass_through(name, drop_gradients, needs="forward_backward")
+
+    def _batches(self, names: Sequence[str]) -> list[Batch]:
+        """Each of them is one micro-batch on every rank."""
+        ranks, budget = trainer_ranks(self._config), self._dispatch.budget
+        tokens = min(budget.tokens, micro_batch_tokens(self._config, ranks))
+        vocabulary = min(self._dispatch.models[name].vocabulary for name in names)
+        return [
+            Batch.of([empty_row(length, vocabulary)] * (count * ranks))
+            for count, length in shapes(tokens, self._config.model.max_length, budget.rows)
+        ]
+
+
+def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Rows and their length of each micro-batch, in order: at most `tokens` in `most` rows (None: any number), of at
+    most `longest` tokens each.
+
+    Sizes that are equal by chance would be compiled as one size: so the rows of the full one are not as many as each
+    has tokens, nor one less, since a table of their bounds has one entry more.
+    """
+    most = most or tokens
+    full = min(most, max(3, -(-tokens // longest)))
+    length = min(longest, tokens // full)
+    if full in (length, length - 1):
+        length = max(1, length - 2)
+    return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
+
+
+def empty_row(length: int, vocabulary: int) -> Row:
+    """A row that any loss takes."""
+    zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
+    mask[0] = 0
+    tokens = np.arange(length, dtype=np.int32) % vocabulary
+    return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
+
+
+def drop_gradients(worker: ModelWorker) -> None:
+    """On every rank."""
+    worker.model.zero_grad(set_to_none=True)

@@ -1,0 +1,105 @@
+"""A warm-up on real ranks: nothing is compiled after it, and nothing else is left of it.
+
+Layers are captured as for the real compiler, but run as captured: they compute the same bits as without.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from pipeline.config import RunConfig
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.ranks import Site
+from pipeline.training.packing import Budget
+from pipeline.training.rows import Row
+from pipeline.training.spec import models_of
+from pipeline.training.update import PolicyUpdate
+from pipeline.training.warm_up import WarmUp
+from pipeline.training.workers.offload import local
+from tests.fakes.configs import make_config
+from tests.support.models.tiny import VOCABULARY, write_tiny
+from tests.support.ranks.forked_ranks import run_ranks
+
+pytestmark = pytest.mark.integration
+LENGTHS = [(3, 9, 7, 5), (12, 2, 4, 10), (15,), (6, 6, 6, 6, 11, 8, 16, 16, 14)]
+"""Of the rows of each step; in the third the second rank has none."""
+LOSSES: dict[str, dict[str, Any]] = {
+    "one model": {"name": "grpo"},
+    "three models": {"name": "ppo", "advantage": "gae", "kl": 0.1, "proximal": "recompute"},
+}
+
+
+def a_config(path: Path, ranks: int, loss: str, compiled: bool) -> RunConfig:
+    return make_config(
+        model={"path": str(path), "max_length": 16},
+        loss=LOSSES[loss],
+        optim={"lr": 1e-2},
+        training={"steps": len(LENGTHS), "prompts_per_step": 1, "micro_batch_tokens": 48, "compile": compiled},
+        rollout={"samples": 16},
+        resources={"trainer": {"processes": ranks}},
+    )
+
+
+def rows_of(step: int) -> list[Row]:
+    draw = np.random.default_rng(step)
+    rows = []
+    for length in LENGTHS[step]:
+        mask = (np.arange(length) > 0).astype(np.uint8)
+        tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
+        rows.append(Row(tokens, mask, float(draw.normal()), np.full(length, -2.8, np.float32)))
+    return rows
+
+
+def compiled_graphs(site: Site) -> int:
+    """On every rank."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def whole_state(site: Site) -> list[Any]:
+    """On every rank: parameters, gradients, moments, progress and random states."""
+    workers = site.workers.values()
+    leaves = [leaf for worker in workers for leaf in tree_leaves(worker.state())]
+    leaves += [p.grad for worker in workers for p in worker.model.parameters()]
+    leaves += [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())]
+    return [local(leaf.detach()).numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def trained(dispatch: Dispatch, config: RunConfig) -> list[Any]:
+    """What all steps said, and what the ranks have at the end."""
+    for name in list(dispatch.models):
+        dispatch.remove_model(name)
+    dispatch.init_model("policy", models_of(config, "rl", config.optim, config.training.steps)["policy"])
+    update = PolicyUpdate(dispatch, config)
+    update.begin(config.optim, config.training.steps, 0)
+    before = dispatch.on_sites(whole_state)
+    update.warm_up(WarmUp(config, dispatch, dispatch.idle))
+    assert dispatch.on_sites(whole_state) == before
+    graphs = dispatch.on_sites(compiled_graphs)
+    assert (min(graphs) > 0) == config.training.compile
+    metrics = [update.run(rows_of(step), step) for step in range(len(LENGTHS))]
+    assert dispatch.on_sites(compiled_graphs) == graphs
+    return [metrics, dispatch.on_sites(whole_state)]
+
+
+def train_both_ways(rank: int, path: Path, ranks: int, packed: bool, loss: str) -> None:
+    compile_ = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self: compile_(self, backend="eager")  # type: ignore[method-assign]
+
+    def algorithm(dispatch: Dispatch) -> None:
+        plain, warm = (trained(dispatch, a_config(path, ranks, loss, compiled)) for compiled in (False, True))
+        assert warm == plain
+
+    lead_or_serve(algorithm, Budget(48, packed=packed))
+
+
+@pytest.mark.parametrize(("ranks", "packed", "loss"), [(1, True, "three models"), (2, False, "one model")])
+def test_steps_after_a_warm_up_compile_nothing_and_compute_the_bits_that_they_would_without(
+    tmp_path: Path, ranks: int, packed: bool, loss: str
+) -> None:
+    write_tiny(tmp_path / "model", 0, num_hidden_layers=1)
+    run_ranks(ranks, train_both_ways, tmp_path / "model", ranks, packed, loss)
