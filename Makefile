@@ -43,6 +43,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_rewards
 	$(BIN)/python -m tests.bench.bench_gateway
 	$(BIN)/python -m tests.bench.bench_actor
+	$(BIN)/python -m tests.bench.bench_tails
 	$(BIN)/python -m tests.bench.bench_tinker
 	$(BIN)/python -m tests.bench.bench_tinker_sampling
 	$(BIN)/python -m tests.bench.bench_demo
