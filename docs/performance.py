@@ -55,7 +55,7 @@ def _loop(result: Result, asked: Result, alone: Result) -> Row:
     return {
         "model": asked["shape"].upper(),
         "GPUs: train + serve": _gpus(asked),
-        "completions": str(asked["tokens"]) if asked["ends"] == 1 else f"long tail, up to {asked['tokens']}",
+        "completions": _completions(asked),
         "max_lag": str(asked["lag"]),
         "samples/s": f"{result['samples_per_second']:.1f}",
         "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
@@ -89,6 +89,33 @@ def _beats(result: Result, name: str) -> list[float]:
     """What the servers said of a number from the tenth step to the last one."""
     times = [row["time"] for row in _steps(result)]
     return [beat[name] for beat in result["pulse"] if times[9] <= beat["time"] <= times[-1]]
+
+
+def tails() -> list[Row]:
+    """Runs that differ in how long samples are."""
+    return [_tail(result) for result in [_results("loop")[MOST_LAG], *_results("tails").values()]]
+
+
+def _tail(result: Result) -> Row:
+    times, tokens = _beats(result, "time"), _beats(result, "tokens")
+    return {
+        "completions": _completions(result["command"]),
+        "max_lag": str(result["command"]["lag"]),
+        "samples/s": f"{result['samples_per_second']:.1f}",
+        "tokens/s of the server": f"{(tokens[-1] - tokens[0]) / (times[-1] - times[0]) / 1e3:.1f}k",
+        "samples at work, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
+        "trainer idle": f"{result['idle/trainer']:.0%}",
+        "groups refused a step": _number(statistics.mean(_stale(result)), ".1f"),
+    }
+
+
+def _stale(result: Result) -> list[float]:
+    """Groups that each step refused, from the tenth on; runs of before that was counted refused none."""
+    return [row.get("groups/stale", 0.0) for row in _steps(result)[10:]]
+
+
+def _completions(asked: Result) -> str:
+    return str(asked["tokens"]) if asked["ends"] == 1 else f"long tail, up to {asked['tokens']}"
 
 
 def faults() -> list[Row]:
@@ -155,7 +182,14 @@ def _rate(result: Result, row: Result) -> Row:
     }
 
 
-TABLES = {"loops": loops, "staleness": staleness, "faults": faults, "weights": weights, "generation": generation}
+TABLES = {
+    "loops": loops,
+    "staleness": staleness,
+    "tails": tails,
+    "faults": faults,
+    "weights": weights,
+    "generation": generation,
+}
 
 
 def _results(kind: str) -> dict[str, Result]:

@@ -8,10 +8,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gpu.pulse import tokens_made
 from tests.gpu.traffic import PROCESSES, Traffic
 from tests.gpu.weights import SECRET, servers, visible_gpus
 
@@ -72,15 +74,17 @@ def serve(halves: Halves, model: Path) -> dict[str, float]:
 
 
 def ask(halves: Halves, endpoint: str, concurrency: int) -> float:
-    """Tokens a second of one server, warmed up."""
+    """Tokens a second of one server, warmed up, by its own count: what it makes while the first requests have not
+    spread yet, or while the last ones run out, does not count."""
     ends = 0 if halves.ends == 1 else halves.ends
-    rate = 0.0
-    for seconds, tokens in ((1.0, 64), (halves.seconds, halves.tokens)):
-        traffic = Traffic(endpoint, SECRET, max(concurrency, PROCESSES), seconds, tokens, ends=ends)
-        with traffic.running() as answers:
-            pass
-        rate = answers.tokens_per_second
-    return rate
+    requests = max(concurrency, PROCESSES)
+    with Traffic(endpoint, SECRET, requests, 1.0, tokens=64, ends=ends).running():
+        pass
+    with Traffic(endpoint, SECRET, requests, halves.seconds, halves.tokens, ends=ends).running():
+        time.sleep(0.4 * halves.seconds)
+        began, before = time.monotonic(), tokens_made(endpoint)
+        time.sleep(0.5 * halves.seconds)
+        return (tokens_made(endpoint) - before) / (time.monotonic() - began)
 
 
 def train(halves: Halves, out: Path, devices: list[int]) -> dict[str, float]:

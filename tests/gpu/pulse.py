@@ -49,12 +49,21 @@ def _look(pid: int, taken: Pulse, over: threading.Event) -> None:
     while not over.wait(LOOK_SECONDS):
         for endpoint, server in servers_below(pid).items():
             try:
-                with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=ANSWER_SECONDS) as answer:
-                    text = answer.read().decode()
+                told = measures_of(endpoint)
             except (OSError, urllib.error.URLError):
                 continue
-            beat = {"time": time.time(), "server": endpoint, **measures(text), "cpu": cpu_of(server)}
-            taken.beats.append(beat)
+            taken.beats.append({"time": time.time(), "server": endpoint, **told, "cpu": cpu_of(server)})
+
+
+def tokens_made(endpoint: str) -> float:
+    """All that a server has sampled since it started."""
+    return measures_of(endpoint)["tokens"]
+
+
+def measures_of(endpoint: str) -> dict[str, float]:
+    """What a server says now. Raises `OSError` if it says nothing."""
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=ANSWER_SECONDS) as answer:
+        return measures(answer.read().decode())
 
 
 def cpu_of(server: psutil.Process) -> dict[str, float]:
