@@ -41,7 +41,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
             "training.warm_start={steps: 3}",
             "one key at a time; set training.warm_start.steps, ",
         ),
-        ("rollout=3", "set rollout.samples, rollout.temperature"),
+        ("rollout=3", "set rollout.samples, rollout.extra_samples"),
         ("optim.lr=fast", "optim.lr='fast': expected a valid number"),
         ("optim.lr=-1", "expected greater than 0"),
         ("optim.lr=1e-4,1e-5", "expected one value"),

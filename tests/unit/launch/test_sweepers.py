@@ -17,7 +17,7 @@ from pipeline.rundir.metrics import MetricSinks
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system.waiting import Clock
 from pipeline.world.plan import Plan
-from slurm.launch import following, submit
+from slurm.launch import submit
 from slurm.launch.sweepers.drive import search
 from slurm.launch.sweepers.settings import read_sweeper_command, refuse_missing
 from slurm.registry import locks, manifest
@@ -72,7 +72,7 @@ class Cluster(Clock):
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr(following, "write_report", lambda history: history.name)
+    monkeypatch.setattr("pipeline.report.page.write_report", lambda history: history.name)
     return Cluster(FakeLaunch(), tmp_path)
 
 
