@@ -217,6 +217,11 @@ class TrainingConfig(Section):
         "steps then.",
     )
 
+    @property
+    def masked_finish(self) -> str | None:
+        """How samples ended of which no token counts."""
+        return "length" if self.overlong == "mask" else None
+
 
 class StreamsConfig(Section):
     """The streams between the roles."""

@@ -138,6 +138,8 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
             raise RecordError("one of its metrics is not finite")
         if not 0 <= self.version_min <= self.version_max:
             raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
+        if any(row.versions.max(initial=0) > self.version_max for row in rows):
+            raise RecordError(f"a token of newer weights than {self.version_max}, the newest that it says")
 
 
 def _arrays(part: Sample | Branch, version_min: int = 0) -> TokenRow:

@@ -105,11 +105,12 @@ def lag(version: int, group: Group) -> int:
     return max((version - sample.version_min for sample in group.samples), default=0)
 
 
-def is_refused(version: int, group: Group, max_lag: int, stale: Stale) -> bool:
-    """Whether a group is too old to be trained at `version`, and is asked for again."""
+def is_refused(version: int, group: Group, max_lag: int, stale: Stale, masked: str | None = None) -> bool:
+    """Whether a group is too old to be trained at `version`, and is asked for again. Of samples that ended as `masked`
+    says no token counts, however young."""
     if lag(version, group) <= max_lag:
         return False
-    rows = (row for sample in group.samples for row in sample.rows())
+    rows = (row for sample in group.samples if sample.finish != masked for row in sample.rows())
     return stale == "refuse" or not any(young(row, version - max_lag).any() for row in rows)
 
 

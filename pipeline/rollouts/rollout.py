@@ -30,6 +30,8 @@ from pipeline.tasks.rewards import Score
 
 LONG_PROMPT = 2000
 """Characters that take longer to tokenise than to hand to a thread."""
+CLEAN_UP_SECONDS = 5.0
+"""For what a task still does in a sample that is abandoned; after that its group no longer waits for it."""
 MOST_IDS = 1 << 31
 """Token ids that a record can hold: the bound where a model's config does not say its vocabulary."""
 
@@ -162,7 +164,8 @@ class RolloutPolicy:
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
         with self._own_time.paused():  # the pool has a deadline of its own, and others may be before us there
-            used = await self._sampler.calls.use(prompt, name, arguments)
+            # An abandoned sample leaves its call to end by itself: a worker whose call is cancelled would be killed.
+            used = await asyncio.shield(self._sampler.calls.use(prompt, name, arguments))
         if isinstance(used, str):
             raise RolloutError(used)
         return used.text
@@ -212,10 +215,11 @@ async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -
                     ended[task] = task.result()
                     whole += ended[task].episode is not None
     finally:
+        left = Rollout(seconds=time.monotonic() - began, abandoned=True)
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    left = Rollout(seconds=time.monotonic() - began, abandoned=True)
+        if running:
+            await asyncio.wait(running, timeout=CLEAN_UP_SECONDS)
     return [ended.get(task, left) for task in tasks]
 
 

@@ -138,7 +138,7 @@ class GroupBatches:
         elif prepared.outcome != "train":
             self._settle(position, prepared.outcome, version)
             self._set_aside(entry, prepared.outcome)
-        elif is_refused(version, prepared.group, training.max_lag, training.stale):
+        elif is_refused(version, prepared.group, training.max_lag, training.stale, training.masked_finish):
             again = Reissue(position=position, reason="older than max_lag", awaited=position in self._overtaken)
             self.streams.publish("reissue", again)
             self._overtaken.add(position)

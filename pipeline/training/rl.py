@@ -55,7 +55,8 @@ class ReinforcementLearning:
         """
         self._update.begin(self.job.optim, self.job.steps, step)
         self._publisher.start(step)
-        self._update.warm_up(self._warm_up)
+        if step < self.job.steps:
+            self._update.warm_up(self._warm_up)
         self._publisher.settle()
         self._batches.tell_progress(step)
         self._evaluations.request(step, self._evaluations.due(step))
@@ -68,7 +69,7 @@ class ReinforcementLearning:
         waited = time.monotonic() - started
         training = self._config.training
         oldest = step - training.max_lag
-        rows = rows_of(groups, masked="length" if training.overlong == "mask" else None, oldest=oldest)
+        rows = rows_of(groups, masked=training.masked_finish, oldest=oldest)
         metrics = self._update.run(rows, step)
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}

@@ -49,7 +49,7 @@ class SupervisedFineTuning:
     def begin(self, step: int) -> None:
         if step == 0:
             self._dispatch.reset_optimizer("policy", self.job.optim, steps=self.job.steps)
-        if self._warm_up:
+        if self._warm_up and step < self.job.steps:
             self._warm_up.run({"policy": SFT}, ["policy"] if self._held_out else [])
         self._measure(step)
 

@@ -268,21 +268,25 @@ def test_a_request_that_is_given_up_ends_on_its_server(servers: list[Served]) ->
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
-    async def give_up(before: float) -> None:
+    async def give_up() -> None:
+        """While the client lives on, as it does in a run."""
+        before = made()
         async with client_of(servers[:1]) as client:
             client.update(endpoint, 0)
             asked = asyncio.create_task(sample(client, tokens=whole))
             while await asyncio.to_thread(made) == before:
                 await asyncio.sleep(0.01)
             asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await asyncio.to_thread(probe, servers[0], 0)
+            given_up = made() - before - 24
+            await asyncio.to_thread(probe, servers[0], 0)
+            assert made() - before - 2 * 24 == given_up < whole
 
     with a_sender(servers) as sender:
         publish_to_all(sender, 0, a_model(servers[0].model, 1))
-        asyncio.run(asyncio.wait_for(give_up(before := made()), WAIT_SECONDS))
-        probe(servers[0], 0)
-        given_up = made() - before - 24
-        probe(servers[0], 0)
-        assert made() - before - 2 * 24 == given_up < whole
+        asyncio.run(asyncio.wait_for(give_up(), WAIT_SECONDS))
 
 
 def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> None:

@@ -104,7 +104,7 @@ class ServedModels:
         """Have what trains each model be compiled, once. After one is made, and before it is trained."""
         for slot in self._slots.values():
             if not slot.warm:
-                warm_up.run({slot.name: SFT})
+                warm_up.run({slot.name: SFT}, [slot.name])
                 slot.warm = True
 
     def remove(self, id: str) -> None:

@@ -3,8 +3,7 @@
 Owns the step from rows (numpy) to what the models and the losses read. Promises that only counted tokens reach the head
 and the losses, in the order of rows and tokens, and that an empty micro-batch becomes two tokens that count nothing, so
 that a short rank can take part in the collective operations of the others (one token is a size that layers are compiled
-for once more). Must not know models, ranks or losses'
-formulas.
+for once more). Must not know models, ranks or losses' formulas.
 
 Notation: B × T the rectangle that the model reads, N counted tokens, R rows.
 """

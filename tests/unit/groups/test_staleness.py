@@ -97,6 +97,12 @@ def test_with_a_mask_a_group_is_refused_when_no_token_of_it_is_young(version: in
     assert is_refused(version, group, max_lag=1, stale=stale) is refused
 
 
+def test_with_a_mask_young_tokens_of_a_sample_that_was_cut_off_may_not_count() -> None:
+    cut_off = structs.replace(a_sample(3, 4, 5), finish="length")
+    group = Group(position=0, prompt=0, samples=(a_sample(3, 3), cut_off))
+    assert [is_refused(6, group, 1, "mask", masked) for masked in (None, "length")] == [False, True]
+
+
 def test_without_the_version_of_each_token_the_oldest_of_its_sample_counts() -> None:
     told = a_sample(3, 5)
     silent = structs.replace(told, newer=b"", branches=tuple(structs.replace(one, newer=b"") for one in told.branches))

@@ -129,6 +129,6 @@ def test_a_place_for_models_of_clients_is_warmed_up_once_with_the_whole_budget(t
     for rank in (4, 4, 8):
         name = cast(Any, served)._slot(Adapter(rank)).name
         served.warm_up(warm_up(ranks, config))
-        assert ranks.asked[-2:] == [f"train {name}", f"drop_gradients {name}"]
-    assert len(ranks.asked) == 2 * 2 * 3
+        assert ranks.asked[-4:-2] == [f"drop_gradients {name}", f"ask {name}"]
+    assert len(ranks.asked) == 2 * (2 + 1) * 3
     assert sum(ranks.batches[1].lengths) > 0.9 * BUDGET
