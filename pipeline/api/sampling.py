@@ -26,7 +26,7 @@ from pipeline.api.generation import adapter_name, checked_request, request_body,
 from pipeline.api.records import Facts, Failed
 from pipeline.api.store import Store
 from pipeline.errors import one_line
-from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
+from pipeline.system.deaths import GIVEN_UP, HEALTH, MOST_DEATHS, Suspects, is_dead
 from pipeline.system.rest import Resting, rested
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,9 @@ class SampleQueue:
 
     async def start(self) -> None:
         """Begin again with what was accepted before this process."""
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
+        # Without a bound on connections: whether a server lives is asked beside any number of samples.
+        unbounded = aiohttp.TCPConnector(limit=0)
+        self._http = aiohttp.ClientSession(connector=unbounded, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
         for kept in self._store.requests():
             body = self._store.body(kept.id) if kept.model == "" else None
             if body is not None:
@@ -201,10 +203,10 @@ class SampleQueue:
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
         failures = wrong = deaths = 0
-        attempt = self._password
+        attempt, given_up = self._password, self._suspects.given_up
         while True:
-            if attempt != self._password:
-                attempt, deaths = self._password, 0
+            if (attempt, given_up) != (self._password, self._suspects.given_up):
+                attempt, given_up, deaths = self._password, self._suspects.given_up, 0
             try:
                 async with self._suspects.trying(deaths):
                     return await self._once(given)
@@ -219,6 +221,7 @@ class SampleQueue:
                 reason, deaths = str(death), deaths + 1
                 if deaths >= MOST_DEATHS and await self._is_back(death.endpoint, attempt):
                     log.error("%s: %s", id, GIVEN_UP)
+                    self._suspects.give_up()
                     return Failed(GIVEN_UP, "server")
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = one_line(error)
@@ -253,8 +256,9 @@ class SampleQueue:
         assert self._http is not None
         headers = self._authorization
         while self._password == attempt:
-            with suppress(aiohttp.ClientError, OSError):
-                async with self._http.get(f"http://{endpoint}/v1/models", headers=headers) as response:
+            with suppress(TimeoutError, aiohttp.ClientError, OSError):
+                url = f"http://{endpoint}/v1/models"
+                async with self._http.get(url, headers=headers, timeout=HEALTH) as response:
                     if response.status == 200:
                         return True
             await asyncio.sleep(BACK_SECONDS)

@@ -7,6 +7,7 @@ process is vLLM.
 """
 
 import importlib.util
+import re
 import sys
 from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points, version
@@ -133,9 +134,11 @@ def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
 
 
 def _scale_out() -> tuple[str, ...]:
-    """Have the server answer tokens beside texts: releases before the flag always do, and refuse it."""
-    release = tuple(int(part) for part in version("vllm").split(".")[:2])
-    return ("--enable-scale-out",) if release >= (0, 30) else ()
+    """Have the server answer tokens beside texts: releases before the flag always do, and refuse it. A build from
+    source may say no release."""
+    said = version("vllm")
+    old = "dev" not in said and [int(part) for part in re.findall(r"\d+", said)[:2]] < [0, 30]
+    return () if old else ("--enable-scale-out",)
 
 
 def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class InferenceClient:
 
     async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
         """The answer of the first server that gives one; of a long request its first piece."""
-        pauses, deaths = _pauses(), 0
+        pauses, deaths, given_up = _pauses(), 0, self._suspects.given_up
         piece = min(request.max_tokens, self._piece or request.max_tokens)
         while deaths < MOST_DEATHS:
             async with self._suspects.trying(deaths):
@@ -140,7 +140,10 @@ class InferenceClient:
                     server.rest.worked()
                     self.retries.update("aborted" for completion in completions if not completion.complete)
                     return [_marked(completion, piece, request.max_tokens) for completion in completions]
+            if given_up != self._suspects.given_up:
+                deaths, given_up = 0, self._suspects.given_up
             await asyncio.sleep(next(pauses))
+        self._suspects.give_up()
         raise RolloutError(GIVEN_UP)
 
     async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:

@@ -6,6 +6,7 @@ process of vLLM hears the scheduler's signals.
 """
 
 import multiprocessing
+import os
 import signal
 from multiprocessing import util
 from multiprocessing.context import BaseContext
@@ -19,6 +20,7 @@ _PLACES = {
     "rollcall_gloo": ("pipeline.weights.engine", "GlooEngine"),
     "rollcall_nccl": ("pipeline.weights.nccl_engine", "NcclEngine"),
 }
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 MODEL = "policy"
 """What every request asks a server for: the model that it serves, or the adapter on it."""
 
@@ -45,10 +47,9 @@ def fork_processes() -> None:
     """Have the server fork its engine and its API processes, which then need not import what it has imported.
 
     vLLM's command line and its CPU platform choose `spawn`, as a fork breaks CUDA and OpenMP where they were used
-    before. A server has used neither when it starts these processes; if it used CUDA all the same, its engine is
-    started as vLLM says. API processes use neither.
+    before. A server has used neither when it starts these processes. Where vLLM finds a reason against a fork all the
+    same, its engine is started as vLLM says. API processes use neither.
     """
-    import torch
     from vllm.v1 import utils as apis
     from vllm.v1.engine import utils as engines
 
@@ -57,20 +58,25 @@ def fork_processes() -> None:
         return
 
     def get_mp_context() -> BaseContext:
-        used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        context: BaseContext = stock() if used else multiprocessing.get_context("fork")
+        said = os.environ.get(_METHOD, "")
+        os.environ[_METHOD] = "fork"
+        try:
+            context: BaseContext = stock()
+        finally:
+            os.environ[_METHOD] = said or "spawn"  # for what an engine starts
         return context
 
     util.register_after_fork(fork_processes, _leave_parent)
     engines.get_mp_context = get_mp_context
-    apis.multiprocessing = SimpleNamespace(get_context=lambda method: multiprocessing.get_context("fork"))
+    forking = {"get_context": lambda method: multiprocessing.get_context("fork")}
+    apis.multiprocessing = SimpleNamespace(**vars(multiprocessing) | forking)
 
 
 def _leave_parent(_: object) -> None:
     """In a forked process: end with the server, tell no signal to its event loop, and count for oneself."""
-    from prometheus_client import values
-
     die_with_parent()
     signal.set_wakeup_fd(-1)
+    from prometheus_client import values
+
     # Chosen at its import, when vLLM had not said yet that there are several processes.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import socket
 from multiprocessing.connection import Connection
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.weights.plugin import fork_processes
 from tests.patience import WAIT_SECONDS
@@ -71,5 +71,6 @@ def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(
     engines, _ = utils
     fork_processes()
     fork_processes()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("vllm.utils.system_utils.cuda_is_initialized", lambda: True)
     assert engines.get_mp_context().get_start_method() == "spawn"
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
