@@ -38,7 +38,8 @@ class Saver:
     """One rank's part of the saves of a trainer, one at a time."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, dict[str, Tensor]] = {}
+        """Of each model that was in the newest save, or is staged for the next, by the place in its tree."""
         self._staged: dict[str, Tensors] = {}
         self._save: Future[Checkpoint] | None = None
 
@@ -53,7 +54,7 @@ class Saver:
         Waits for a save that is still under way: the ranks end one a moment after another.
         """
         self._settle()
-        self._staged[name] = self._copied(name, tensors)
+        self._staged[name] = _copied("", tensors, self._buffers.setdefault(name, {}))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -72,6 +73,7 @@ class Saver:
         """
         self._settle()
         self._staged = {name: self._staged[name] for name in names}
+        self._buffers = {name: self._buffers[name] for name in names}
         outcome: Future[Checkpoint] = Future()
         leads = _leads(group)
 
@@ -114,20 +116,22 @@ class Saver:
         except TimeoutError:
             raise CheckpointError(f"the save before is still under way after {SETTLE_SECONDS:.0f} s") from None
 
-    @torch.no_grad()
-    def _copied(self, place: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: self._copied(f"{place}.{name}", inner) for name, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copied(f"{place}.{index}", inner) for index, inner in enumerate(value))
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        buffer = self._buffers.get(place)
-        if buffer is None or not _alike(buffer, value):
-            buffer = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.is_cuda)
-            self._buffers[place] = buffer
-        _local(buffer).copy_(_local(value), non_blocking=True)
-        return buffer
+
+@torch.no_grad()
+def _copied(place: str, value: Any, buffers: dict[str, Tensor]) -> Any:
+    """A copy in host memory of what lies at this place of a tree, in the buffers that fit."""
+    if isinstance(value, dict):
+        return {name: _copied(f"{place}.{name}", inner, buffers) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(f"{place}.{index}", inner, buffers) for index, inner in enumerate(value))
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    buffer = buffers.get(place)
+    if buffer is None or not _alike(buffer, value):
+        buffer = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.is_cuda)
+        buffers[place] = buffer
+    _local(buffer).copy_(_local(value), non_blocking=True)
+    return buffer
 
 
 def _prune(checkpoint: Checkpoint, keep: int, group: dist.ProcessGroup | None) -> None:

@@ -1,6 +1,7 @@
 """Saves in the background, in one process: the copies, the order, the errors."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,14 @@ def test_what_was_copied_is_forgotten_once_the_save_ended(root: str) -> None:
     assert saver.result().name == "rl-1"
 
 
-def test_a_model_that_is_no_longer_committed_is_left_out(root: str) -> None:
+def test_a_model_that_is_no_longer_committed_is_left_out_and_its_copies_are_given_back(root: str) -> None:
     saver = Saver()
     save(saver, root, 1, policy=model(1.0), critic=model(2.0))
     await_idle(saver)
+    copied = weakref.ref(saver._staged["critic"]["w"])
     save(saver, root, 2, policy=model(1.0))
     await_idle(saver)
+    assert copied() is None
     with pytest.raises(CheckpointError, match=r"critic\.w is not in it"):
         loaded(root, critic=model(0.0))
 

@@ -7,7 +7,8 @@ after its last step, and its requests since are asked for again; and that at mos
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,13 +21,17 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.dispatch.saving import await_save, forget_models, start_save
 from pipeline.training.service.models import ServedModels
+from pipeline.training.workers import guests
 
 log = logging.getLogger(__name__)
 
 
 class _Model(msgspec.Struct, frozen=True):
+    """`ranks`: how many had a part of it, each one of its own if it is an adapter."""
+
     adapter: Adapter
     cursor: int
+    ranks: int
 
 
 class ServiceCommits:
@@ -62,7 +67,8 @@ class ServiceCommits:
         known = msgspec.msgpack.decode(state.served, type=dict[str, _Model])
         for id, model in known.items():
             models.create(id, model.adapter)
-            damage = models.on_model(id, _load_model, checkpoint, _part(id), needs="load_checkpoint")[0]
+            load, more = (_load_adapter, (model.ranks,)) if model.adapter.rank else (_load_model, ())
+            damage = models.on_model(id, load, checkpoint, _part(id), *more, needs="load_checkpoint")[0]
             if damage is not None:
                 raise damage
         self._number = state.step
@@ -89,9 +95,15 @@ class ServiceCommits:
         self.fence.check()
         self._began = time.monotonic()
         parts: list[str] = []
+        adapters = models.adapters
         for id in cursors:
-            parts += models.on_model(id, _stage_model, _part(id), needs="save_checkpoint")[0]
-        known = {id: _Model(models.adapters[id], cursor) for id, cursor in cursors.items()}
+            if not adapters[id].rank:
+                parts += models.on_model(id, _stage_model, _part(id), needs="save_checkpoint")[0]
+        packing = [(*models.place(id), _part(id)) for id in cursors if adapters[id].rank]
+        needs: Any = {name: "save_checkpoint" for name, _, _ in packing}
+        staged = self._dispatch.on_sites(_stage_adapters, packing, needs=needs)
+        parts += staged[0]
+        known = {id: _Model(adapters[id], cursor, len(staged)) for id, cursor in cursors.items()}
         state = TrainerState(
             job="serve", step=self._number + 1, models=tuple(known), served=msgspec.msgpack.encode(known)
         )
@@ -127,6 +139,13 @@ def _stage_model(site: Site, name: str, prefix: str) -> list[str]:
     return list(parts)
 
 
+def _stage_adapters(site: Site, packing: Sequence[tuple[str, str | None, str]]) -> list[str]:
+    """On every rank: adapters by model, key and part; the names of the parts."""
+    for name, key, part in packing:
+        site.saver.stage(part, {f"rank-{site.rank}": guests.packed(site.worker(name), key)})
+    return [part for _, _, part in packing]
+
+
 def _load_model(site: Site, name: str, checkpoint: Checkpoint, prefix: str) -> CheckpointError | None:
     """On every rank, which all find the same."""
     worker = site.worker(name)
@@ -138,4 +157,17 @@ def _load_model(site: Site, name: str, checkpoint: Checkpoint, prefix: str) -> C
         except DamagedError as damage:
             return damage
         worker.load_state(state)
+    return None
+
+
+def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, part: str, ranks: int) -> CheckpointError | None:
+    """On every rank, which all find the same: what each of `ranks` staged of an adapter."""
+    worker = site.worker(name)
+    packs = guests.pack_like(worker, ranks)
+    with heartbeat.during(f"loading {name}", site.patience.commit):
+        try:
+            load_shards(checkpoint, {part: {f"rank-{i}": each for i, each in enumerate(packs)}}, group=site.background)
+        except DamagedError as damage:
+            return damage
+        guests.unpack(worker, packs)
     return None

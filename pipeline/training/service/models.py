@@ -188,6 +188,12 @@ class ServedModels:
         slot = self._bring_known(id)
         return self._dispatch.on_sites(function, slot.name, *args, needs={slot.name: needs})
 
+    def place(self, id: str) -> tuple[str, str | None]:
+        """The model of the dispatch that an adapter belongs to, and the key under which it is parked there; None: it is
+        the one that is on the model."""
+        slot = self._find(id).slot
+        return slot.name, None if slot.current == id else id
+
     def _find(self, id: str) -> _Client:
         if id not in self._clients:
             raise RefusedRequest(f"there is no model {id}: making it failed, or it was unloaded")

@@ -9,8 +9,16 @@ same; nothing here is collective. Must not know who owns an adapter, nor when th
     …passes, steps…
     park(worker, "a")
     recall(worker, "b")
+
+For a commit, the hundreds of small tensors of an adapter are a few large ones (`packed`), which a commit takes as they
+are wherever the adapter is; `unpack` puts them on the model again, on any number of ranks:
+
+    packed(worker, "a")              # parked; None: the one that is on the model
+    unpack(worker, [of each rank that packed it])
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,13 +29,15 @@ from torch import Tensor
 from pipeline.errors import TrainingError
 from pipeline.training.workers import lora
 from pipeline.training.workers.offload import local
-from pipeline.training.workers.shards import fill_shard
+from pipeline.training.workers.shards import fill_shard, rows_of
 from pipeline.training.workers.worker import ModelWorker
+
+MOMENTS, PROGRESS = ("exp_avg", "exp_avg_sq"), ("taken", "skipped")
 
 
 @dataclass
 class Guest:
-    """What an adapter is while another one is on the model, by the names of the parameters."""
+    """What an adapter is, by the names of its parameters: this rank's shards, and what AdamW has of them."""
 
     parameters: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -41,15 +51,11 @@ _parked: "WeakKeyDictionary[ModelWorker, dict[str, Guest]]" = WeakKeyDictionary(
 @torch.no_grad()
 def park(worker: ModelWorker, key: str) -> None:
     """Keep the adapter that is on the model under this key; another may take its place now."""
-    optimizer = _optimizer(worker)
-    named = _trained(worker)
-    guest = Guest(
-        {name: local(parameter.detach()).clone() for name, parameter in named.items()},
-        {name: parameter.grad for name, parameter in named.items()},
-        {name: dict(optimizer.adamw.state[parameter]) for name, parameter in named.items()},
-        optimizer.progress(),
-    )
-    for parameter in named.values():
+    guest = _present(worker)
+    copies = [torch.empty_like(shard) for shard in guest.parameters.values()]
+    torch._foreach_copy_(copies, list(guest.parameters.values()))
+    guest.parameters = dict(zip(guest.parameters, copies, strict=True))
+    for parameter in _trained(worker).values():
         parameter.grad = None
     _guests(worker)[key] = guest
 
@@ -61,8 +67,10 @@ def recall(worker: ModelWorker, key: str) -> None:
     if guest is None:
         raise TrainingError(f"no adapter {key!r} waits here")
     optimizer = _optimizer(worker)
-    for name, parameter in _trained(worker).items():
-        local(parameter.detach()).copy_(guest.parameters[name])
+    named = _trained(worker)
+    shards = [local(parameter.detach()) for parameter in named.values()]
+    torch._foreach_copy_(shards, [guest.parameters[name] for name in named])
+    for name, parameter in named.items():
         parameter.grad = guest.gradients[name]
         optimizer.adamw.state[parameter] = guest.moments[name]
     optimizer.load_progress(guest.progress)
@@ -80,6 +88,73 @@ def admit(worker: ModelWorker, seed: int) -> None:
 def dismiss(worker: ModelWorker, key: str) -> None:
     """Forget the adapter of this key."""
     _guests(worker).pop(key, None)
+
+
+@torch.no_grad()
+def packed(worker: ModelWorker, key: str | None) -> dict[str, Tensor]:
+    """This rank's shards of the adapter that is parked under this key, or that is on the model (None), and its moments
+    and progress, each as one vector; gradients are not among them.
+
+    `parameters` and AdamW's `exp_avg` and `exp_avg_sq`: on the device, in the order of the model, float32.
+    `step`: AdamW's, of each parameter, float32; `progress`: int64[2].
+    """
+    guest = _present(worker) if key is None else _guests(worker)[key]
+
+    def moment(part: str) -> Tensor:
+        return torch.cat([local(moments[part]).reshape(-1) for moments in guest.moments.values()])
+
+    flat = torch.cat([shard.reshape(-1) for shard in guest.parameters.values()])
+    progress = torch.tensor([guest.progress[name] for name in PROGRESS])
+    return {"parameters": flat, **{part: moment(part) for part in (*MOMENTS, "step")}, "progress": progress}
+
+
+def pack_like(worker: ModelWorker, ranks: int) -> list[dict[str, Tensor]]:
+    """Vectors on the CPU, one set for each of `ranks`, that hold what `packed` gives there of any of its adapters."""
+    shapes = [parameter.shape for parameter in _trained(worker).values()]
+
+    def of_rank(rank: int) -> dict[str, Tensor]:
+        size = sum(shape[1:].numel() * rows_of(shape[0], ranks, rank) for shape in shapes)
+        long = {part: torch.empty(size) for part in ("parameters", *MOMENTS)}
+        return {**long, "step": torch.empty(len(shapes)), "progress": torch.empty(len(PROGRESS), dtype=torch.int64)}
+
+    return [of_rank(rank) for rank in range(ranks)]
+
+
+@torch.no_grad()
+def unpack(worker: ModelWorker, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    """Put the adapter on the model that so many ranks packed, in their order, with moments and progress."""
+    optimizer, named = _optimizer(worker), _trained(worker)
+    moments = [optimizer.adamw.state[parameter] for parameter in named.values()]
+    targets = {part: [state[part] for state in moments] for part in MOMENTS} | {"parameters": list(named.values())}
+    for part, tensors in targets.items():
+        places = [0] * len(parts)
+        for tensor in tensors:
+            fill_shard(tensor, _whole(tensor, [each[part] for each in parts], places))
+    for state, step in zip(moments, parts[0]["step"], strict=True):
+        state["step"].copy_(step)
+    optimizer.load_progress(dict(zip(PROGRESS, parts[0]["progress"].tolist(), strict=True)))
+
+
+def _whole(like: Tensor, flats: Sequence[Tensor], places: list[int]) -> Tensor:
+    """The tensor whose rows lie next in each of the vectors; `places` says where, and moves on."""
+    rows = []
+    for rank, flat in enumerate(flats):
+        shape = (rows_of(like.shape[0], len(flats), rank), *like.shape[1:])
+        size = math.prod(shape)
+        rows.append(flat[places[rank] : places[rank] + size].view(shape))
+        places[rank] += size
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _present(worker: ModelWorker) -> Guest:
+    """The adapter that is on the model; the tensors are the live ones."""
+    optimizer, named = _optimizer(worker), _trained(worker)
+    return Guest(
+        {name: local(parameter.detach()) for name, parameter in named.items()},
+        {name: parameter.grad for name, parameter in named.items()},
+        {name: dict(optimizer.adamw.state[parameter]) for name, parameter in named.items()},
+        optimizer.progress(),
+    )
 
 
 def _guests(worker: ModelWorker) -> dict[str, Guest]:

@@ -133,7 +133,7 @@ class Optimizer:
             }
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
-        squares = [gradient.double().square().sum() for gradient in gradients]
-        whole = torch.stack(squares).sum()
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)  # one launch for all of them
+        whole = torch.stack(norms).square().sum()
         dist.all_reduce(whole, group=self._group)
         return math.sqrt(whole.item())

@@ -63,6 +63,12 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole
 
 
+def rows_of(rows: int, ranks: int, rank: int) -> int:
+    """How many rows of a tensor of `rows` a rank has."""
+    share = _shares(rows, ranks)[rank]
+    return int(share.stop - share.start)
+
+
 def _shares(rows: int, ranks: int) -> list[slice]:
     """The rows of each rank, as FSDP deals them out: equal shares, of which the last may be smaller or empty."""
     share = -(-rows // ranks)

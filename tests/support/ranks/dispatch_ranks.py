@@ -35,6 +35,7 @@ from tests.support.oracle.cases import VOCABULARY, make_batch, make_rows, model_
 from tests.support.ranks.dispatch_cases import BUDGET, GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.support.ranks.dispatch_residency import RESIDENCY
 from tests.support.ranks.dispatch_staging import STAGING
+from tests.support.ranks.served_commits import SERVED
 from tests.support.ranks.training_ranks import gradients
 
 _saved: dict[str, Any] = {}
@@ -239,6 +240,7 @@ SCENARIOS: dict[str, Scenario] = {
         a_batch_smaller_than_the_world_trains,
         *STAGING,
         *RESIDENCY,
+        *SERVED,
     )
 }
 
