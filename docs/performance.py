@@ -1,6 +1,6 @@
 """The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
 
-Owns how the results of `tests.gpu.loop`, `tests.gpu.weights` and `tests.gpu.generation` in docs/performance/ are shown.
+Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation` and `tinker` are shown.
 It measures nothing. With `--check` it fails if the page has other tables than it would write; pictures are not
 compared, since every release of matplotlib draws a little differently.
 """
@@ -182,6 +182,27 @@ def _rate(result: Result, row: Result) -> Row:
     }
 
 
+def api() -> list[Row]:
+    """What clients of the Tinker API get of what trainer and server give without it."""
+    return [
+        _served(name, what, clients, rates, base)
+        for name, result in _results("tinker").items()
+        for what, base in (("training", "alone"), ("sampling", "raw"))
+        for clients, rates in result.get(what, {}).items()
+    ]
+
+
+def _served(name: str, what: str, clients: str, rates: dict[str, float], base: str) -> Row:
+    return {
+        "raw file": name,
+        "of": what,
+        "clients": clients,
+        "tokens/s alone": f"{rates[base] / 1e3:.1f}k",
+        "through the API": f"{rates['served'] / 1e3:.1f}k",
+        "ratio": f"{rates['served'] / rates[base]:.2f}",
+    }
+
+
 TABLES = {
     "loops": loops,
     "staleness": staleness,
@@ -189,6 +210,7 @@ TABLES = {
     "faults": faults,
     "weights": weights,
     "generation": generation,
+    "api": api,
 }
 
 
