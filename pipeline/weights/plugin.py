@@ -21,6 +21,8 @@ _PLACES = {
     "rollcall_nccl": ("pipeline.weights.nccl_engine", "NcclEngine"),
 }
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_of_server: list[object] = []
+"""What a forked process holds of its server's, and leaves alone."""
 MODEL = "policy"
 """What every request asks a server for: the model that it serves, or the adapter on it."""
 
@@ -77,6 +79,10 @@ def _leave_parent(_: object) -> None:
     die_with_parent()
     signal.set_wakeup_fd(-1)
     from prometheus_client import values
+    from vllm.v1.metrics import prometheus
 
+    # The server's to remove; kept, since it goes with its last reference.
+    _of_server.append(prometheus._prometheus_multiproc_dir)
+    prometheus._prometheus_multiproc_dir = None
     # Chosen at its import, when vLLM had not said yet that there are several processes.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]

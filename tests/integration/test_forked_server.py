@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,25 +23,38 @@ PR_GET_PDEATHSIG = 2
 
 
 def tell(to: Connection) -> None:
-    """What kills the process when its server ends, where it would tell signals, and whether its metrics are shared."""
+    """What kills the process when its server ends, where it would tell signals, whether its metrics are shared, and the
+    folder of metrics that it would clear."""
     from prometheus_client import values
+    from vllm.v1.metrics import prometheus
 
     at_death = ctypes.c_int()
     ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(at_death), 0, 0, 0)
-    to.send((at_death.value, signal.set_wakeup_fd(-1), values.ValueClass is not values.MutexValue))
+    to.send(
+        (
+            at_death.value,
+            signal.set_wakeup_fd(-1),
+            values.ValueClass is not values.MutexValue,
+            prometheus._prometheus_multiproc_dir,
+        )
+    )
 
 
 @pytest.fixture
-def utils(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, Any]:
+def utils(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """Where vLLM takes the ways to start its engine and its API processes from; put back afterwards."""
     from vllm.v1 import utils as apis
     from vllm.v1.engine import utils as engines
+    from vllm.v1.metrics import prometheus
 
+    shared = tempfile.TemporaryDirectory(dir=tmp_path)
+    monkeypatch.setattr(prometheus, "_prometheus_multiproc_dir", shared)
     monkeypatch.setattr(engines, "get_mp_context", engines.get_mp_context)
     monkeypatch.setattr(apis, "multiprocessing", apis.multiprocessing)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    return engines, apis
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", shared.name)
+    yield engines, apis
+    shared.cleanup()
 
 
 @pytest.mark.parametrize("kind", ["engine", "api"])
@@ -60,9 +75,10 @@ def test_a_forked_process_ends_with_its_server_tells_it_no_signal_and_counts_for
         finally:
             signal.set_wakeup_fd(before)
         assert ours.poll(WAIT_SECONDS)
-        assert ours.recv() == (signal.SIGKILL, -1, True)
+        assert ours.recv() == (signal.SIGKILL, -1, True, None)
         process.join(WAIT_SECONDS)
         assert process.exitcode == 0
+        assert Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).is_dir()
 
 
 def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(
