@@ -156,7 +156,6 @@ def test_every_way_of_a_measure_can_fail(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.padded < TOLERANCE / 100
 
 
-@pytest.mark.trial
 @pytest.mark.trial  # all architectures of transformers: two minutes, and they change with its release alone
 def test_the_page_of_families_says_what_is_seen() -> None:
     torch.manual_seed(0)
