@@ -163,7 +163,7 @@ def _load_model(site: Site, name: str, checkpoint: Checkpoint, prefix: str) -> C
 def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, part: str, ranks: int) -> CheckpointError | None:
     """On every rank, which all find the same: what each of `ranks` staged of an adapter."""
     worker = site.worker(name)
-    packs = guests.pack_like(worker, ranks)
+    packs = guests.empty_packs(worker, ranks)
     with heartbeat.during(f"loading {name}", site.patience.commit):
         try:
             load_shards(checkpoint, {part: {f"rank-{i}": each for i, each in enumerate(packs)}}, group=site.background)

@@ -95,7 +95,7 @@ def packed(worker: ModelWorker, key: str | None) -> dict[str, Tensor]:
     """This rank's shards of the adapter that is parked under this key, or that is on the model (None), and its moments
     and progress, each as one vector; gradients are not among them.
 
-    `parameters` and AdamW's `exp_avg` and `exp_avg_sq`: on the device, in the order of the model, float32.
+    `parameters` and AdamW's `exp_avg` and `exp_avg_sq`: on the device, in the order and type of the parameters.
     `step`: AdamW's, of each parameter, float32; `progress`: int64[2].
     """
     guest = _present(worker) if key is None else _guests(worker)[key]
@@ -108,13 +108,14 @@ def packed(worker: ModelWorker, key: str | None) -> dict[str, Tensor]:
     return {"parameters": flat, **{part: moment(part) for part in (*MOMENTS, "step")}, "progress": progress}
 
 
-def pack_like(worker: ModelWorker, ranks: int) -> list[dict[str, Tensor]]:
-    """Vectors on the CPU, one set for each of `ranks`, that hold what `packed` gives there of any of its adapters."""
-    shapes = [parameter.shape for parameter in _trained(worker).values()]
+def empty_packs(worker: ModelWorker, ranks: int) -> list[dict[str, Tensor]]:
+    """Vectors on the CPU, one set for each of `ranks`, of the form of what `packed` gives there of any adapter."""
+    named = _trained(worker)
+    shapes, (dtype,) = [each.shape for each in named.values()], {each.dtype for each in named.values()}
 
     def of_rank(rank: int) -> dict[str, Tensor]:
         size = sum(shape[1:].numel() * rows_of(shape[0], ranks, rank) for shape in shapes)
-        long = {part: torch.empty(size) for part in ("parameters", *MOMENTS)}
+        long = {part: torch.empty(size, dtype=dtype) for part in ("parameters", *MOMENTS)}
         return {**long, "step": torch.empty(len(shapes)), "progress": torch.empty(len(PROGRESS), dtype=torch.int64)}
 
     return [of_rank(rank) for rank in range(ranks)]
@@ -122,7 +123,8 @@ def pack_like(worker: ModelWorker, ranks: int) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def unpack(worker: ModelWorker, parts: Sequence[Mapping[str, Tensor]]) -> None:
-    """Put the adapter on the model that so many ranks packed, in their order, with moments and progress."""
+    """Put an adapter on the model, with moments and progress, that other ranks than these may have packed: `parts` has
+    what each of them did, in their order, and each rank here takes its own rows of it."""
     optimizer, named = _optimizer(worker), _trained(worker)
     moments = [optimizer.adamw.state[parameter] for parameter in named.values()]
     targets = {part: [state[part] for state in moments] for part in MOMENTS} | {"parameters": list(named.values())}

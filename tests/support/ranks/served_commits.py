@@ -68,7 +68,7 @@ def comes_back(worker: ModelWorker, ranks: int) -> bool:
         dealt = [deal(gathered(tensor, torch.float32), ranks) for tensor in each]
         for rank, pack in enumerate(packs):
             pack[part] = torch.cat([blocks[rank].reshape(-1) for blocks in dealt])
-    alike = guests.pack_like(worker, ranks)
+    alike = guests.empty_packs(worker, ranks)
     assert [{part: each.shape for part, each in pack.items()} for pack in packs] == [
         {part: pack[part].shape for part in packs[0]} for pack in alike
     ]
