@@ -15,6 +15,7 @@ On every rank, in the same order, with the one `Saver` of its `Site`:
 import copy
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, cast
@@ -35,13 +36,18 @@ SETTLE_SECONDS = 60.0
 
 
 class Saver:
-    """One rank's part of the saves of a trainer, one at a time."""
+    """One rank's part of the saves of a trainer, one at a time.
+
+    Attributes:
+        ended: when the last save did, by `time.monotonic`.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, dict[str, Tensor]] = {}
         """Of each model that was in the newest save, or is staged for the next, by the place in its tree."""
         self._staged: dict[str, Tensors] = {}
         self._save: Future[Checkpoint] | None = None
+        self.ended = 0.0
 
     @property
     def idle(self) -> bool:
@@ -81,6 +87,7 @@ class Saver:
             try:
                 checkpoint = save(root, attempt, state, dict(self._staged), group=group)
                 _prune(checkpoint, keep, group)
+                self.ended = time.monotonic()
                 outcome.set_result(checkpoint)
             except CheckpointError as error:
                 fail(error)
@@ -91,6 +98,7 @@ class Saver:
         def fail(error: CheckpointError) -> None:
             if leads:  # at once: whoever asks for the result may be held up, and be ended before
                 log.warning("%s-%d is not committed: %s", state.job, state.step, error)
+            self.ended = time.monotonic()
             outcome.set_exception(error)
 
         self._save = outcome

@@ -115,7 +115,7 @@ class ServiceCommits:
         if self._flight is None or not self._dispatch.saver.idle:
             return None
         flight, self._flight = self._flight, None
-        self._took = time.monotonic() - self._began
+        self._took = self._dispatch.saver.ended - self._began
         checkpoint = self._dispatch.saver.result()
         log.info("committed %s", checkpoint.name)
         return flight

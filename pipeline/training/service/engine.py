@@ -29,7 +29,7 @@ from pipeline.training.warm_up import Phase, WarmUp
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
 """How long one turn waits for work; between two the controller shows that it lives."""
-MOST_COMMITTING = 0.05
+MOST_COMMITTING = 0.02
 """The share of the time in which commits are under way, unless `serve.commit_seconds` wants more. A commit holds all
 models, so it costs the more the more there are, and their steps together come no faster than those of one."""
 
