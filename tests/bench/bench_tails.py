@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -175,23 +176,28 @@ def made(served: Served) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
+def found_of_all(folder: Path, steps: int, rounds: int) -> dict[tuple[int, str, int], list[Found]]:
+    """What the runs of each way gave, in turns, with one server for all."""
+    found: dict[tuple[int, str, int], list[Found]] = {way: [] for way in WAYS}
+    directory = model_directory(folder / "model", tied=False)
+    model = a_model(directory, seed=0)
+    with starting_of(config_of(directory, WAYS[0], steps), "127.0.0.3") as ready:
+        served = ready()
+        for number, way in product(range(rounds), WAYS):
+            with ExitStack() as stack:
+                loop = Loop(config_of(directory, way, steps), served, model, folder / f"{number}-{way}", stack)
+                found[way].append(asyncio.run(loop.run()))
+            print(way, found[way][-1], file=sys.stderr)
+    return found
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args(arguments)
-    found: dict[tuple[int, str, int], list[Found]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
-        directory = model_directory(Path(folder) / "model", tied=False)
-        model = a_model(directory, seed=0)
-        with starting_of(config_of(directory, WAYS[0], WARM + given.steps), "127.0.0.3") as ready:
-            served = ready()
-            for number in range(given.rounds):
-                for way in WAYS:
-                    place, config = Path(folder) / f"{number}-{way}", config_of(directory, way, WARM + given.steps)
-                    with ExitStack() as stack:
-                        found[way].append(asyncio.run(Loop(config, served, model, place, stack).run()))
-                    print(way, found[way][-1], file=sys.stderr)
+        found = found_of_all(Path(folder), WARM + given.steps, given.rounds)
     rows = []
     for way, runs in found.items():
         firsts = found[way[0], "refuse", 0]

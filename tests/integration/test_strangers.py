@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.errors import ForgedError
-from pipeline.training.dispatch.dispatch import lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines
+from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.ranks import Deadlines, Site
 from pipeline.training.packing import Budget
 from tests.support.ranks.forked_ranks import run_ranks
 
@@ -26,4 +26,14 @@ def test_ranks_of_one_secret_run_what_the_controller_orders() -> None:
 
 
 def a_rank_that_serves(rank: int) -> None:
-    lead_or_serve(lambda dispatch: dispatch.idle(), Budget(64), patience=PATIENCE, secret="of all")
+    answers: list[list[int]] = []
+
+    def lead(dispatch: Dispatch) -> None:
+        answers.append(dispatch.on_sites(number_of))
+
+    lead_or_serve(lead, Budget(64), patience=PATIENCE, secret="of all")
+    assert answers == ([] if rank else [[0, 1]])
+
+
+def number_of(site: Site) -> int:
+    return site.rank
