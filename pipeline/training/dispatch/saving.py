@@ -17,7 +17,7 @@ to save.
 from collections.abc import Iterable, Sequence
 
 from pipeline.checkpoints import Checkpoint, TrainerState
-from pipeline.checkpoints.sharded import load_shards
+from pipeline.checkpoints.sharded import Tensors, load_shards
 from pipeline.errors import DamagedError
 from pipeline.system import heartbeat
 from pipeline.system.waiting import wait_for
@@ -29,7 +29,7 @@ def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:
     """Copy models with their optimizers for the save that follows; the names of their parts."""
     parts: list[str] = []
     for name in names:
-        parts += dispatch.on_sites(_stage, name, needs={name: "save_checkpoint"})[0]
+        parts += dispatch.on_sites(stage_model, name, name, needs={name: "save_checkpoint"})[0]
     return parts
 
 
@@ -57,7 +57,7 @@ def load_models(dispatch: Dispatch, checkpoint: Checkpoint, names: Iterable[str]
     was committed: then the models are worth nothing, and all ranks are ready to load another checkpoint.
     """
     for name in names:
-        damage = dispatch.on_sites(_load, checkpoint, name, without, needs={name: "load_checkpoint"})[0]
+        damage = dispatch.on_sites(load_model, name, checkpoint, name, without, needs={name: "load_checkpoint"})[0]
         if damage is not None:
             raise damage
 
@@ -69,9 +69,9 @@ def forget_models(dispatch: Dispatch) -> None:
             dispatch.remove_model(name)
 
 
-def _stage(site: Site, name: str) -> list[str]:
-    """On every rank."""
-    parts = {f"{name}/{part}": tensors for part, tensors in site.worker(name).state().items()}
+def stage_model(site: Site, name: str, place: str) -> list[str]:
+    """On every rank: copy a model for the next save, below `place`; the names of its parts."""
+    parts = {f"{place}/{part}": tensors for part, tensors in site.worker(name).state().items()}
     for part, tensors in parts.items():
         site.saver.stage(part, tensors)
     return list(parts)
@@ -82,15 +82,24 @@ def _start(site: Site, root: str, attempt: str, state: TrainerState, parts: Sequ
     site.saver.start(root, attempt, state, parts, keep, site.background)
 
 
-def _load(site: Site, checkpoint: Checkpoint, name: str, without: Sequence[str]) -> DamagedError | None:
-    """On every rank, which all find the same."""
+def load_model(
+    site: Site, name: str, checkpoint: Checkpoint, place: str, without: Sequence[str] = ()
+) -> DamagedError | None:
+    """On every rank, which all find the same: fill a model from below `place` of a checkpoint, but for some parts."""
     worker = site.worker(name)
     state = worker.state()
-    wanted = {f"{name}/{part}": tensors for part, tensors in state.items() if f"{name}/{part}" not in without}
+    wanted = {f"{place}/{part}": tensors for part, tensors in state.items() if f"{place}/{part}" not in without}
+    damage = fill(site, name, checkpoint, wanted)
+    if damage is None:
+        worker.load_state(state)
+    return damage
+
+
+def fill(site: Site, name: str, checkpoint: Checkpoint, wanted: Tensors) -> DamagedError | None:
+    """On every rank, which all find the same: read tensors of a model from a checkpoint, while heartbeats tell so."""
     with heartbeat.during(f"loading {name}", site.patience.commit):
         try:
             load_shards(checkpoint, wanted, group=site.background)
         except DamagedError as damage:
             return damage
-        worker.load_state(state)
     return None

@@ -14,12 +14,10 @@ import msgspec
 
 from pipeline.api.records import Adapter
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed
-from pipeline.checkpoints.sharded import load_shards
-from pipeline.errors import CheckpointError, DamagedError
-from pipeline.system import heartbeat
+from pipeline.errors import DamagedError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
-from pipeline.training.dispatch.saving import await_save, forget_models, start_save
+from pipeline.training.dispatch.saving import await_save, fill, forget_models, load_model, stage_model, start_save
 from pipeline.training.service.models import ServedModels
 from pipeline.training.workers import guests
 
@@ -67,7 +65,7 @@ class ServiceCommits:
         known = msgspec.msgpack.decode(state.served, type=dict[str, _Model])
         for id, model in known.items():
             models.create(id, model.adapter)
-            load, more = (_load_adapter, (model.ranks,)) if model.adapter.rank else (_load_model, ())
+            load, more = (_load_adapter, (model.ranks,)) if model.adapter.rank else (load_model, ())
             damage = models.on_model(id, load, checkpoint, _part(id), *more, needs="load_checkpoint")[0]
             if damage is not None:
                 raise damage
@@ -98,7 +96,7 @@ class ServiceCommits:
         adapters = models.adapters
         for id in cursors:
             if not adapters[id].rank:
-                parts += models.on_model(id, _stage_model, _part(id), needs="save_checkpoint")[0]
+                parts += models.on_model(id, stage_model, _part(id), needs="save_checkpoint")[0]
         packing = [(*models.place(id), _part(id)) for id in cursors if adapters[id].rank]
         needs: Any = {name: "save_checkpoint" for name, _, _ in packing}
         staged = self._dispatch.on_sites(_stage_adapters, packing, needs=needs)
@@ -131,14 +129,6 @@ def _part(id: str) -> str:
     return id.replace(":", "-")
 
 
-def _stage_model(site: Site, name: str, prefix: str) -> list[str]:
-    """On every rank; the names of the parts."""
-    parts = {f"{prefix}/{part}": tensors for part, tensors in site.worker(name).state().items()}
-    for part, tensors in parts.items():
-        site.saver.stage(part, tensors)
-    return list(parts)
-
-
 def _stage_adapters(site: Site, packing: Sequence[tuple[str, str | None, str]]) -> list[str]:
     """On every rank: adapters by model, key and part; the names of the parts."""
     for name, key, part in packing:
@@ -146,28 +136,11 @@ def _stage_adapters(site: Site, packing: Sequence[tuple[str, str | None, str]]) 
     return [part for _, _, part in packing]
 
 
-def _load_model(site: Site, name: str, checkpoint: Checkpoint, prefix: str) -> CheckpointError | None:
-    """On every rank, which all find the same."""
-    worker = site.worker(name)
-    state = worker.state()
-    wanted = {f"{prefix}/{part}": tensors for part, tensors in state.items()}
-    with heartbeat.during(f"loading {name}", site.patience.commit):
-        try:
-            load_shards(checkpoint, wanted, group=site.background)
-        except DamagedError as damage:
-            return damage
-        worker.load_state(state)
-    return None
-
-
-def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, part: str, ranks: int) -> CheckpointError | None:
+def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, part: str, ranks: int) -> DamagedError | None:
     """On every rank, which all find the same: what each of `ranks` staged of an adapter."""
     worker = site.worker(name)
     packs = guests.empty_packs(worker, ranks)
-    with heartbeat.during(f"loading {name}", site.patience.commit):
-        try:
-            load_shards(checkpoint, {part: {f"rank-{i}": each for i, each in enumerate(packs)}}, group=site.background)
-        except DamagedError as damage:
-            return damage
+    damage = fill(site, name, checkpoint, {part: {f"rank-{rank}": pack for rank, pack in enumerate(packs)}})
+    if damage is None:
         guests.unpack(worker, packs)
-    return None
+    return damage
