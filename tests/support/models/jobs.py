@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pipeline.config import RunConfig
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -34,6 +35,7 @@ def world_of_one(tokens: int = 64, device: Device = "cpu") -> Iterator[Dispatch]
         torch.set_num_threads(1)
         with joined_world(device, Deadlines(operation=60, control=60, grace=1)) as site:
             yield Dispatch(site, Budget(tokens))
+        _clear_sharding_prop_cache()  # DTensor would lay tensors of the next world out on meshes of this one
         torch.set_num_threads(threads)
 
 
