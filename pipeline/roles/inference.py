@@ -21,6 +21,7 @@ from pipeline.roles.context import RoleContext
 from pipeline.system.network import bound_to
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import ENGINES, MODEL
+from pipeline.weights.shared_gpu import SHARED
 from pipeline.world.plan import Placement
 
 _PROBE_SECONDS = 5.0
@@ -85,7 +86,8 @@ def server_environment(config: RunConfig, place: Placement, password: str) -> di
     if place.gpus:
         common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
     if config.resources.device == "cuda":
-        return common
+        shared = config.resources.share_gpus or config.resources.inference.per_gpu > 1
+        return common | {SHARED: str(int(shared))}
     return common | {
         # Compiling a few lines of the sampler would cost the first request seconds.
         "TORCH_COMPILE_DISABLE": "1",

@@ -40,9 +40,8 @@ class WarmUp:
 
     @property
     def due(self) -> bool:
-        """Whether layers are compiled. On GPUs that servers share it is not: a server that starts there measures what
-        is free, and fails if that changes."""
-        return self._config.training.compile and not self._config.resources.share_gpus
+        """Whether layers are compiled."""
+        return self._config.training.compile
 
     def run(self, trained: Mapping[str, Objective], asked: Sequence[str] = ()) -> None:
         """Train models, by name, on these losses, and ask models; all have no gradients, before and afterwards.

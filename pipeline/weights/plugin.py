@@ -13,6 +13,7 @@ from multiprocessing.context import BaseContext
 from types import SimpleNamespace
 
 from pipeline.system.process import die_with_parent, start_resource_tracker
+from pipeline.system.waiting import Deadline
 
 ENGINES = {"gloo": "rollcall_gloo", "nccl": "rollcall_nccl"}
 """What vLLM calls our weight-transfer engines; it has an `nccl` of its own, which needs a pause."""
@@ -23,6 +24,8 @@ _PLACES = {
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _of_server: list[object] = []
 """What a forked process holds of its server's, and leaves alone."""
+CHILD_SECONDS = 4.0
+"""As long as vLLM itself waits for its workers."""
 MODEL = "policy"
 """What every request asks a server for: the model that it serves, or the adapter on it."""
 
@@ -33,6 +36,7 @@ def register() -> None:
 
     from pipeline.weights.fast_logprobs import add_fast_logprobs
     from pipeline.weights.releases import add_float32_head
+    from pipeline.weights.shared_gpu import keep_to_the_share
 
     if multiprocessing.parent_process() is not None:
         die_with_parent()
@@ -42,6 +46,8 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
     add_fast_logprobs()
+    keep_to_the_share()
+    end_children_in_time()
     fork_processes()
 
 
@@ -74,8 +80,29 @@ def fork_processes() -> None:
     apis.multiprocessing = SimpleNamespace(**vars(multiprocessing) | forking)
 
 
+def end_children_in_time() -> None:
+    """Have this process, when it ends, kill what it started and asked to end, and did not within `CHILD_SECONDS`.
+
+    By itself Python waits for them without an end: an engine that failed to start, as for want of memory, waited for
+    workers on GPUs that never ended, and its server for the engine.
+    """
+    util.Finalize(None, _end_children, exitpriority=0)
+
+
+def _end_children() -> None:
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    late = Deadline("children of a vLLM process", CHILD_SECONDS)
+    for child in children:
+        child.join(late.left)
+        if child.is_alive():
+            child.kill()
+
+
 def _leave_parent(_: object) -> None:
     """In a forked process: end with the server, tell no signal to its event loop, and count for oneself."""
+    end_children_in_time()  # what the server had registered was its own
     die_with_parent()
     signal.set_wakeup_fd(-1)
     from prometheus_client import values

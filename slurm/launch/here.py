@@ -20,6 +20,7 @@ from pipeline.world.plan import Plan
 from slurm.batch.executors import VirtualNodes
 from slurm.node.agent import Agent
 from slurm.node.claims import missing_gpus
+from slurm.node.preflight import MIB, find_gpus
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.environment import gpus_of_user
@@ -37,6 +38,16 @@ def refuse_lacking_gpus(plan: Plan) -> None:
     """Raise `PlanError` if it has too few: before the run is claimed."""
     if lacking := lacking_gpus(plan):
         raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
+
+
+def with_gpu_memory(config: RunConfig) -> RunConfig:
+    """A config whose `resources.gpu_memory` is that of this machine's smallest GPU, where servers share the trainer's
+    and nobody said it: two that do not fit find out only after minutes, one of them in the midst of an allocation."""
+    if not config.resources.share_gpus or config.resources.gpu_memory:
+        return config
+    known = [gpu.total for gpu in find_gpus(gpus_of_user()) if gpu.total]
+    memory = f"{min(known) // MIB}M" if known else ""
+    return config.model_copy(update={"resources": config.resources.model_copy(update={"gpu_memory": memory})})
 
 
 class JobHere:

@@ -24,7 +24,7 @@ import psutil
 
 from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.pulse import pulse, servers_below
-from tests.gpu.words import write_model
+from tests.gpu.words import write_model, write_weights
 from tests.gpu.workload import WORKLOADS
 
 SAMPLES, PROMPTS = 8, 16
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
+    parser.add_argument("--adapter", type=int, default=0, help="train adapters of this rank on a frozen base")
     parser.add_argument("--share", action="store_true", help="servers on the trainer's GPUs")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lag", type=int, default=4)
@@ -53,15 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
-    parser.add_argument("--fault", choices=[*FAULTS], help="what happens to the first server")
-    parser.add_argument("--fault-at", type=int, default=12, help="after this step")
+    parser.add_argument("--fault", choices=[*FAULTS], nargs="+", default=[], help="what happens to each server in turn")
+    parser.add_argument("--fault-at", type=int, nargs="+", default=[12], help="after which step each of them")
     parser.add_argument("--logs", type=Path, help="file for all logs of the run")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
     chosen = parser.parse_intermixed_args(arguments)
+    if len(chosen.fault) > len(chosen.fault_at):
+        parser.error("--fault-at needs a step for each --fault")
     result: dict[str, Any] = {"command": asked(chosen)}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_model(root / "model", WORKLOADS[chosen.shape], chosen.ends)
+        if chosen.adapter:
+            write_weights(root / "model")
         if chosen.ceilings:
             result["alone"] = measure(halves(chosen), root / "model")
             print(json.dumps(result["alone"]), flush=True)
@@ -137,7 +142,7 @@ def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any
     started, peak = time.monotonic(), dict[str, int]()
     process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
     code: int | None = None
-    struck: list[float] = []
+    struck: list[dict[str, Any]] = []
     told = False
 
     def found() -> dict[str, Any]:
@@ -156,9 +161,10 @@ def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any
             except subprocess.TimeoutExpired:
                 for name, held in memory_of(process.pid).items():
                     peak[name] = max(peak.get(name, 0), held)
-            if chosen.fault and not struck and steps_done(root) >= chosen.fault_at:
-                struck = strike(process.pid, FAULTS[chosen.fault])
-            if not told and steps_done(root) >= chosen.steps:
+            done = steps_done(root)
+            if (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
+                struck += strike(process.pid, chosen.fault[due], due)
+            if not told and done >= chosen.steps:
                 trained(found())
                 told = True
         if code is None:
@@ -171,17 +177,19 @@ def steps_done(root: Path) -> int:
     return sum(row["kind"] == "train" for row in rows_of(root / "runs" / "loop" / "metrics.jsonl"))
 
 
-def strike(pid: int, number: signal.Signals) -> list[float]:
-    """Send a signal to a server's main process below `pid` and to all below it; the time, or nothing if there is none.
+def strike(pid: int, fault: str, turn: int) -> list[dict[str, Any]]:
+    """Send a signal to the main process of a server below `pid` and to all below it: what, whom and when; nothing if
+    none is there.
 
     The engine's processes are struck first: they must not see their parent go and end in order.
     """
-    server = next(iter(servers_below(pid).values()), None)
-    if server is None:
+    servers = sorted(servers_below(pid).items())
+    if not servers:
         return []
+    endpoint, server = servers[turn % len(servers)]
     for each in (*reversed(server.children(recursive=True)), server):
-        each.send_signal(number)
-    return [time.time()]
+        each.send_signal(FAULTS[fault])
+    return [{"fault": fault, "server": endpoint, "time": time.time()}]
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -227,6 +235,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         f"rollout.samples={SAMPLES}",
         f"rollout.max_tokens={chosen.tokens}",
         f"rollout.concurrency={chosen.concurrency}",
+        *(("model.init=pretrained", f"model.lora.rank={chosen.adapter}") if chosen.adapter else ()),
         "inference.max_sequences=512",
         f"inference.api_processes={chosen.api}",
         "cluster.startup_seconds=400",

@@ -1,6 +1,6 @@
 """Weights that change while a server generates: what an update takes, what it costs, and that none is torn.
 
-    python -m tests.gpu.weights OUT.json [--shape 0.6b] [--servers 1] [--tensor 1] [--requests 256] [--seconds 8]
+    python -m tests.gpu.weights OUT.json [--shape 0.6b] [--servers 1] [--tensor 1] [--per-gpu 1] [--requests 256] …
 
 Needs two GPUs: this process sends from the first one, the servers generate on the others. Every token's log-probability
 has one of a few values under weights A and one of a few others under weights B, and depends on all weights: a step that
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--api", type=int, default=4)
     chosen = parser.parse_args(arguments)
@@ -59,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
         model = Path(folder) / "model"
         WORKLOADS[chosen.shape].write_model(model)
-        places = [1 + index * chosen.tensor for index in range(chosen.servers)]
-        endpoints = started.enter_context(servers(model, places, chosen.tensor, chosen.api))
+        places = [1 + index // chosen.per_gpu * chosen.tensor for index in range(chosen.servers)]
+        memory = 0.6 / chosen.per_gpu
+        endpoints = started.enter_context(servers(model, places, chosen.tensor, chosen.api, gpu_memory=memory))
         config = InferenceConfig(update_seconds=60)
         holder = started.enter_context(process.hold_port())
         meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
@@ -98,7 +101,7 @@ def measure(sender: WeightSender, endpoints: Sequence[str], model: Path, chosen:
     print("the servers are ready", flush=True)
     joined = update(first)
     wait_for("all servers", lambda: set(sender.versions().values()) == {version}, 120)
-    traffic = Traffic(endpoints[0], SECRET, chosen.requests, chosen.seconds, greedy=True)
+    traffic = Traffic(endpoints[0], SECRET, chosen.requests, chosen.seconds, chosen.tokens, greedy=True)
     calm = {name: alone(update, values, traffic) for name, values in (("A", first), ("B", second))}
     legal = {name: sorted(answers.logprobs) for name, answers in calm.items()}
     print(f"undisturbed: {calm['A'].tokens_per_second:.0f} tokens/s", flush=True)

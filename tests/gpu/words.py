@@ -67,3 +67,13 @@ def write_model(path: Path, workload: Workload, ends: int = 1) -> None:
         tokenizer_object=tokenizer, pad_token=names[PAD], eos_token=names[END], chat_template=TEMPLATE
     ).save_pretrained(path, save_jinja_files=False)
     GenerationConfig(eos_token_id=[*range(END, END + ends)], pad_token_id=PAD).save_pretrained(path)
+
+
+def write_weights(path: Path) -> None:
+    """Random weights for the config that `write_model` wrote: adapters need a base that servers can read."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    model.save_pretrained(path)

@@ -1,19 +1,22 @@
 """A server forks its engine and API processes, which share nothing with it that could harm either."""
 
 import ctypes
+import inspect
 import multiprocessing
 import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from pipeline.weights.plugin import fork_processes
+from pipeline.weights import plugin
 from tests.patience import WAIT_SECONDS
 
 # Importing vLLM has torch say what of it is deprecated.
@@ -62,7 +65,7 @@ def test_a_forked_process_ends_with_its_server_tells_it_no_signal_and_counts_for
     utils: tuple[Any, Any], kind: str
 ) -> None:
     engines, apis = utils
-    fork_processes()
+    plugin.fork_processes()
     context = engines.get_mp_context() if kind == "engine" else apis.multiprocessing.get_context("spawn")
     ours, theirs = multiprocessing.Pipe()
     loop, waker = socket.socketpair()
@@ -81,12 +84,52 @@ def test_a_forked_process_ends_with_its_server_tells_it_no_signal_and_counts_for
         assert Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).is_dir()
 
 
+def outlast(to: Connection) -> None:
+    """Fail beside a process that is told to end and does not."""
+
+    def linger() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        to.send(os.getpid())
+        time.sleep(WAIT_SECONDS)
+
+    worker = multiprocessing.get_context("fork").Process(target=linger, daemon=True)
+    worker.start()
+    assert to.poll(WAIT_SECONDS)  # somebody has read the pid and answered
+    raise MemoryError
+
+
+def test_an_engine_that_failed_ends_although_its_worker_does_not(
+    utils: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, _ = utils
+    monkeypatch.setattr(plugin, "CHILD_SECONDS", 0.2)
+    plugin.fork_processes()
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        engine = engines.get_mp_context().Process(target=outlast, args=(theirs,))
+        engine.start()
+        assert ours.poll(WAIT_SECONDS)
+        worker = psutil.Process(ours.recv())
+        ours.send("go on")
+        engine.join(WAIT_SECONDS / 2)
+        assert engine.exitcode == 1
+        worker.wait(WAIT_SECONDS / 2)
+
+
 def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(
     utils: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines, _ = utils
-    fork_processes()
-    fork_processes()
+    plugin.fork_processes()
+    plugin.fork_processes()
     monkeypatch.setattr("vllm.utils.system_utils.cuda_is_initialized", lambda: True)
     assert engines.get_mp_context().get_start_method() == "spawn"
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_vllms_workers_know_by_these_names_what_a_shared_gpu_leaves_them() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    source = inspect.getsource(Worker)
+    for name in ("self.requested_memory", "self.model_runner.model_memory_usage", "self.cache_config.kv_cache_memory"):
+        assert name in source

@@ -243,3 +243,17 @@ def test_what_gpus_cannot_hold_is_refused_and_the_dry_run_shows_what_is_needed(
     shown = capsys.readouterr().out
     assert "\n  GPU of a trainer process: " in shown
     assert "\n  GPU of a server, at least: " in shown
+
+
+def test_a_gpu_that_is_to_be_shared_on_this_machine_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0)
+    said = answer(capsys, tmp_path / "runs", "resources=one_gpu")
+    assert "resources.gpu_memory='1000M': expected enough for a trainer process, " in said
+    assert (
+        submit.main(
+            ["experiment=demo", f"output={tmp_path}", "resources=one_gpu", "resources.gpu_memory=80G", "--dry-run"]
+        )
+        == 0
+    )

@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.roles import inference
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import MODEL
+from pipeline.weights.shared_gpu import SHARED
 from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
 
@@ -91,6 +92,15 @@ def test_only_a_server_of_adapters_gets_a_folder_for_them(tmp_path: Path) -> Non
 def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
     environment = inference.server_environment(config(resources={"device": device}), place(gpus=(2, 3)), SECRET)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.parametrize(
+    ("resources", "shared"),
+    [({}, "0"), ({"share_gpus": True, "gpus_per_node": 1}, "1"), ({"inference": {"gpus": 1, "per_gpu": 2}}, "1")],
+)
+def test_a_server_knows_whether_it_has_neighbours(resources: dict[str, Any], shared: str) -> None:
+    given = config(resources={"device": "cuda"} | resources)
+    assert inference.server_environment(given, place(gpus=(0,)), SECRET)[SHARED] == shared
 
 
 def test_a_server_that_computes_on_gpus_spreads_the_model_over_them() -> None:

@@ -96,17 +96,14 @@ def test_models_are_trained_without_a_trace_and_then_asked_one_after_the_other()
     assert ranks.asked == 3 * ["train policy", "drop_gradients policy"] + 3 * ["ask policy"] + 3 * ["ask reference"]
 
 
-@pytest.mark.parametrize(
-    "config", [make_config(), a_config(share_gpus=True, device="cuda", gpus_per_node=1)], ids=["eager", "shared"]
-)
-def test_nothing_is_run_where_nothing_is_compiled_or_servers_are_on_the_same_gpus(config: RunConfig) -> None:
+def test_nothing_is_run_where_nothing_is_compiled() -> None:
     shown: list[str] = []
 
     @contextmanager
     def phase() -> Any:
         yield shown.append("warming up")
 
-    WarmUp(config, cast(Dispatch, ranks := Ranks()), lambda: None, phase).run({"policy": SFT}, ["policy"])
+    WarmUp(make_config(), cast(Dispatch, ranks := Ranks()), lambda: None, phase).run({"policy": SFT}, ["policy"])
     assert ranks.asked == shown == []
 
 
