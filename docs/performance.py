@@ -53,7 +53,7 @@ def loops() -> list[Row]:
 
 def _loop(result: Result, asked: Result, alone: Result) -> Row:
     return {
-        "model": asked["shape"].upper(),
+        "model": asked["shape"].upper() + (f", adapters of rank {asked['adapter']}" if asked.get("adapter") else ""),
         "GPUs: train + serve": _gpus(asked),
         "completions": _completions(asked),
         "max_lag": str(asked["lag"]),
@@ -119,18 +119,27 @@ def _completions(asked: Result) -> str:
 
 
 def faults() -> list[Row]:
-    """What a server that was struck costs, in one run of a single server."""
-    return [_fault(result, result["struck"][0]) for result in _results("fault").values()]
+    """What servers that were struck cost."""
+    return [_fault(result, *strike) for result in _results("fault").values() for strike in _strikes(result)]
 
 
-def _fault(result: Result, struck: float) -> Row:
+def _strikes(result: Result) -> list[tuple[str, float]]:
+    """What befell a run's servers and when; runs of a single fault say only when."""
+    asked = result["command"]["fault"]
+    if isinstance(asked, str):
+        return [(asked, time) for time in result["struck"]]
+    return [(strike["fault"], strike["time"]) for strike in result["struck"]]
+
+
+def _fault(result: Result, fault: str, struck: float) -> Row:
     steps = _steps(result)
     before = [row["seconds/step"] for row in steps if row["time"] < struck][5:]
     after = [row for row in steps if row["time"] > struck]
     left = [row["seconds/step"] for row in after[6:]]
     return {
         "model": result["command"]["shape"].upper(),
-        "its only server is": result["command"]["fault"],
+        "servers": str(result["command"]["servers"]),
+        "one is": fault,
         "after step": str(len(steps) - len(after)),
         "steps done": str(len(steps)),
         "attempts": str(len({row["attempt"] for row in steps})),
