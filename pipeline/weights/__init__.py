@@ -7,6 +7,7 @@
 | `wire` | weights over TCP, through a store |
 | `gpu_group`, `nccl`, `ipc` | two members on GPUs; bytes between two GPUs, and on one that both share |
 | `plugin`, `releases`, `extension` | what vLLM loads first; what older releases lack; what is asked of its processes |
+| `shared_gpu` | the size of a server's cache where its GPU is shared |
 | `engine`, `nccl_engine`, `copies` | inside a server on CPUs, on GPUs; from tensors of a checkpoint to its parameters |
 | `adapters`, `fast_logprobs`, `guard` | adapters in a server; cheaper log-probabilities; the password |
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.gpu.pulse import tokens_made
@@ -36,6 +36,7 @@ class Halves:
         ends: token ids that end one; 1: completions have `tokens` tokens.
         mean: tokens of a completion on average.
         samples: of a step.
+        group: samples of a prompt.
         concurrency: requests at a time, over all servers.
         seconds: for which servers are asked.
     """
@@ -50,6 +51,7 @@ class Halves:
     ends: int
     mean: float
     samples: int
+    group: int
     concurrency: int
     seconds: float
 
@@ -77,10 +79,11 @@ def ask(halves: Halves, endpoint: str, concurrency: int) -> float:
     """Tokens a second of one server, warmed up, by its own count: what it makes while the first requests have not
     spread yet, or while the last ones run out, does not count."""
     ends = 0 if halves.ends == 1 else halves.ends
-    requests = max(concurrency, PROCESSES)
-    with Traffic(endpoint, SECRET, requests, 1.0, tokens=64, ends=ends).running():
+    requests = max(concurrency, PROCESSES * halves.group)
+    traffic = Traffic(endpoint, SECRET, requests, halves.seconds, halves.tokens, ends=ends, group=halves.group)
+    with replace(traffic, seconds=1.0, tokens=64).running():
         pass
-    with Traffic(endpoint, SECRET, requests, halves.seconds, halves.tokens, ends=ends).running():
+    with traffic.running():
         time.sleep(0.4 * halves.seconds)
         began, before = time.monotonic(), tokens_made(endpoint)
         time.sleep(0.5 * halves.seconds)

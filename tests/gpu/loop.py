@@ -114,6 +114,7 @@ def halves(chosen: argparse.Namespace) -> Halves:
         ends=chosen.ends,
         mean=mean,
         samples=SAMPLES * PROMPTS,
+        group=SAMPLES,
         concurrency=SAMPLES * chosen.concurrency,
         seconds=chosen.ceilings,
     )

@@ -34,6 +34,9 @@ class Traffic:
         greedy: whether to take the likeliest token, and count log-probabilities.
         logprobs: whether to ask for them.
         ends: how many token ids, from 2 on, end a completion; 0: none does.
+        group: requests of one prompt that are asked at once, and the next ones when all of them are answered, as a run
+            does. Where completions end one by one and the next is asked for each, nearly every step of the engine has
+            a prompt in it, and is not one of its recorded graphs.
     """
 
     endpoint: str
@@ -44,6 +47,7 @@ class Traffic:
     greedy: bool = False
     logprobs: bool = True
     ends: int = 0
+    group: int = 1
 
     @contextmanager
     def running(self) -> Iterator[Answers]:
@@ -92,12 +96,13 @@ async def _all(traffic: Traffic, requests: int, draw: random.Random) -> tuple[in
         async def one() -> None:
             nonlocal tokens
             while time.monotonic() - started < traffic.seconds:
-                answer = await generate(session, traffic, [draw.randrange(3, 1000) for _ in range(16)])
-                tokens += len(answer["token_ids"])
-                if traffic.greedy:
-                    seen.update(round(token["logprob"], 2) for token in answer["logprobs"]["content"])
+                prompt = [draw.randrange(3, 1000) for _ in range(16)]
+                for answer in await asyncio.gather(*(generate(session, traffic, prompt) for _ in range(traffic.group))):
+                    tokens += len(answer["token_ids"])
+                    if traffic.greedy:
+                        seen.update(round(token["logprob"], 2) for token in answer["logprobs"]["content"])
 
-        await asyncio.gather(*(one() for _ in range(requests)))
+        await asyncio.gather(*(one() for _ in range(requests // traffic.group)))
     return tokens, time.monotonic() - started, dict(seen)
 
 

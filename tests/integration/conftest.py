@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pipeline.config import RunConfig
     from pipeline.training.dispatch.dispatch import Dispatch
     from tests.support.runs.launched import Launches
-    from tests.support.servers.vllm import Served
 
 
 @pytest.fixture(params=redis_servers())
@@ -30,15 +29,6 @@ def launches(tmp_path: Path) -> "Iterator[Launches]":
 
     with Launches(tmp_path / "runs") as started:
         yield started
-
-
-@pytest.fixture(scope="package")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[list[Served]]":
-    """Two real vLLM servers of a tiny model, ended with these tests; see `tests.support.servers.vllm`."""
-    from tests.support.servers.vllm import two_servers
-
-    with two_servers(tmp_path_factory.mktemp("servers")) as ready:
-        yield ready
 
 
 @pytest.fixture(scope="module")

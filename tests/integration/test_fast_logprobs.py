@@ -1,19 +1,14 @@
-"""The cheaper way for log-probabilities: the same answers as vLLM's own way, in its classes and in its servers."""
+"""The cheaper way for log-probabilities: the same as vLLM's own way in its classes; of servers see `test_weights`."""
 
 import json
 import logging
-from contextlib import ExitStack
-from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.rollouts.server import ROUTE
 from pipeline.weights import fast_logprobs
 from pipeline.weights.fast_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
-from tests.support.servers.vllm import SECRET, Served, model_directory, starting
 
 # Importing vLLM has torch say what of it is deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -164,51 +159,3 @@ def test_code_that_is_not_known_stays_as_it_is(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert type(a_step(1, None).slice_request(0, 1).logprobs) is np.ndarray
     assert MsgpackDecoder._decode_ndarray is of_another_release
-
-
-ASKED: list[dict[str, Any]] = [
-    {"logprobs": 0},
-    {"logprobs": 0, "n": 3},
-    {"logprobs": 0, "temperature": 0},
-    {"logprobs": 0, "max_tokens": 1},
-    {"logprobs": 3},
-    {"logprobs": 0, "prompt_logprobs": 1},
-    {"logprobs": 0, "stop_token_ids": [3, 4, 5, 6, 7]},
-    {"logprobs": 0, "flat_logprobs": True},
-    {},
-]
-
-
-def answers_of(served: Served) -> list[Any]:
-    """What a server says to `ASKED`, without its names and times."""
-    address, _, port = served.endpoint.rpartition(":")
-    link, answers = HTTPConnection(address, int(port), timeout=60), []
-    for asked in ASKED:
-        sampling = {"seed": 11, "max_tokens": 40, "temperature": 1.0, "detokenize": False, **asked}
-        body = json.dumps({"model": "policy", "token_ids": [1, 5, 6, 7], "sampling_params": sampling})
-        link.request("POST", ROUTE, body, {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"})
-        answer = json.loads(link.getresponse().read())
-        if not asked.get("logprobs"):
-            forget_repetition(answer)
-        answers.append({key: answer[key] for key in ("choices", "prompt_logprobs")})
-    link.close()
-    return answers
-
-
-def forget_repetition(answer: Any) -> None:
-    """Who asks for no alternatives is told by vLLM the sampled token once more."""
-    for choice in answer["choices"]:
-        for entry in (choice["logprobs"] or {}).get("content") or ():
-            entry["top_logprobs"] = []
-
-
-def test_servers_that_differ_in_this_alone_answer_alike(tmp_path: Path) -> None:
-    """The quick one has its engine in another process, as on GPUs, so that its log-probabilities are encoded."""
-    model = model_directory(tmp_path / "model", tied=False)
-    quick, stock = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {SWITCH: "0"}
-    with ExitStack() as started:
-        waits = [started.enter_context(starting(model, "127.0.0.6", variables=each)) for each in (quick, stock)]
-        found, wanted = [answers_of(wait()) for wait in waits]
-    assert [len(answer["choices"]) for answer in wanted] == [1, 3, 1, 1, 1, 1, 1, 1, 1]
-    assert len(wanted[0]["choices"][0]["logprobs"]["content"]) == 40
-    assert found == wanted

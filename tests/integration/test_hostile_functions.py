@@ -67,8 +67,7 @@ def all_are_counted(groups: list[Group], seconds: float) -> None:
 
 def nothing_is_left(before: set[psutil.Process], notes: Path) -> None:
     wait_for("no new process to be left", lambda: children() <= before, WAIT_SECONDS)
-    left = [note.name for note in notes.iterdir() if lives(note)]
-    assert left == [], "who hung is gone, daemons too"
+    wait_for("who hung to be gone, daemons too", lambda: not any(map(lives, notes.iterdir())), WAIT_SECONDS)
 
 
 def lives(note: Path) -> bool:

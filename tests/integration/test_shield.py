@@ -200,17 +200,6 @@ def test_a_server_outlives_storms_while_it_starts_and_serves_and_ends_with_its_a
         wait_until_gone(processes)
 
 
-def test_a_server_ends_well_when_asked(
-    tmp_path: Path, server: tuple[Sequence[str], Mapping[str, str], Callable[[], bool]]
-) -> None:
-    command, variables, healthy = server
-    with started(command, tmp_path / "log", variables) as child:
-        wait_for("the server", healthy, START_SECONDS)
-        processes = family(child.pid)
-        assert child.stop(STOP_SECONDS) == 0
-        wait_until_gone(processes)
-
-
 def test_ranks_that_start_outlive_a_storm_and_end_when_asked(tmp_path: Path) -> None:
     with started(TORCHRUN, tmp_path / "log") as child:
         wait_for("both ranks", lambda: len(family(child.pid)) == 3, WAIT_SECONDS)

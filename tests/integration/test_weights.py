@@ -1,28 +1,32 @@
 """Weights on their way from a trainer to real vLLM servers: what is served afterwards, and what survives a fault."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from pipeline.errors import WeightSyncError
 from pipeline.roles.inference import is_healthy
 from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import Completion
+from pipeline.rollouts.server import ROUTE, Completion
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import ServerControl
 from pipeline.weights.sender import WeightSender
 from tests.patience import WAIT_SECONDS
+from tests.support.processes import runs
 from tests.support.servers.traffic import (
     APART,
     CLOSE,
@@ -47,9 +51,20 @@ from tests.support.servers.vllm import (
     model_directory,
     parameters,
     publish_to_all,
+    two_servers,
 )
 
 pytestmark = pytest.mark.integration
+
+STOP_SECONDS = 20
+"""More than an agent's 6: these machines are busy, and what counts is that nobody has to be killed."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    """Two real vLLM servers of a tiny model; the last test of this file ends them."""
+    with two_servers(tmp_path_factory.mktemp("servers")) as ready:
+        yield ready
 
 
 def test_after_an_update_every_server_serves_the_trainers_logprobs(servers: list[Served]) -> None:
@@ -313,3 +328,57 @@ def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
         nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
         with nobody as sender, refused:
             sender.publish(0, [])
+
+
+ASKED: list[dict[str, Any]] = [
+    {"logprobs": 0},
+    {"logprobs": 0, "n": 3},
+    {"logprobs": 0, "temperature": 0},
+    {"logprobs": 0, "max_tokens": 1},
+    {"logprobs": 3},
+    {"logprobs": 0, "prompt_logprobs": 1},
+    {"logprobs": 0, "stop_token_ids": [3, 4, 5, 6, 7]},
+    {"logprobs": 0, "flat_logprobs": True},
+    {},
+]
+
+
+def answers_of(served: Served) -> list[Any]:
+    """What a server says to `ASKED`, without its names and times."""
+    address, _, port = served.endpoint.rpartition(":")
+    link, answers = HTTPConnection(address, int(port), timeout=60), []
+    for asked in ASKED:
+        sampling = {"seed": 11, "max_tokens": 40, "temperature": 1.0, "detokenize": False, **asked}
+        body = json.dumps({"model": "policy", "token_ids": [1, 5, 6, 7], "sampling_params": sampling})
+        link.request("POST", ROUTE, body, {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"})
+        answer = json.loads(link.getresponse().read())
+        if not asked.get("logprobs"):
+            forget_repetition(answer)
+        answers.append({key: answer[key] for key in ("choices", "prompt_logprobs")})
+    link.close()
+    return answers
+
+
+def forget_repetition(answer: Any) -> None:
+    """Who asks for no alternatives is told by vLLM the sampled token once more."""
+    for choice in answer["choices"]:
+        for entry in (choice["logprobs"] or {}).get("content") or ():
+            entry["top_logprobs"] = []
+
+
+def test_servers_that_differ_in_their_way_for_log_probabilities_answer_alike(servers: list[Served]) -> None:
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 1, a_model(servers[0].model, 1))
+        found, wanted = [answers_of(server) for server in servers]
+    assert [len(answer["choices"]) for answer in wanted] == [1, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert len(wanted[0]["choices"][0]["logprobs"]["content"]) == 40
+    assert found == wanted
+
+
+def test_servers_end_well_when_asked(servers: list[Served]) -> None:
+    """The last test, since they serve all others."""
+    for server in servers:
+        leader = psutil.Process(server.child.pid)
+        processes = {leader, *leader.children(recursive=True)}
+        assert server.child.stop(STOP_SECONDS) == 0
+        wait_for("its processes to be gone", lambda each=processes: not any(map(runs, each)), WAIT_SECONDS)

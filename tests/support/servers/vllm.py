@@ -25,6 +25,7 @@ from pipeline.rollouts.server import Completion
 from pipeline.system import process
 from pipeline.system.waiting import wait_for
 from pipeline.training.workers.lora import checkpoint_name, is_trained
+from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
 from pipeline.world.plan import Placement
@@ -109,10 +110,18 @@ def a_server(model: Path, address: str, lora: LoraConfig | None = None) -> Itera
 
 @contextmanager
 def two_servers(folder: Path) -> Iterator[list[Served]]:
-    """Two servers of the same model with a head of its own."""
+    """Two servers of the same model with a head of its own.
+
+    The first one has its engine in another process, as on GPUs, so that its log-probabilities are encoded, and encoded
+    in our cheaper way; the second has them in vLLM's own.
+    """
     model = model_directory(folder / "untied", tied=False)
+    quick, stock = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {SWITCH: "0"}
     with ExitStack() as started:
-        ready = [started.enter_context(starting(model, address)) for address in ("127.0.0.3", "127.0.0.4")]
+        ready = [
+            started.enter_context(starting(model, address, variables=variables))
+            for address, variables in (("127.0.0.3", quick), ("127.0.0.4", stock))
+        ]
         yield [wait() for wait in ready]
 
 
