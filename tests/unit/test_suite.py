@@ -40,7 +40,8 @@ def run_suite(folder: Path, text: str, workers: int = 0) -> subprocess.Completed
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = integration\n")
     suite = ("-n", str(workers), "--dist", "loadfile")
     code = f"import sys; from tests.suite import main; sys.exit(main([], {suite}))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    plugins = {"PYTEST_PLUGINS": "xdist.plugin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others take seconds to load
+    environment = os.environ | plugins | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
