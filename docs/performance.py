@@ -120,35 +120,35 @@ def _completions(asked: Result) -> str:
 
 def faults() -> list[Row]:
     """What servers that were struck cost."""
-    return [_fault(result, *strike) for result in _results("fault").values() for strike in _strikes(result)]
+    return [row for result in _results("fault").values() for row in _faults(result)]
 
 
-def _strikes(result: Result) -> list[tuple[str, float]]:
-    """What befell a run's servers and when; runs of a single fault say only when."""
-    asked = result["command"]["fault"]
-    if isinstance(asked, str):
-        return [(asked, time) for time in result["struck"]]
-    return [(strike["fault"], strike["time"]) for strike in result["struck"]]
-
-
-def _fault(result: Result, fault: str, struck: float) -> Row:
-    steps = _steps(result)
-    before = [row["seconds/step"] for row in steps if row["time"] < struck][5:]
-    after = [row for row in steps if row["time"] > struck]
-    left = [row["seconds/step"] for row in after[6:]]
-    return {
-        "model": result["command"]["shape"].upper(),
-        "servers": str(result["command"]["servers"]),
-        "one is": fault,
-        "after step": str(len(steps) - len(after)),
-        "steps done": str(len(steps)),
-        "attempts": str(len({row["attempt"] for row in steps})),
-        "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
-        "s a step before": f"{statistics.mean(before):.2f}",
-        "s a step afterwards": f"{statistics.mean(left):.2f}",
-        "exit": str(result["exit"]),
-        "MiB left on the GPUs": ", ".join(map(str, result["gpu_mib_left"])),
-    }
+def _faults(result: Result) -> list[Row]:
+    """A row for each fault of a run, of what lies between the faults before and after it."""
+    asked, steps = result["command"], _steps(result)
+    named = isinstance(asked["fault"], list)  # runs of a single fault say only when it was
+    strikes = [(each["fault"], each["time"]) if named else (asked["fault"], each) for each in result["struck"]]
+    times = [0.0, *(time for _, time in strikes), steps[-1]["time"] + 1]
+    rows = []
+    for (fault, struck), begin, end in zip(strikes, times, times[2:], strict=False):
+        before = [row["seconds/step"] for row in steps if begin < row["time"] < struck][5:]
+        after = [row for row in steps if struck < row["time"] < end]
+        rows.append(
+            {
+                "model": asked["shape"].upper(),
+                "servers": str(asked["servers"]),
+                "one is": fault,
+                "after step": str(sum(row["time"] < struck for row in steps)),
+                "steps done": str(len(steps)),
+                "attempts": str(len({row["attempt"] for row in steps})),
+                "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
+                "s a step before": f"{statistics.mean(before):.2f}",
+                "s a step afterwards": f"{statistics.mean(row['seconds/step'] for row in after[6:]):.2f}",
+                "exit": str(result["exit"]),
+                "MiB left on the GPUs": ", ".join(map(str, result["gpu_mib_left"])),
+            }
+        )
+    return rows
 
 
 def _steps(result: Result) -> list[Result]:

@@ -137,9 +137,8 @@ def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
 
 def _scale_out() -> tuple[str, ...]:
     """Have the server answer tokens beside texts: releases before the flag always do, and refuse it. A build from
-    source may say no release."""
-    said = version("vllm")
-    old = "dev" not in said and [int(part) for part in re.findall(r"\d+", said)[:2]] < [0, 30]
+    source that knows no release calls itself 0.1, and is taken for a new one."""
+    old = [0, 1] < [int(part) for part in re.findall(r"\d+", version("vllm"))[:2]] < [0, 30]
     return () if old else ("--enable-scale-out",)
 
 

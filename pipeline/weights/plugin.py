@@ -81,10 +81,10 @@ def fork_processes() -> None:
 
 
 def end_children_in_time() -> None:
-    """Have this process, when it ends, kill what it started and asked to end, and did not within `CHILD_SECONDS`.
+    """Have this process, when it ends, interrupt what it started, and kill what has not ended `CHILD_SECONDS` later.
 
-    By itself Python waits for them without an end: an engine that failed to start, as for want of memory, waited for
-    workers on GPUs that never ended, and its server for the engine.
+    By itself Python sends TERM, which no process of a role hears, and waits without an end: an engine that failed to
+    start, as for want of memory, waited for its workers on GPUs, and its server for the engine.
     """
     util.Finalize(None, _end_children, exitpriority=0)
 
@@ -92,7 +92,8 @@ def end_children_in_time() -> None:
 def _end_children() -> None:
     children = multiprocessing.active_children()
     for child in children:
-        child.terminate()
+        if child.pid is not None:
+            os.kill(child.pid, signal.SIGINT)  # not reaped yet, so the id is its own
     late = Deadline("children of a vLLM process", CHILD_SECONDS)
     for child in children:
         child.join(late.left)

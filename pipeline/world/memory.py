@@ -117,8 +117,8 @@ def least_need(sizes: Sizes, ranks: int) -> int:
 
 
 def guest_need(sizes: Sizes, ranks: int) -> int:
-    """As `least_need`, for a further adapter on a model that is there."""
-    return _shard((_MASTER + _MOMENTS) * sizes.trained, ranks)
+    """As `least_need`, for a further adapter on a model that is there, and for what a commit makes of one at a time."""
+    return _shard((2 * _MASTER + _MOMENTS) * sizes.trained, ranks)
 
 
 def server_need(config: RunConfig, sizes: Sizes) -> Need:

@@ -13,14 +13,14 @@ in order within a deadline, and at once where that is asked for. The caller has 
 from collections.abc import Callable
 
 from pipeline.config import RunConfig
-from pipeline.errors import PlanError
+from pipeline.errors import ConfigError, PlanError
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Plan
 from slurm.batch.executors import VirtualNodes
 from slurm.node.agent import Agent
 from slurm.node.claims import missing_gpus
-from slurm.node.preflight import MIB, find_gpus
+from slurm.node.preflight import GIB, MIB, find_gpus
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.environment import gpus_of_user
@@ -40,14 +40,26 @@ def refuse_lacking_gpus(plan: Plan) -> None:
         raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
 
 
-def with_gpu_memory(config: RunConfig) -> RunConfig:
-    """A config whose `resources.gpu_memory` is that of this machine's smallest GPU, where servers share the trainer's
-    and nobody said it: two that do not fit find out only after minutes, one of them in the midst of an allocation."""
+def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> None:
+    """`check` a config with the memory of this machine's smallest GPU, where servers share the trainer's and nobody
+    said how much they have: two that do not fit find out only after minutes, one of them in the midst of an allocation.
+    Its `ConfigError` says that the memory was measured."""
     if not config.resources.share_gpus or config.resources.gpu_memory:
-        return config
+        return
     known = [gpu.total for gpu in find_gpus(gpus_of_user()) if gpu.total]
-    memory = f"{min(known) // MIB}M" if known else ""
-    return config.model_copy(update={"resources": config.resources.model_copy(update={"gpu_memory": memory})})
+    if not known:
+        return
+    resources = config.resources.model_copy(update={"gpu_memory": f"{min(known) // MIB}M"})
+    try:
+        check(config.model_copy(update={"resources": resources}))
+    except ConfigError as error:
+        raise ConfigError(
+            error.key,
+            error.value,
+            error.expected,
+            f"{error.mend}. This machine's smallest GPU has {min(known) / GIB:.1f} GiB; CUDA_VISIBLE_DEVICES can name "
+            "others, and resources.gpu_memory what you know better",
+        ) from None
 
 
 class JobHere:

@@ -35,7 +35,7 @@ from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.following import conclude_run, follow_job, print_job
-from slurm.launch.here import JobHere, lacking_gpus, refuse_lacking_gpus, with_gpu_memory
+from slurm.launch.here import JobHere, check_shared_gpus, lacking_gpus, refuse_lacking_gpus
 from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.launch.sweepers.drive import search
@@ -127,9 +127,10 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     runs.examine(config)
     # The arithmetic does not know the adapters that clients of a serving run ask for, nor servers without a trainer.
     if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.alone):
-        placed = with_gpu_memory(config) if config.cluster.kind == "local" else config
-        if placed.resources.gpu_memory:
-            check_memory(placed, _sizes(config.model))
+        if config.resources.gpu_memory:
+            check_memory(config, _sizes(config.model))
+        elif config.cluster.kind == "local":
+            check_shared_gpus(config, lambda placed: check_memory(placed, _sizes(placed.model)))
     if config.cluster.kind == "slurm":
         scheduler = find_slurm()
         accepted = [] if accepted is None else accepted

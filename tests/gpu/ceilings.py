@@ -67,8 +67,8 @@ def measure(halves: Halves, model: Path) -> dict[str, float]:
 def serve(halves: Halves, model: Path) -> dict[str, float]:
     """Samples a second of all servers together."""
     places = [halves.trainers + index // halves.per_gpu * halves.tensor for index in range(halves.servers)]
-    keys = {"length": halves.tokens + 64, "max_sequences": 512, "gpu_memory": 0.85 / halves.per_gpu}
-    with servers(model, places, halves.tensor, halves.api, **keys) as endpoints:
+    keys = {"length": halves.tokens + 64, "max_sequences": 512, "gpu_memory": 0.85}
+    with servers(model, places, halves.tensor, halves.api, halves.per_gpu, **keys) as endpoints:
         share = halves.concurrency // len(endpoints)
         with ThreadPoolExecutor(len(endpoints)) as pool:
             rates = list(pool.map(lambda endpoint: ask(halves, endpoint, share), endpoints))

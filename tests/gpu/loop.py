@@ -24,18 +24,53 @@ import psutil
 
 from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.pulse import pulse, servers_below
-from tests.gpu.words import write_model, write_weights
+from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
 SAMPLES, PROMPTS = 8, 16
 SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
+WRITE_SECONDS = 300
 LOOK_SECONDS = 5.0
 """Between two looks at how much memory the run's processes hold."""
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = _asked_for(arguments)
+    result: dict[str, Any] = {"command": asked(chosen)}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_model(root / "model", WORKLOADS[chosen.shape], chosen.ends)
+        if chosen.adapter:
+            # In a process of its own: the GPU has to be free when the run begins.
+            command = [sys.executable, "-m", "tests.gpu.words", str(root / "model")]
+            subprocess.run(command, check=True, timeout=WRITE_SECONDS)
+        if chosen.ceilings:
+            result["alone"] = measure(halves(chosen), root / "model")
+            print(json.dumps(result["alone"]), flush=True)
+        began = time.time()
+
+        def write(ran: dict[str, Any]) -> dict[str, Any]:
+            """The result's file, as far as the run has come; what it says, less what is long."""
+            rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
+            whole = with_efficiency(result | ran | rates(rows, began) | {"gpu_mib_left": memory_left()})
+            chosen.out.write_text(json.dumps(whole | {"rows": rows}, indent=1))
+            return {name: value for name, value in whole.items() if name != "pulse"}
+
+        # A large model's last commit and its export take minutes: what was measured is safe before them.
+        ran = run(root, chosen, trained=write)
+        logs = logs_of(root / "runs" / "loop")
+        if ran["exit"]:
+            print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
+        if chosen.logs:
+            chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
+        said = write(ran)
+    print(json.dumps(said, indent=1))
+    return int(said["exit"])
+
+
+def _asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
@@ -61,34 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_intermixed_args(arguments)
     if len(chosen.fault) > len(chosen.fault_at):
         parser.error("--fault-at needs a step for each --fault")
-    result: dict[str, Any] = {"command": asked(chosen)}
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        write_model(root / "model", WORKLOADS[chosen.shape], chosen.ends)
-        if chosen.adapter:
-            write_weights(root / "model")
-        if chosen.ceilings:
-            result["alone"] = measure(halves(chosen), root / "model")
-            print(json.dumps(result["alone"]), flush=True)
-        began = time.time()
-
-        def write(ran: dict[str, Any]) -> dict[str, Any]:
-            """The result's file, as far as the run has come; what it says, less what is long."""
-            rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
-            whole = with_efficiency(result | ran | rates(rows, began) | {"gpu_mib_left": memory_left()})
-            chosen.out.write_text(json.dumps(whole | {"rows": rows}, indent=1))
-            return {name: value for name, value in whole.items() if name != "pulse"}
-
-        # A large model's last commit and its export take minutes: what was measured is safe before them.
-        ran = run(root, chosen, trained=write)
-        logs = logs_of(root / "runs" / "loop")
-        if ran["exit"]:
-            print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
-        if chosen.logs:
-            chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
-        said = write(ran)
-    print(json.dumps(said, indent=1))
-    return int(said["exit"])
+    if chosen.adapter and chosen.ceilings:
+        parser.error("--ceilings are of whole models: leave out --adapter or --ceilings")
+    return chosen
 
 
 def with_efficiency(result: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +154,7 @@ def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any
     process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
     code: int | None = None
     struck: list[dict[str, Any]] = []
+    endpoints: list[str] = []
     told = False
 
     def found() -> dict[str, Any]:
@@ -163,8 +174,9 @@ def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any
                 for name, held in memory_of(process.pid).items():
                     peak[name] = max(peak.get(name, 0), held)
             done = steps_done(root)
+            endpoints = endpoints or sorted(servers_below(process.pid)) if done else []
             if (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
-                struck += strike(process.pid, chosen.fault[due], due)
+                struck += strike(process.pid, chosen.fault[due], endpoints[due % len(endpoints)])
             if not told and done >= chosen.steps:
                 trained(found())
                 told = True
@@ -178,16 +190,15 @@ def steps_done(root: Path) -> int:
     return sum(row["kind"] == "train" for row in rows_of(root / "runs" / "loop" / "metrics.jsonl"))
 
 
-def strike(pid: int, fault: str, turn: int) -> list[dict[str, Any]]:
+def strike(pid: int, fault: str, endpoint: str) -> list[dict[str, Any]]:
     """Send a signal to the main process of a server below `pid` and to all below it: what, whom and when; nothing if
-    none is there.
+    it is not there.
 
     The engine's processes are struck first: they must not see their parent go and end in order.
     """
-    servers = sorted(servers_below(pid).items())
-    if not servers:
+    server = servers_below(pid).get(endpoint)
+    if server is None:
         return []
-    endpoint, server = servers[turn % len(servers)]
     for each in (*reversed(server.children(recursive=True)), server):
         each.send_signal(FAULTS[fault])
     return [{"fault": fault, "server": endpoint, "time": time.time()}]

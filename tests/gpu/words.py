@@ -4,6 +4,7 @@ Random weights and a vocabulary of 32,000 words: what is measured is how fast th
 download. The reward can be had from the text alone, and rises when training works.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -77,3 +78,7 @@ def write_weights(path: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     model.save_pretrained(path)
+
+
+if __name__ == "__main__":
+    write_weights(Path(sys.argv[1]))

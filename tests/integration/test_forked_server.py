@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def utils(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Any
     monkeypatch.setattr(prometheus, "_prometheus_multiproc_dir", shared)
     monkeypatch.setattr(engines, "get_mp_context", engines.get_mp_context)
     monkeypatch.setattr(apis, "multiprocessing", apis.multiprocessing)
+    monkeypatch.setattr(util, "_afterfork_registry", util._afterfork_registry.copy())
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", shared.name)
     yield engines, apis
@@ -84,36 +86,43 @@ def test_a_forked_process_ends_with_its_server_tells_it_no_signal_and_counts_for
         assert Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).is_dir()
 
 
-def outlast(to: Connection) -> None:
-    """Fail beside a process that is told to end and does not."""
-
-    def linger() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def fail_beside_a_worker(to: Connection, deaf: set[signal.Signals]) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
         to.send(os.getpid())
         time.sleep(WAIT_SECONDS)
 
-    worker = multiprocessing.get_context("fork").Process(target=linger, daemon=True)
+    worker = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     worker.start()
     assert to.poll(WAIT_SECONDS)  # somebody has read the pid and answered
     raise MemoryError
 
 
-def test_an_engine_that_failed_ends_although_its_worker_does_not(
-    utils: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("deaf", "seconds"),
+    [({signal.SIGTERM}, WAIT_SECONDS), ({signal.SIGTERM, signal.SIGINT}, 0.2)],
+    ids=["that hears what roles hear", "that hears nothing"],
+)
+def test_an_engine_that_failed_ends_with_its_worker(
+    utils: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, deaf: set[signal.Signals], seconds: float
 ) -> None:
     engines, _ = utils
-    monkeypatch.setattr(plugin, "CHILD_SECONDS", 0.2)
+    monkeypatch.setattr(plugin, "CHILD_SECONDS", seconds)
     plugin.fork_processes()
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        engine = engines.get_mp_context().Process(target=outlast, args=(theirs,))
+        engine = engines.get_mp_context().Process(target=fail_beside_a_worker, args=(theirs, deaf))
         engine.start()
-        assert ours.poll(WAIT_SECONDS)
-        worker = psutil.Process(ours.recv())
-        ours.send("go on")
-        engine.join(WAIT_SECONDS / 2)
-        assert engine.exitcode == 1
-        worker.wait(WAIT_SECONDS / 2)
+        try:
+            assert ours.poll(WAIT_SECONDS)
+            worker = psutil.Process(ours.recv())
+            ours.send("go on")
+            engine.join(WAIT_SECONDS / 2)
+            assert engine.exitcode == 1
+            worker.wait(WAIT_SECONDS / 2)
+        finally:
+            engine.kill()  # its worker goes with it
 
 
 def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(

@@ -1,9 +1,9 @@
 """The models of a trainer on their way to a checkpoint, and back.
 
 Owns the layout of the tensors in every checkpoint, of a run or of a job that stands alone: `<model>/<part>`, where the
-parts are those of `ModelWorker.state`. Promises that models may change as soon as `stage_models` returned, and that a
-save is given up only after `Deadlines.commit`, however slow one of its parts is. Must not know jobs, ledgers, nor when
-to save.
+parts are those of `ModelWorker.state`; clients' adapters have one of their own (`pipeline.training.service.commits`).
+Promises that models may change as soon as `stage_models` returned, and that a save is given up only after
+`Deadlines.commit`, however slow one of its parts is. Must not know jobs, ledgers, nor when to save.
 
     parts = stage_models(dispatch, state.models)           # only this holds training up
     start_save(dispatch, root, attempt, state, parts, keep)

@@ -1,6 +1,7 @@
 """All models of a trainer that serves, in one commit.
 
 Owns what such a commit holds: every model with its optimizer, and the number of the last request that it has behind it.
+An adapter lies in `<id>/<vector>/rank-<n>`, as each of the ranks that committed it packed it.
 Promises that what is restored is one commit whole; that a model whose gradients wait for a step is saved as it was
 after its last step, and its requests since are asked for again; and that at most one commit is under way."""
 
@@ -8,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -66,7 +66,7 @@ class ServiceCommits:
         for id, model in known.items():
             models.create(id, model.adapter)
             load, more = (_load_adapter, (model.ranks,)) if model.adapter.rank else (load_model, ())
-            damage = models.on_model(id, load, checkpoint, _part(id), *more, needs="load_checkpoint")[0]
+            damage = models.on_model(id, load, checkpoint, _place(id), *more, needs="load_checkpoint")[0]
             if damage is not None:
                 raise damage
         self._number = state.step
@@ -96,12 +96,16 @@ class ServiceCommits:
         adapters = models.adapters
         for id in cursors:
             if not adapters[id].rank:
-                parts += models.on_model(id, stage_model, _part(id), needs="save_checkpoint")[0]
-        packing = [(*models.place(id), _part(id)) for id in cursors if adapters[id].rank]
-        needs: Any = {name: "save_checkpoint" for name, _, _ in packing}
-        staged = self._dispatch.on_sites(_stage_adapters, packing, needs=needs)
-        parts += staged[0]
-        known = {id: _Model(adapters[id], cursor, len(staged)) for id, cursor in cursors.items()}
+                parts += models.on_model(id, stage_model, _place(id), needs="save_checkpoint")[0]
+        sharing: dict[str, list[tuple[str | None, str]]] = {}
+        for id in cursors:
+            if adapters[id].rank:
+                name, key = models.place(id)
+                sharing.setdefault(name, []).append((key, _place(id)))
+        for name, packing in sharing.items():  # one after the other: there may be room for one base only
+            parts += self._dispatch.on_sites(_stage_adapters, name, packing, needs={name: "save_checkpoint"})[0]
+        ranks = len(self._dispatch.on_sites(_rank))
+        known = {id: _Model(adapters[id], cursor, ranks) for id, cursor in cursors.items()}
         state = TrainerState(
             job="serve", step=self._number + 1, models=tuple(known), served=msgspec.msgpack.encode(known)
         )
@@ -125,22 +129,30 @@ class ServiceCommits:
         return self.collect()
 
 
-def _part(id: str) -> str:
+def _place(id: str) -> str:
     return id.replace(":", "-")
 
 
-def _stage_adapters(site: Site, packing: Sequence[tuple[str, str | None, str]]) -> list[str]:
-    """On every rank: adapters by model, key and part; the names of the parts."""
-    for name, key, part in packing:
-        site.saver.stage(part, {f"rank-{site.rank}": guests.packed(site.worker(name), key)})
-    return [part for _, _, part in packing]
+def _rank(site: Site) -> int:
+    return site.rank
 
 
-def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, part: str, ranks: int) -> DamagedError | None:
+def _stage_adapters(site: Site, name: str, packing: Sequence[tuple[str | None, str]]) -> list[str]:
+    """On every rank: adapters on one model, by key and place; the names of the parts."""
+    worker, parts = site.worker(name), []
+    for key, place in packing:
+        for vector in guests.VECTORS:
+            parts.append(f"{place}/{vector}")
+            site.saver.stage(parts[-1], {f"rank-{site.rank}": guests.packed(worker, key, vector)})
+    return parts
+
+
+def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, place: str, ranks: int) -> DamagedError | None:
     """On every rank, which all find the same: what each of `ranks` staged of an adapter."""
     worker = site.worker(name)
     packs = guests.empty_packs(worker, ranks)
-    damage = fill(site, name, checkpoint, {part: {f"rank-{rank}": pack for rank, pack in enumerate(packs)}})
+    wanted = {f"{place}/{each}": {f"rank-{i}": pack[each] for i, pack in enumerate(packs)} for each in guests.VECTORS}
+    damage = fill(site, name, checkpoint, wanted)
     if damage is None:
         guests.unpack(worker, packs)
     return damage

@@ -13,8 +13,8 @@ same; nothing here is collective. Must not know who owns an adapter, nor when th
 For a commit, the hundreds of small tensors of an adapter are a few large ones (`packed`), which a commit takes as they
 are wherever the adapter is; `unpack` puts them on the model again, on any number of ranks:
 
-    packed(worker, "a")              # parked; None: the one that is on the model
-    unpack(worker, [of each rank that packed it])
+    packed(worker, "a", "exp_avg")   # parked; None: the one that is on the model
+    unpack(worker, [all `VECTORS` of each rank that packed it])
 """
 
 import math
@@ -33,6 +33,8 @@ from pipeline.training.workers.shards import fill_shard, rows_of
 from pipeline.training.workers.worker import ModelWorker
 
 MOMENTS, PROGRESS = ("exp_avg", "exp_avg_sq"), ("taken", "skipped")
+VECTORS = ("parameters", *MOMENTS, "step", "progress")
+"""What an adapter is packed as."""
 
 
 @dataclass
@@ -91,21 +93,20 @@ def dismiss(worker: ModelWorker, key: str) -> None:
 
 
 @torch.no_grad()
-def packed(worker: ModelWorker, key: str | None) -> dict[str, Tensor]:
-    """This rank's shards of the adapter that is parked under this key, or that is on the model (None), and its moments
-    and progress, each as one vector; gradients are not among them.
+def packed(worker: ModelWorker, key: str | None, vector: str) -> Tensor:
+    """One of the `VECTORS` of this rank's shards of the adapter that is parked under this key, or that is on the model
+    (None); gradients are in none of them.
 
     `parameters` and AdamW's `exp_avg` and `exp_avg_sq`: on the device, in the order and type of the parameters.
-    `step`: AdamW's, of each parameter, float32; `progress`: int64[2].
+    `step`: AdamW's, of each parameter, float32; `progress`: int64[2]. One at a time, for as long as it is in use a
+    large one takes of the device what a third of the adapter does.
     """
     guest = _present(worker) if key is None else _guests(worker)[key]
-
-    def moment(part: str) -> Tensor:
-        return torch.cat([local(moments[part]).reshape(-1) for moments in guest.moments.values()])
-
-    flat = torch.cat([shard.reshape(-1) for shard in guest.parameters.values()])
-    progress = torch.tensor([guest.progress[name] for name in PROGRESS])
-    return {"parameters": flat, **{part: moment(part) for part in (*MOMENTS, "step")}, "progress": progress}
+    if vector == "progress":
+        return torch.tensor([guest.progress[name] for name in PROGRESS])
+    if vector == "parameters":
+        return torch.cat([shard.reshape(-1) for shard in guest.parameters.values()])
+    return torch.cat([local(moments[vector]).reshape(-1) for moments in guest.moments.values()])
 
 
 def empty_packs(worker: ModelWorker, ranks: int) -> list[dict[str, Tensor]]:

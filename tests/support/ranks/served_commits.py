@@ -1,14 +1,21 @@
 """Scenarios of `dispatch_ranks`: clients' models in one commit, and back from it."""
 
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 import torch
 
 from pipeline.api.records import Adapter, Datum, Pass, Step
+from pipeline.checkpoints import TrainerState
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.saving import forget_models
+from pipeline.training.dispatch.ranks import Site
+from pipeline.training.dispatch.saving import await_save, forget_models, start_save
+from pipeline.training.service import commits as service
 from pipeline.training.service.commits import ServiceCommits
 from pipeline.training.service.models import ServedModels
 from pipeline.training.workers import guests
@@ -33,50 +40,94 @@ def clients_models_go_on_from_a_commit_bit_by_bit(dispatch: Dispatch, path: Path
         train(models, "whole", 0)
         commits = ServiceCommits(f"{folder}/commits", "1-0", dispatch, 2)
         commits.restore(models, "")
-        commits.start(models, dict.fromkeys(MODELS, 7))
-        after = [train(models, id, 9) for id in MODELS]  # while the commit is under way
+        together = needed_at_once(dispatch, lambda: commits.start(models, dict.fromkeys(MODELS, 7)))
+        assert together == 1, "there may be room for one base only"
+        after = [[train(models, id, seed) for seed in (9, 10)] for id in MODELS]  # while the commit is under way
         assert commits.finish() == dict.fromkeys(MODELS, 7)
         forget_models(dispatch)
 
         restored = ServedModels(dispatch, config, Path(folder), "1-1")
         assert ServiceCommits(f"{folder}/commits", "1-1", dispatch, 2).restore(restored, "") == dict.fromkeys(MODELS, 7)
         assert restored.adapters == MODELS
-        assert [train(restored, id, 9) for id in MODELS] == after
+        # What the model says before the second step comes from the moments that were restored.
+        assert [[train(restored, id, seed) for seed in (9, 10)] for id in MODELS] == after
         forget_models(dispatch)
 
 
-def an_adapter_is_put_together_from_any_number_of_ranks(dispatch: Dispatch, path: Path) -> None:
+def needed_at_once(dispatch: Dispatch, act: Callable[[], None]) -> int:
+    """The most models that an operation needed on the device while something was done."""
+    counts, stock = [0], dispatch.on_sites
+    with pytest.MonkeyPatch.context() as patch:
+
+        def on_sites(*args: Any, **kwargs: Any) -> list[Any]:
+            counts.append(len(kwargs.get("needs", ())))
+            return stock(*args, **kwargs)
+
+        patch.setattr(dispatch, "on_sites", on_sites)
+        act()
+    return max(counts)
+
+
+def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Dispatch, path: Path) -> None:
+    for ranks in (1, 2, 3, 5):
+        forget_models(dispatch)
+        with tempfile.TemporaryDirectory() as folder:
+            models = ServedModels(dispatch, config_of(path), Path(folder), "1-0")
+            models.create("a", MODELS["a"])
+            train(models, "a", 0)
+            staged = dispatch.on_sites(stage_as, models.place("a")[0], ranks, needs={})
+            parts, before = staged[0][0], [mine for _, mine in staged]
+            known = {"a": service._Model(MODELS["a"], 7, ranks)}
+            state = TrainerState(job="serve", step=1, models=("a",), served=msgspec.msgpack.encode(known))
+            start_save(dispatch, f"{folder}/commits", "1-0", state, parts, 2)
+            await_save(dispatch, "the commit")
+            forget_models(dispatch)
+
+            restored = ServedModels(dispatch, config_of(path), Path(folder), "1-1")
+            commits = ServiceCommits(f"{folder}/commits", "1-1", dispatch, 2)
+            assert commits.restore(restored, "") == {"a": 7}
+            assert all(dispatch.on_sites(is_as, restored.place("a")[0], before, needs={})), ranks
     forget_models(dispatch)
-    with tempfile.TemporaryDirectory() as folder:
-        models = ServedModels(dispatch, config_of(path), Path(folder), "1-0")
-        models.create("a", MODELS["a"])
-        train(models, "a", 0)
-        (slot, _) = models.place("a")
-        for ranks in (1, 2, 3, 5):
-            assert all(dispatch.pass_through(slot, comes_back, ranks)), ranks
-        forget_models(dispatch)
 
 
-def comes_back(worker: ModelWorker, ranks: int) -> bool:
-    """Whether the adapter on the model is what it was, once it was put together from what so many would have packed."""
+def stage_as(site: Site, name: str, ranks: int) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Stage the adapter on the model as so many ranks would have packed it; the parts, and what this rank packs."""
+    worker = site.worker(name)
+    packs = dealt(worker, ranks)
+    assert [shapes_of(pack) for pack in packs] == [shapes_of(pack) for pack in guests.empty_packs(worker, ranks)]
+    for vector in guests.VECTORS:
+        mine = {f"rank-{i}": pack[vector] for i, pack in enumerate(packs) if i % site.ranks == site.rank}
+        site.saver.stage(f"a/{vector}", mine)
+    return [f"a/{vector}" for vector in guests.VECTORS], here(worker)
+
+
+def dealt(worker: ModelWorker, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """What each of so many ranks would pack of the adapter on the model."""
     assert worker.optimizer is not None
-    before, state = guests.packed(worker, None), worker.optimizer.adamw.state
+    state = worker.optimizer.adamw.state
     trained = [parameter for parameter in worker.model.parameters() if parameter.requires_grad]
     tensors = {part: [state[each][part] for each in trained] for part in guests.MOMENTS} | {"parameters": trained}
-    packs: list[dict[str, torch.Tensor]] = [{part: before[part] for part in ("step", "progress")} for _ in range(ranks)]
+    alike = {part: guests.packed(worker, None, part) for part in ("step", "progress")}
+    packs: list[dict[str, torch.Tensor]] = [dict(alike) for _ in range(ranks)]
     for part, each in tensors.items():
-        dealt = [deal(gathered(tensor, torch.float32), ranks) for tensor in each]
+        blocks = [deal(gathered(tensor, torch.float32), ranks) for tensor in each]
         for rank, pack in enumerate(packs):
-            pack[part] = torch.cat([blocks[rank].reshape(-1) for blocks in dealt])
-    alike = guests.empty_packs(worker, ranks)
-    assert [{part: each.shape for part, each in pack.items()} for pack in packs] == [
-        {part: pack[part].shape for part in packs[0]} for pack in alike
-    ]
-    guests.admit(worker, seed=99)
-    assert not torch.equal(guests.packed(worker, None)["exp_avg"], before["exp_avg"])
-    guests.unpack(worker, packs)
-    after = guests.packed(worker, None)
-    return all(torch.equal(after[part], before[part]) for part in before)
+            pack[part] = torch.cat([rows[rank].reshape(-1) for rows in blocks])
+    return packs
+
+
+def here(worker: ModelWorker) -> dict[str, torch.Tensor]:
+    return {vector: guests.packed(worker, None, vector) for vector in guests.VECTORS}
+
+
+def is_as(site: Site, name: str, before: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether this rank has of the adapter what it had."""
+    now = here(site.worker(name))
+    return all(torch.equal(now[vector], before[site.rank][vector]) for vector in guests.VECTORS)
+
+
+def shapes_of(pack: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {vector: pack[vector].shape for vector in guests.VECTORS}
 
 
 def deal(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
@@ -97,5 +148,5 @@ def train(models: ServedModels, id: str, seed: int) -> list[bytes]:
 
 SERVED: tuple[Scenario, ...] = (
     clients_models_go_on_from_a_commit_bit_by_bit,
-    an_adapter_is_put_together_from_any_number_of_ranks,
+    an_adapter_comes_back_from_what_any_number_of_ranks_committed,
 )

@@ -251,6 +251,7 @@ def test_a_gpu_that_is_to_be_shared_on_this_machine_is_measured(
     give_gpus(monkeypatch, tmp_path, 0)
     said = answer(capsys, tmp_path / "runs", "resources=one_gpu")
     assert "resources.gpu_memory='1000M': expected enough for a trainer process, " in said
+    assert "This machine's smallest GPU has 1.0 GiB; CUDA_VISIBLE_DEVICES can name others" in said
     assert (
         submit.main(
             ["experiment=demo", f"output={tmp_path}", "resources=one_gpu", "resources.gpu_memory=80G", "--dry-run"]

@@ -118,7 +118,10 @@ def test_only_a_server_that_loads_no_adapters_answers_from_several_processes(sec
     assert option(inference.server_command(given, place(gpus=(0,))), "--api-server-count") == processes
 
 
-@pytest.mark.parametrize(("release", "told"), [("0.25.1", False), ("0.30.0", True), ("0.32.0+cpu", True)])
+@pytest.mark.parametrize(
+    ("release", "told"),
+    [("0.25.1", False), ("0.25.2.dev3+g1a2b", False), ("0.1.dev1+g1a2b", True), ("0.30.0", True), ("0.32.0+cpu", True)],
+)
 def test_a_server_of_the_api_is_told_to_answer_tokens_where_its_release_has_to_be(
     monkeypatch: pytest.MonkeyPatch, release: str, told: bool
 ) -> None:
