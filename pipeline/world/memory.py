@@ -154,6 +154,13 @@ def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
     return max(0, math.floor(100 * (1 - _beside_vllm(config, sizes) / memory))) / 100
 
 
+def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
+    """Bytes that a trainer process may allocate of a GPU of so many bytes that servers share: what they leave, less
+    what CUDA takes for the process itself."""
+    mine = (1 - config.inference.gpu_memory) * memory - _outside_vllm(config, sizes) - CONTEXT
+    return max(0, int(mine))
+
+
 def host_need(config: RunConfig, sizes: Sizes) -> Need:
     """What a trainer process takes of its node's memory beside the few GiB that torch and CUDA take."""
     ranks = trainer_ranks(config)
@@ -243,9 +250,14 @@ def _least_vllm(config: RunConfig, sizes: Sizes) -> int:
 
 def _beside_vllm(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
-    parts = server_need(config, sizes).parts
     trainer = trainer_need(config, sizes).total if config.resources.share_gpus else 0
-    return trainer + config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
+    return trainer + _outside_vllm(config, sizes)
+
+
+def _outside_vllm(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: weights that arrive, and CUDA."""
+    parts = server_need(config, sizes).parts
+    return config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
 
 
 def _sends(config: RunConfig) -> bool:

@@ -178,16 +178,21 @@ def servers(
     with ExitStack() as started:
         config = gpu_config(model, tensor, api, per_gpu, **keys)
         children = [started.enter_context(a_server(config, model, *place)) for place in enumerate(places)]
-        for endpoint, log, child in children:
-            address, _, port = endpoint.partition(":")
+        yield wait_until_ready(children)
 
-            def healthy(address: str = address, port: str = port, log: Path = log, child: Any = child) -> bool:
-                if child.poll() is not None:
-                    raise RuntimeError("\n".join(process.tail(log, 60)))
-                return inference.is_healthy(address, int(port))
 
-            wait_for("a server", healthy, START_SECONDS)
-        yield [endpoint for endpoint, _, _ in children]
+def wait_until_ready(children: Sequence[tuple[str, Path, process.Child]]) -> list[str]:
+    """Where these servers listen, once all of them do; `RuntimeError` with what one said that ended."""
+    for endpoint, log, child in children:
+        address, _, port = endpoint.partition(":")
+
+        def healthy(address: str = address, port: str = port, log: Path = log, child: Any = child) -> bool:
+            if child.poll() is not None:
+                raise RuntimeError("\n".join(process.tail(log, 60)))
+            return inference.is_healthy(address, int(port))
+
+        wait_for("a server", healthy, START_SECONDS)
+    return [endpoint for endpoint, _, _ in children]
 
 
 @contextmanager

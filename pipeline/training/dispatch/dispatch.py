@@ -27,6 +27,7 @@ over a thread that beats, because those two would also hide a controller that ha
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
@@ -43,7 +44,7 @@ from pipeline.losses import Level, Objective, measures
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
+from pipeline.training.dispatch.ranks import Allowance, Deadlines, Device, Site, joined_world
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.packing import Budget
@@ -51,8 +52,10 @@ from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
+from pipeline.training.workers.sizes import sizes_of
 from pipeline.training.workers.worker import ModelInfo, ModelWorker
 from pipeline.weights.wire import WeightLayout
+from pipeline.world.memory import trainer_allowance
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -365,12 +368,13 @@ def lead_or_serve(
     patience: Deadlines | None = None,
     colocated: bool = False,
     secret: str = "",
+    allowance: Allowance | None = None,
 ) -> None:
     """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
 
-    `secret` is what strangers do not know; see `joined_world`.
+    `secret` is what strangers do not know, `allowance` what each process may have of its device: see `joined_world`.
     """
-    with joined_world(device, patience or Deadlines(), secret) as site:
+    with joined_world(device, patience or Deadlines(), secret, allowance) as site:
         if site.rank != 0:
             site.serve()
             return
@@ -382,10 +386,15 @@ def lead_or_serve(
 
 
 def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispatch], None]) -> None:
-    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for."""
-    training = config.training
+    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
+    share, it keeps to what they leave."""
+    training, resources = config.training, config.resources
     budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
-    lead_or_serve(algorithm, budget, device=config.resources.device, colocated=training.offload, secret=secret)
+    shared = resources.share_gpus and config.has_rollouts
+    allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
+    lead_or_serve(
+        algorithm, budget, device=resources.device, colocated=training.offload, secret=secret, allowance=allowance
+    )
 
 
 def _nothing(worker: ModelWorker) -> None:

@@ -54,6 +54,8 @@ from pipeline.training.workers.worker import ModelWorker
 Operation = Callable[..., Any]
 """What every rank calls with its `Site` and its own arguments; importable by name, since it travels pickled."""
 Device = Literal["cpu", "cuda"]
+Allowance = Callable[[int], int]
+"""Bytes that a process may allocate of a CUDA device of so many."""
 Shares = dict[int, list[Batch]]
 """Of a staged batch: the micro-batches of each share that some model of this rank takes, by the share's number."""
 Order = tuple[Operation, tuple[Any, ...]]
@@ -238,12 +240,15 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 @contextmanager
-def joined_world(device: Device, patience: Deadlines, secret: str = "") -> Iterator[Site]:
+def joined_world(
+    device: Device, patience: Deadlines, secret: str = "", allowance: Allowance | None = None
+) -> Iterator[Site]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
     control, and what goes on in the background, have gloo groups of their own, whose time-outs may be long without
-    hiding a stuck collective. Raises `TrainingError` before it meets the others if there is no device for it.
+    hiding a stuck collective. Raises `TrainingError` before it meets the others if there is no device for it. Of a
+    CUDA device that others share, `allowance` says what this process may allocate.
 
     What the processes say to each other, in torchrun's store and in collectives of objects, is signed with the world's
     `secret`, since torch believes and unpickles what comes: `ForgedError` for anything else.
@@ -254,7 +259,7 @@ def joined_world(device: Device, patience: Deadlines, secret: str = "") -> Itera
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
     if device == "cuda":
-        _take_device()
+        _take_device(allowance)
     open_store, rank, ranks = next(iter(rendezvous("env://")))
     store = SignedStore(open_store, secret)
     backend, operation = "gloo", timedelta(seconds=patience.operation)
@@ -276,8 +281,12 @@ def joined_world(device: Device, patience: Deadlines, secret: str = "") -> Itera
         dist.destroy_process_group()
 
 
-def _take_device() -> None:
-    """Compute on the CUDA device of the local rank from now on."""
+def _take_device(allowance: Allowance | None) -> None:
+    """Compute on the CUDA device of the local rank from now on.
+
+    Without a limit torch's allocator keeps what it has freed until the device is full: a neighbour that starts later
+    finds nothing, and nobody asks this process to give it back. At its limit it does so by itself.
+    """
     local, seen = dist.get_node_local_rank(), torch.cuda.device_count()
     if local >= seen:
         raise TrainingError(
@@ -285,3 +294,6 @@ def _take_device() -> None:
             "resources.trainer.processes, ask for more GPUs, or set resources.device=cpu"
         )
     torch.cuda.set_device(local)
+    if allowance:
+        total = torch.cuda.get_device_properties(local).total_memory
+        torch.cuda.set_per_process_memory_fraction(allowance(total) / total, local)

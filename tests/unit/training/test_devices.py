@@ -1,5 +1,7 @@
 """Which CUDA device a process of the trainer takes; no device is needed for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,3 +32,15 @@ def test_a_process_without_a_device_says_so_and_what_to_do(monkeypatch: pytest.M
     said = r"process 1 .* no GPU: CUDA shows 1, .* lower resources\.trainer"
     with pytest.raises(TrainingError, match=said), joined_world("cuda", Deadlines()):
         pass
+
+
+def test_a_process_on_a_shared_device_keeps_to_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    for allowance in (None, lambda total: total - 60):
+        with pytest.raises(ValueError, match="RANK expected"), joined_world("cuda", Deadlines(), allowance=allowance):
+            pass
+    assert limits == [(0.25, 1)]

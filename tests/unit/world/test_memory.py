@@ -20,6 +20,7 @@ from pipeline.world.memory import (
     most_share,
     sequences,
     server_need,
+    trainer_allowance,
     trainer_need,
 )
 from tests.fakes.configs import make_config
@@ -205,6 +206,17 @@ def test_a_gpu_that_is_shared_holds_trainer_and_servers() -> None:
         "resources.gpu_memory='80G': expected enough for its servers, 34.9 GiB, and a trainer process, "
     )
     assert " and spread the trainer over " in told
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_trainer_on_a_shared_gpu_may_have_what_it_needs_and_leaves_the_servers_theirs(servers: int) -> None:
+    config, memory = shared(config_of(processes=8, **SAVING), servers), 200 * GIB
+    config = with_share(config, most_share(config, B8, memory))
+    need, allowed = trainer_need(config, B8), trainer_allowance(config, B8, memory)
+    assert need.total - need.parts["CUDA"] <= allowed <= 1.02 * need.total
+    beside = server_need(config, B8).parts["weights that arrive"]
+    assert allowed + config.inference.gpu_memory * memory + servers * beside < memory
+    assert trainer_allowance(config, B8, GIB) == 0
 
 
 def test_each_of_the_servers_of_one_gpu_takes_its_part() -> None:
