@@ -59,7 +59,7 @@ def two_servers(model: Path, sizes: Sequence[int], api: int) -> Iterator[list[st
     with ExitStack() as started:
         children = []
         for index, size in enumerate(sizes):
-            graphs = ("--compilation-config", json.dumps({"max_cudagraph_capture_size": size}))
+            graphs = ("--max-cudagraph-capture-size", str(size))
             config = gpu_config(model, 1, api, length=2112, extra_args=graphs)
             children.append(started.enter_context(a_server(config, model, index, index)))
         yield wait_until_ready(children)

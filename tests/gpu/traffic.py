@@ -3,19 +3,24 @@
 import asyncio
 import collections
 import json
-import multiprocessing
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from queue import Empty
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from subprocess import PIPE
+from typing import IO, Any, cast
+
+import aiohttp
 
 from pipeline.rollouts.server import FINAL_ONLY
 
 ROUTE = "/inference/v1/generate"
 PROCESSES = 8
+START_SECONDS, DRAIN_SECONDS = 60, 120
 
 
 @dataclass
@@ -51,39 +56,52 @@ class Traffic:
 
     @contextmanager
     def running(self) -> Iterator[Answers]:
-        """Within the block the requests go on; afterwards the value is filled."""
-        context = multiprocessing.get_context("spawn")
-        queue, answers = context.Queue(), Answers()
-        share = self.requests // PROCESSES
-        started = [context.Process(target=_ask, args=(self, share, queue, seed)) for seed in range(PROCESSES)]
-        for process in started:
-            process.start()
-        try:
+        """Within the block the requests go on, from its first moment; afterwards the value is filled."""
+        answers = Answers()
+        with ExitStack() as opened:
+            pool = opened.enter_context(ThreadPoolExecutor(PROCESSES))
+            children = [opened.enter_context(self._started(seed)) for seed in range(PROCESSES)]
+
+            def lines(seconds: float) -> list[Any]:
+                reads = [pool.submit(cast(IO[str], child.stdout).readline) for child in children]
+                said = [json.loads(read.result(seconds) or '"a process that asks the server ended"') for read in reads]
+                if trouble := [part for part in said if isinstance(part, str)]:
+                    raise RuntimeError(trouble[0])
+                return said
+
+            lines(START_SECONDS)
+            for child in children:
+                print("go", file=child.stdin, flush=True)
             yield answers
-            parts = [queue.get(timeout=self.seconds + 120) for _ in started]
-        except Empty:
-            raise RuntimeError("a process that asks the server gave no result") from None
-        finally:
-            for process in started:
-                process.join(10)
-                process.kill()
-        if told := [part for part in parts if isinstance(part, str)]:
-            raise RuntimeError(told[0])
+            parts = lines(self.seconds + DRAIN_SECONDS)
         answers.tokens_per_second = sum(tokens / seconds for tokens, seconds, _ in parts)
         for _, _, seen in parts:
-            answers.logprobs.update(seen)
+            answers.logprobs.update({float(value): times for value, times in seen.items()})
+
+    @contextmanager
+    def _started(self, seed: int) -> Iterator[subprocess.Popen[str]]:
+        """A process of its own, which needs none of what the asking one has imported."""
+        told = json.dumps([asdict(self), self.requests // PROCESSES, seed])
+        with subprocess.Popen([sys.executable, "-m", __name__, told], stdin=PIPE, stdout=PIPE, text=True) as child:
+            try:
+                yield child
+            finally:
+                child.kill()
 
 
-def _ask(traffic: Traffic, requests: int, queue: Any, seed: int) -> None:
+def main(told: str) -> None:
+    """Say that it is ready; once told to go, ask for as long as it should, and say what came back."""
+    traffic, requests, seed = json.loads(told)
+    print(json.dumps(["ready"]), flush=True)
+    sys.stdin.readline()
     try:
-        queue.put(asyncio.run(_all(traffic, requests, random.Random(seed))))
+        said: Any = asyncio.run(_all(Traffic(**traffic), requests, random.Random(seed)))
     except Exception as error:  # noqa: BLE001 - the boundary of the process
-        queue.put(f"{type(error).__name__}: {error}")
+        said = f"{type(error).__name__}: {error}"
+    print(json.dumps(said), flush=True)
 
 
 async def _all(traffic: Traffic, requests: int, draw: random.Random) -> tuple[int, float, dict[float, int]]:
-    import aiohttp
-
     seen: collections.Counter[float] = collections.Counter()
     tokens, started = 0, time.monotonic()
     headers = {"Authorization": f"Bearer {traffic.secret}"}
@@ -124,3 +142,7 @@ async def generate(session: Any, traffic: Traffic, prompt: list[int]) -> dict[st
             raise RuntimeError(f"status {response.status}: {text[:300]!r}")
     choice: dict[str, Any] = json.loads(text)["choices"][0]
     return choice
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -147,7 +147,7 @@ def under_updates(
     """What came back while the weights changed to and fro."""
     taken: list[float] = []
     with traffic.running() as busy:
-        time.sleep(2)  # the processes that ask have to start
+        time.sleep(1)  # until the server is full
         until = time.monotonic() + traffic.seconds
         while time.monotonic() < until:
             taken.append(update(weights[len(taken) % 2]))
