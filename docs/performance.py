@@ -106,6 +106,8 @@ def _tail(result: Result) -> Row:
         "samples at work, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
         "trainer idle": f"{result['idle/trainer']:.0%}",
         "groups refused a step": _number(statistics.mean(_stale(result)), ".1f"),
+        "servers alone": _number(result["alone"]["generation_samples_per_second"], ".1f"),
+        "of the lower half": _number(result["efficiency"], ".2f"),
     }
 
 

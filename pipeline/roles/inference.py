@@ -14,7 +14,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 
 from pipeline.api.settings import BASE, MOST_ADAPTERS
-from pipeline.config import InferenceConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
@@ -26,8 +26,6 @@ from pipeline.world.plan import Placement
 
 _PROBE_SECONDS = 5.0
 _PLUGINS = "vllm.general_plugins"
-_RECORDED = 512
-"""Tokens of the largest step that vLLM records, unless told otherwise."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's `MaxLoRARanks`."""
 
@@ -167,19 +165,7 @@ def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
         *("--tensor-parallel-size", str(len(place.gpus))),
         *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.per_gpu)),
         *("--api-server-count", str(processes)),
-        *_graph_arguments(config.inference),
     )
-
-
-def _graph_arguments(config: InferenceConfig) -> tuple[str, ...]:
-    """CUDA graphs for steps of every sequence, and as many tokens of prompts again.
-
-    vLLM records no step of more than 512 tokens unless told to. Where that many sequences run, each one with a prompt
-    in it is larger, and goes without a graph.
-    """
-    if config.max_sequences <= _RECORDED // 2 or any("cudagraph" in argument for argument in config.extra_args):
-        return ()
-    return ("--max-cudagraph-capture-size", str(2 * config.max_sequences))
 
 
 def _policy_arguments(config: RunConfig) -> tuple[str, ...]:
