@@ -85,6 +85,8 @@ class _Token(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Token] | None = None
+    weight_versions: list[_Span] | None = None
+    """As `pipeline.weights.token_versions` says them, where vLLM itself does not."""
 
 
 class _Choice(msgspec.Struct):
@@ -97,6 +99,13 @@ class _Choice(msgspec.Struct):
     def sampled(self) -> list[_Token]:
         """The tokens with their log-probabilities; an abort before the first has none."""
         return (self.logprobs and self.logprobs.content) or []
+
+    @property
+    def spans(self) -> list[_Span] | None:
+        """From where to where which weights sampled; None if nobody says."""
+        if self.weight_versions is None and self.logprobs is not None:
+            return self.logprobs.weight_versions
+        return self.weight_versions
 
 
 class _Answer(msgspec.Struct):
@@ -268,10 +277,10 @@ def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
 
     A release of vLLM that says none has sampled with what it had from when it was asked until it answered.
     """
-    if choice.weight_versions is None and choice.sampled and choice.sampled[0].token:
+    if choice.spans is None and choice.sampled and choice.sampled[0].token:
         return [asked, latest]
     try:
-        versions = [int(span.version) for span in choice.weight_versions or ()]
+        versions = [int(span.version) for span in choice.spans or ()]
     except ValueError:
         raise Transient("stale weights") from None
     if not choice.token_ids:
@@ -284,7 +293,7 @@ def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
 def _of_tokens(choice: _Choice, oldest: int, *, told: bool) -> tuple[int, ...]:
     """The weight version of each token: what the answer says if it is `told`, else the `oldest` of the choice."""
     versions = [oldest] * len(choice.token_ids)
-    for span in (choice.weight_versions or ()) if told else ():
+    for span in (choice.spans or ()) if told else ():
         places = range(len(versions))[span.start : span.end]
         versions[places.start : places.stop] = [int(span.version)] * len(places)
     return tuple(versions)

@@ -9,7 +9,8 @@
 | `plugin`, `releases`, `extension` | what vLLM loads first; what older releases lack; what is asked of its processes |
 | `shared_gpu` | the size of a server's cache where its GPU is shared |
 | `engine`, `nccl_engine`, `copies` | inside a server on CPUs, on GPUs; from tensors of a checkpoint to its parameters |
-| `adapters`, `fast_logprobs`, `guard` | adapters in a server; cheaper log-probabilities; the password |
+| `fast_logprobs`, `token_versions` | cheaper log-probabilities; the weights that sampled each token |
+| `adapters`, `guard` | adapters in a server; the password |
 
 `plugin` and all in the lines below it run inside vLLM, and only they know it.
 """

@@ -2,8 +2,9 @@
 
 vLLM slices three arrays for each request and step and encodes each by itself; for a small model that costs the engine
 process as much as all else. Where no request of a step asks for more than its sampled tokens, plain numbers make the
-way instead; on its other side, one dimension tells them from vLLM's own form, which has two. Promises the same answers,
-but for what repeats the sampled token.
+way instead; on its other side, one dimension tells them from vLLM's own form, which has two. The version of the weights
+follows the ranks, where the engine notes it (`token_versions`). Promises the same answers, but for what repeats the
+sampled token.
 Where vLLM's code is not what this was written for, it says so once and changes nothing.
 """
 
@@ -19,6 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from pydantic import BaseModel
+
+from pipeline.weights.token_versions import noted, say_versions, served_version
 
 log = logging.getLogger(__name__)
 SWITCH = "ROLLCALL_FAST_LOGPROBS"
@@ -62,7 +65,7 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
 def add_fast_answers(serving: Any, router: Any) -> None:
     """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
     follow wait for them. Who asks for no alternatives (`logprobs=0`) gets none, where vLLM repeats the sampled token;
-    entries are not validated; and JSON is written by msgspec."""
+    entries are not validated; and JSON is written by msgspec. Versions that came along are said."""
     tokens = serving.ServingTokens
     tokens._create_tokens_logprobs = _without_repetition(tokens._create_tokens_logprobs)
     for name in _ENTRIES:
@@ -93,10 +96,13 @@ def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
     return slice_request
 
 
-def _columns(step: Any) -> list[Iterator[tuple[float]]]:
-    """Of each row of a step its token, log-probability and rank."""
-    columns = step.logprob_token_ids[:, 0], step.logprobs[:, 0], step.sampled_token_ranks
-    return [zip(column.tolist(), strict=True) for column in columns]
+def _columns(step: Any) -> list[Iterator[tuple[float, ...]]]:
+    """Of each row of a step its token, log-probability and rank, which the version follows."""
+    ids, values, ranks = step.logprob_token_ids[:, 0], step.logprobs[:, 0], step.sampled_token_ranks
+    version = served_version()
+    versions = () if version is None else (repeat(version),)
+    columns = ((ids,), (values,), (ranks, *versions))
+    return [zip(column.tolist(), *along, strict=False) for column, *along in columns]
 
 
 def _decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,19 +127,23 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
         ids, values, ranks = map(np.asarray, logprobs_lists[:3])
         if values.ndim != 1:
             stock(self, logprobs_lists)
-        elif self.tokenizer is not None or type(self.logprobs) is not list:
+            return
+        ranks, versions = ranks[: len(ids)], ranks[len(ids) :].tolist()
+        if self.tokenizer is not None or not isinstance(self.logprobs, list):
             stock(self, lists(ids[:, None], values[:, None], ranks, None))
-        else:
-            for token, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
-                self.cumulative_logprob += value
-                self.logprobs.append({token: logprob(value, rank, None)})
+            return
+        for version in versions:
+            self.logprobs = noted(self.logprobs, version)
+        for token, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
+            self.cumulative_logprob += value
+            self.logprobs.append({token: logprob(value, rank, None)})
 
     return update
 
 
 def _without_repetition(stock: Callable[..., Any]) -> Callable[..., Any]:
     def create(self: Any, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int | None = None) -> Any:
-        return stock(self, token_ids, top_logprobs, num_output_top_logprobs or None)
+        return say_versions(stock(self, token_ids, top_logprobs, num_output_top_logprobs or None), top_logprobs)
 
     return create
 

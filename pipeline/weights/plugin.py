@@ -37,6 +37,7 @@ def register() -> None:
     from pipeline.weights.fast_logprobs import add_fast_logprobs
     from pipeline.weights.releases import add_float32_head
     from pipeline.weights.shared_gpu import keep_to_the_share
+    from pipeline.weights.token_versions import note_versions
 
     if multiprocessing.parent_process() is not None:
         die_with_parent()
@@ -46,6 +47,7 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
     add_fast_logprobs()
+    note_versions()
     keep_to_the_share()
     end_children_in_time()
     fork_processes()

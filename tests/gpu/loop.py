@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen.out.write_text(json.dumps(whole | {"rows": rows}, indent=1))
             return {name: value for name, value in whole.items() if name != "pulse"}
 
-        # A large model's last commit and its export take minutes: what was measured is safe before them.
-        ran = run(root, chosen, trained=write)
+        ran = run(root, chosen, stepped=write)  # whatever ends this process, what was measured is safe
         logs = logs_of(root / "runs" / "loop")
         if ran["exit"]:
             print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
@@ -144,10 +143,10 @@ def asked(chosen: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(chosen).items() if name not in ("out", "logs")}
 
 
-def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """The run's exit code, how long it took, and the most host memory that its processes held.
 
-    `trained` gets the same once the last step is done, when there is no exit code yet.
+    `stepped` gets the same whenever there are new steps, without an exit code yet.
     """
     command = [sys.executable, "launchers/submit.py", *overrides(root, chosen)]
     started, peak = time.monotonic(), dict[str, int]()
@@ -155,7 +154,7 @@ def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any
     code: int | None = None
     struck: list[dict[str, Any]] = []
     endpoints: list[str] = []
-    told = False
+    told = 0
 
     def found() -> dict[str, Any]:
         return {
@@ -177,9 +176,9 @@ def run(root: Path, chosen: argparse.Namespace, trained: Callable[[dict[str, Any
             endpoints = endpoints or sorted(servers_below(process.pid)) if done else []
             if (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
                 struck += strike(process.pid, chosen.fault[due], endpoints[due % len(endpoints)])
-            if not told and done >= chosen.steps:
-                trained(found())
-                told = True
+            if done > told:
+                stepped(found())
+                told = done
         if code is None:
             process.send_signal(signal.SIGINT)
             code = process.wait(120) or 124

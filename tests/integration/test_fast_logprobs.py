@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.weights import fast_logprobs
 from pipeline.weights.fast_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
+from pipeline.weights.token_versions import _Served
 
 # Importing vLLM has torch say what of it is deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -86,10 +87,18 @@ class Words:
 @pytest.mark.parametrize("flat", [False, True], ids=["lists", "flat"])
 @pytest.mark.parametrize("tokenizer", [None, Words()], ids=["tokens", "words"])
 @pytest.mark.parametrize("counts", [None, [2, 0, 3, 1]], ids=["one", "several"])
+@pytest.mark.parametrize("version", [None, 7], ids=["untold", "told"])
 def test_requests_end_with_what_vllms_own_way_gives(
-    seams: None, counts: list[int] | None, tokenizer: Any, flat: bool, hop: bool
+    seams: None,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int | None,
+    counts: list[int] | None,
+    tokenizer: Any,
+    flat: bool,
+    hop: bool,
 ) -> None:
     """Also where a request that asks for more joins for a step: its neighbours' steps then are of both forms."""
+    monkeypatch.setattr(_Served, "version", version)
     steps = [a_step(width, counts, seed) for seed, width in enumerate((1, 1, 4, 1))]
     asked = (steps, counts or [1] * 4, tokenizer, flat, hop)
     stock = processed(*asked)

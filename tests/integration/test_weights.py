@@ -20,7 +20,7 @@ import pytest
 from pipeline.errors import WeightSyncError
 from pipeline.roles.inference import is_healthy
 from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import ROUTE, Completion
+from pipeline.rollouts.server import ROUTE, Completion, _Choice
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import ServerControl
@@ -122,6 +122,23 @@ def test_requests_in_flight_go_on_through_an_update_and_later_ones_see_only_the_
     spans = {completion.version_max - completion.version_min for completion in straddling(traffic)}
     assert 1 in spans, "no request was in flight during an update"
     assert traffic.retries == 0
+
+
+def test_a_release_that_does_not_say_which_weights_sampled_a_token_is_helped_to_say_it(
+    servers: list[Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client believes our plugin, which says what this release says itself; see `untold/sitecustomize.py`."""
+    both: list[tuple[Any, Any]] = []
+
+    def spans(choice: Any) -> Any:
+        both.append((choice.logprobs.weight_versions, choice.weight_versions))
+        return choice.logprobs.weight_versions
+
+    monkeypatch.setattr(_Choice, "spans", property(spans))
+    traffic, models = run_traffic(servers[:1], *two_models(servers[0].model))
+    check_purity(traffic, models)
+    assert straddling(traffic), "no request was in flight during an update"
+    assert all(ours == theirs for ours, theirs in both)
 
 
 def test_the_purity_check_notices_a_request_that_saw_other_weights(servers: list[Served]) -> None:
@@ -366,12 +383,21 @@ def forget_repetition(answer: Any) -> None:
             entry["top_logprobs"] = []
 
 
+def versions_told(answers: list[Any]) -> list[Any]:
+    """What our plugin adds to the answers, taken out of them: of each choice with log-probabilities."""
+    told = [choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]]
+    return [logprobs.pop("weight_versions", None) for logprobs in told]
+
+
 def test_servers_that_differ_in_their_way_for_log_probabilities_answer_alike(servers: list[Served]) -> None:
     with a_sender(servers) as sender:
         publish_to_all(sender, 1, a_model(servers[0].model, 1))
         found, wanted = [answers_of(server) for server in servers]
     assert [len(answer["choices"]) for answer in wanted] == [1, 3, 1, 1, 1, 1, 1, 1, 1]
     assert len(wanted[0]["choices"][0]["logprobs"]["content"]) == 40
+    told = versions_told(found)
+    assert versions_told(wanted) == [None] * len(told)
+    assert {"version": "1", "start": 0, "end": 40} in [span for spans in told for span in spans or ()]
     assert found == wanted
 
 

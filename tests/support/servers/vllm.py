@@ -35,6 +35,8 @@ from tests.patience import WAIT_SECONDS
 SECRET = "the-secret-of-the-tests"
 TRAINER = "127.0.0.2"
 START_SECONDS = 400
+UNTOLD = Path(__file__).parent / "untold"
+"""What has a server take its vLLM for a release that says no versions."""
 TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 EOS = 2
 
@@ -113,10 +115,12 @@ def two_servers(folder: Path) -> Iterator[list[Served]]:
     """Two servers of the same model with a head of its own.
 
     The first one has its engine in another process, as on GPUs, so that its log-probabilities are encoded, and encoded
-    in our cheaper way; the second has them in vLLM's own.
+    in our cheaper way, with the version of each token (`logprobs.weight_versions`). The second has them in vLLM's own.
     """
     model = model_directory(folder / "untied", tied=False)
-    quick, stock = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {SWITCH: "0"}
+    path = os.pathsep.join([str(UNTOLD), *filter(None, [os.environ.get("PYTHONPATH")])])
+    quick = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}
+    stock = {SWITCH: "0"}
     with ExitStack() as started:
         ready = [
             started.enter_context(starting(model, address, variables=variables))

@@ -175,6 +175,21 @@ def test_each_token_has_the_version_of_its_span() -> None:
     assert (completion.versions, completion.version_max) == ((5, 7, 7, 7), 7)
 
 
+def test_a_release_without_spans_has_them_beside_its_log_probabilities() -> None:
+    """Or none, where a token's version is not known: then each may be as old as the question."""
+
+    async def story(spans: Any) -> list[Completion]:
+        tokens = [{"token": "token_id:7", "logprob": -0.5}] * 4
+        said = {"token_ids": [7] * 4, "finish_reason": "length", "logprobs": {"content": tokens} | spans}
+        async with client_and(Script([always(said)])) as client:
+            return await ask(client)
+
+    spans = [{"version": "5", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 4}]
+    (told,), (untold,) = run(story({"weight_versions": spans})), run(story({"weight_versions": None}))
+    assert (told.versions, told.version_max) == ((5, 7, 7, 7), 7)
+    assert (untold.versions, untold.version_max) == ((5, 5, 5, 5), 5)
+
+
 def answer_of(*choices: dict[str, Any]) -> Answer:
     return always(*(one | {"index": index} for index, one in enumerate(choices)))
 
