@@ -147,7 +147,7 @@ def _faults(result: Result) -> list[Row]:
                 "s a step before": f"{statistics.mean(before):.2f}",
                 "s a step afterwards": f"{statistics.mean(row['seconds/step'] for row in after[6:]):.2f}",
                 "exit": str(result["exit"]),
-                "MiB left on the GPUs": ", ".join(map(str, result["gpu_mib_left"])),
+                "MiB left on the GPUs": ", ".join(map(str, result.get("gpu_mib_left", ()))) or "–",
             }
         )
     return rows

@@ -71,6 +71,7 @@ class InferenceConfig(Section):
     )
     fast_logprobs: bool = Field(
         True,
-        description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values.",
+        description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values. "
+        "With vLLM 0.25 they bring along which weights sampled each token.",
     )
     extra_args: tuple[str, ...] = Field((), description="Further arguments for vLLM's server, as on its command line.")

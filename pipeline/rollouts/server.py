@@ -275,7 +275,8 @@ def _is_exact(choice: _Choice) -> bool:
 def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
     """The weight versions of a choice, of which a server that lost its weights, by a restart say, has older ones.
 
-    A release of vLLM that says none has sampled with what it had from when it was asked until it answered.
+    A release of vLLM that says none, nor has our plugin say any, has sampled with what it had from when it was asked
+    until it answered.
     """
     if choice.spans is None and choice.sampled and choice.sampled[0].token:
         return [asked, latest]

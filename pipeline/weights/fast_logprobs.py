@@ -3,13 +3,11 @@
 vLLM slices three arrays for each request and step and encodes each by itself; for a small model that costs the engine
 process as much as all else. Where no request of a step asks for more than its sampled tokens, plain numbers make the
 way instead; on its other side, one dimension tells them from vLLM's own form, which has two. The version of the weights
-follows the ranks, where the engine notes it (`token_versions`). Promises the same answers, but for what repeats the
-sampled token.
-Where vLLM's code is not what this was written for, it says so once and changes nothing.
+follows the ranks, where the engine marks its steps (`token_versions`). Promises the same answers, but for what repeats
+the sampled token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
 """
 
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -21,7 +19,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.weights.token_versions import noted, say_versions, served_version
+from pipeline.weights.token_versions import noted, say_versions, takes, version_of_step
 
 log = logging.getLogger(__name__)
 SWITCH = "ROLLCALL_FAST_LOGPROBS"
@@ -45,11 +43,11 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
         if LogprobsLists.slice_request.__module__ == __name__:
             return
         known = (
-            _takes(LogprobsLists, *_LISTS)
-            and _takes(LogprobsLists.slice_request, "self", "req_idx", "num_positions")
-            and _takes(MsgpackDecoder._decode_ndarray, "self", "arr")
-            and _takes(LogprobsProcessor._update_sample_logprobs, "self", "logprobs_lists")
-            and _takes(Logprob, "logprob", "rank", "decoded_token")
+            takes(LogprobsLists, *_LISTS)
+            and takes(LogprobsLists.slice_request, "self", "req_idx", "num_positions")
+            and takes(MsgpackDecoder._decode_ndarray, "self", "arr")
+            and takes(LogprobsProcessor._update_sample_logprobs, "self", "logprobs_lists")
+            and takes(Logprob, "logprob", "rank", "decoded_token")
         )
     except (ImportError, AttributeError):
         known = False
@@ -75,10 +73,6 @@ def add_fast_answers(serving: Any, router: Any) -> None:
     router.JSONResponse = _encoded(router.JSONResponse)
 
 
-def _takes(function: Callable[..., Any], *arguments: str) -> bool:
-    return tuple(inspect.signature(function).parameters) == arguments
-
-
 def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
     """In the engine process: the parts of all requests of a step, of one token each, are made at once."""
     whole: Any = None
@@ -99,7 +93,7 @@ def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
 def _columns(step: Any) -> list[Iterator[tuple[float, ...]]]:
     """Of each row of a step its token, log-probability and rank, which the version follows."""
     ids, values, ranks = step.logprob_token_ids[:, 0], step.logprobs[:, 0], step.sampled_token_ranks
-    version = served_version()
+    version = version_of_step()
     versions = () if version is None else (repeat(version),)
     columns = ((ids,), (values,), (ranks, *versions))
     return [zip(column.tolist(), *along, strict=False) for column, *along in columns]

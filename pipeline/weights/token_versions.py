@@ -1,81 +1,123 @@
 """Which weights sampled each token, for releases of vLLM that do not say.
 
-The engine's process notes the version that it serves; log-probabilities that go the cheaper way (`fast_logprobs`) take
-it along, a number for each token; an API process collects the numbers of a request, and its answer has them in the form
-of later releases. Promises that no token is said to be of newer weights than those that sampled it, and that an answer
-says nothing where it does not know the version of every token.
+In the engine's process a step is marked with the version that the model has when it is scheduled. When its outputs are
+processed, log-probabilities that go the cheaper way (`fast_logprobs`) take the mark along, a number for each token. An
+API process collects the numbers of a request, and its answer has them in the form of later releases. Promises that a
+token is said to be of the very weights that sampled it, and that an answer says nothing where it does not know the
+version of every token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
 """
 
+import inspect
+import logging
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
+log = logging.getLogger(__name__)
 _SAYS = "_attach_weight_version"
 """What the engine of a release has that says it by itself."""
+_MARK = "rollcall_version"
+_NEVER = -1
+"""The version of weights that no trainer sent: older than all that a client asks for."""
 
 
-class _Served:
-    """What the engine of this process serves."""
+class _Engine:
+    """What the engine of this process has; nothing where vLLM says versions by itself."""
 
-    taken: int | None = None
-    """In the model, though steps may be under way that had the weights before."""
-    version: int | None = None
+    weights: int | None = None
+    """The version in the model, while steps may be under way that were scheduled with the one before."""
+    processed: int | None = None
+    """The version of the step whose outputs are processed."""
 
 
-def served_version() -> int | None:
-    """The version to be told of a step whose tokens this engine process sends off; None if the release says it, or
-    before the first update."""
-    return _Served.version
+def version_of_step() -> int | None:
+    """The version of the step whose outputs this engine process takes apart; None where vLLM says it by itself."""
+    return _Engine.processed
 
 
 def note_versions() -> None:
-    """Have an engine in this vLLM process note its version; a second call changes nothing.
+    """Have an engine in this vLLM process mark its steps; a second call changes nothing.
 
-    An update counts from the call that finishes it. That comes after the answer to the one that changed the weights, so
-    what was sampled with the old ones has been sent off.
+    An update runs between two steps, on the engine's own stream: a step has the weights that the model had when it was
+    scheduled, also if its outputs are processed after the next update.
     """
-    from vllm.v1.engine.core import EngineCore
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import EngineCore
 
-    stock = EngineCore.collective_rpc
-    if hasattr(EngineCore, _SAYS) or stock.__module__ == __name__:
+        if hasattr(EngineCore, _SAYS) or EngineCore.collective_rpc.__module__ == __name__:
+            return
+        known = takes(EngineCore.collective_rpc, "self", "method", "timeout", "args", "kwargs") and takes(
+            Scheduler.update_from_output, "self", "scheduler_output", "model_runner_output"
+        )
+    except (ImportError, AttributeError):
+        known = False
+    if not known:
+        log.warning("this release of vLLM is not known to %s: nobody says which weights sampled a token", __name__)
         return
+    _Engine.weights = _NEVER
+    EngineCore.collective_rpc = _noting(EngineCore.collective_rpc)
+    Scheduler.schedule = _marking(Scheduler.schedule)
+    Scheduler.update_from_output = _processing(Scheduler.update_from_output)
 
+
+def takes(function: Callable[..., Any], *arguments: str) -> bool:
+    """Whether a function of vLLM has these parameters, and no others."""
+    return tuple(inspect.signature(function).parameters) == arguments
+
+
+def _noting(stock: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(
         self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = stock(self, method, timeout, args, kwargs)
         if method == "update_weights":
-            _Served.taken = int((kwargs or {})["update_info"]["version"])
-        elif method == "finish_weight_update":
-            _Served.version = _Served.taken
+            _Engine.weights = int((kwargs or {})["update_info"]["version"])
         return results
 
-    EngineCore.collective_rpc = collective_rpc
+    return collective_rpc
+
+
+def _marking(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = stock(self, *args, **kwargs)
+        setattr(step, _MARK, _Engine.weights)
+        return step
+
+    return schedule
+
+
+def _processing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        _Engine.processed = getattr(scheduler_output, _MARK)
+        return stock(self, scheduler_output, model_runner_output)
+
+    return update_from_output
 
 
 class Versioned(list[Any]):
-    """The log-probabilities of a request, one entry a token, and from where on which version sampled them."""
+    """The log-probabilities of a request, one entry a token, and the versions that were told."""
 
     def __init__(self, entries: list[Any]) -> None:
         super().__init__(entries)
-        self._spans: list[tuple[int, int, int]] = []
-
-    def note(self, version: int) -> None:
-        """The next entry is of this version."""
-        start = at = len(self)
-        if self._spans and self._spans[-1][::2] == (version, at):
-            _, start, _ = self._spans.pop()
-        self._spans.append((version, start, at + 1))
+        self.versions: list[int] = []
 
     def spans(self) -> list[dict[str, Any]] | None:
         """As later releases say it; None if a token's version is not known."""
-        if sum(end - start for _, start, end in self._spans) != len(self):
+        if len(self.versions) != len(self):
             return None
-        return [{"version": str(version), "start": start, "end": end} for version, start, end in self._spans]
+        spans, start = [], 0
+        for version, same in groupby(self.versions):
+            end = start + len([*same])
+            spans.append({"version": str(version), "start": start, "end": end})
+            start = end
+        return spans
 
 
 def noted(entries: list[Any], version: int) -> Versioned:
     """The log-probabilities of a request, whose next one is of this version."""
     versioned = entries if isinstance(entries, Versioned) else Versioned(entries)
-    versioned.note(version)
+    versioned.versions.append(version)
     return versioned
 
 

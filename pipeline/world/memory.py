@@ -19,6 +19,7 @@ from pipeline.config.values import memory_bytes
 from pipeline.errors import ConfigError
 
 GIB = 1 << 30
+_MIB = 1 << 20
 
 CONTEXT = 3 << 29
 """What CUDA, its libraries and nccl take of each GPU for a process, 1.5 GiB."""
@@ -156,9 +157,23 @@ def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
 
 def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
     """Bytes that a trainer process may allocate of a GPU of so many bytes that servers share: what they leave, less
-    what CUDA takes for the process itself."""
-    mine = (1 - config.inference.gpu_memory) * memory - _outside_vllm(config, sizes) - CONTEXT
-    return max(0, int(mine))
+    what CUDA takes for the process itself. `ConfigError` where it would not fit; for clients' adapters, of which
+    nothing is known, where nothing is left."""
+    placed = on_gpus_of(config, memory)
+    if not config.serve.enabled:
+        check_memory(placed, sizes)
+    left = int((1 - config.inference.gpu_memory) * memory) - _outside_vllm(config, sizes) - CONTEXT
+    if left <= 0:
+        raise _too_small(
+            placed, "a trainer beside its servers", trainer_need(config, sizes), "lower inference.gpu_memory"
+        )
+    return left
+
+
+def on_gpus_of(config: RunConfig, memory: int) -> RunConfig:
+    """The same run on GPUs of so many bytes, whatever it says of them."""
+    resources = config.resources.model_copy(update={"gpu_memory": f"{memory // _MIB}M"})
+    return config.model_copy(update={"resources": resources})
 
 
 def host_need(config: RunConfig, sizes: Sizes) -> Need:

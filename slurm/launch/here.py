@@ -16,11 +16,12 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, PlanError
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system.waiting import wait_for
+from pipeline.world.memory import on_gpus_of
 from pipeline.world.plan import Plan
 from slurm.batch.executors import VirtualNodes
 from slurm.node.agent import Agent
 from slurm.node.claims import missing_gpus
-from slurm.node.preflight import GIB, MIB, find_gpus
+from slurm.node.preflight import GIB, find_gpus
 from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.environment import gpus_of_user
@@ -49,9 +50,8 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
     known = [gpu.total for gpu in find_gpus(gpus_of_user()) if gpu.total]
     if not known:
         return
-    resources = config.resources.model_copy(update={"gpu_memory": f"{min(known) // MIB}M"})
     try:
-        check(config.model_copy(update={"resources": resources}))
+        check(on_gpus_of(config, min(known)))
     except ConfigError as error:
         raise ConfigError(
             error.key,

@@ -54,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def write(ran: dict[str, Any]) -> dict[str, Any]:
             """The result's file, as far as the run has come; what it says, less what is long."""
             rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
-            whole = with_efficiency(result | ran | rates(rows, began) | {"gpu_mib_left": memory_left()})
-            chosen.out.write_text(json.dumps(whole | {"rows": rows}, indent=1))
+            whole = with_efficiency(result | ran | rates(rows, began))
+            beside = chosen.out.with_suffix(".part")
+            beside.write_text(json.dumps(whole | {"rows": rows}, indent=1))
+            beside.replace(chosen.out)
             return {name: value for name, value in whole.items() if name != "pulse"}
 
         ran = run(root, chosen, stepped=write)  # whatever ends this process, what was measured is safe
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
         if chosen.logs:
             chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
-        said = write(ran)
+        said = write(ran | {"gpu_mib_left": memory_left()})
     print(json.dumps(said, indent=1))
     return int(said["exit"])
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from subprocess import PIPE
@@ -64,7 +64,10 @@ class Traffic:
 
             def lines(seconds: float) -> list[Any]:
                 reads = [pool.submit(cast(IO[str], child.stdout).readline) for child in children]
-                said = [json.loads(read.result(seconds) or '"a process that asks the server ended"') for read in reads]
+                _, late = wait(reads, seconds)
+                if late:
+                    raise RuntimeError(f"{len(late)} processes that ask the server said nothing for {seconds:.0f} s")
+                said = [json.loads(read.result() or '"a process that asks the server ended"') for read in reads]
                 if trouble := [part for part in said if isinstance(part, str)]:
                     raise RuntimeError(trouble[0])
                 return said

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.weights import fast_logprobs
 from pipeline.weights.fast_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
-from pipeline.weights.token_versions import _Served
+from pipeline.weights.token_versions import _Engine
 
 # Importing vLLM has torch say what of it is deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -48,22 +48,31 @@ def a_step(width: int, counts: list[int] | None, seed: int = 0) -> Any:
     return LogprobsLists(ids, values, random.integers(0, 99, rows, dtype=np.int64), ends)
 
 
-def processed(steps: list[Any], counts: list[int], tokenizer: Any, flat: bool, hop: bool) -> list[str]:
-    """What the requests of these steps end with, as text, since not a number equals nothing."""
-    from vllm.logprobs import FlatLogprobs
+def delivered(step: Any, counts: list[int], hop: bool) -> list[Any]:
+    """Each request's part of a step, as it comes from the engine."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    requests = [LogprobsProcessor(tokenizer, FlatLogprobs() if flat else [], None, 0.0, 0, None) for _ in counts]
+    parts = [step.slice_request(index, count) for index, count in enumerate(counts)]
+    if not hop:
+        return parts
+    outputs = [EngineCoreOutput(request_id="r", new_token_ids=[1], new_logprobs=part) for part in parts]
+    encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+    return [output.new_logprobs for output in MsgpackDecoder(EngineCoreOutputs).decode(encoded).outputs]
+
+
+def a_request(tokenizer: Any = None, flat: bool = False) -> Any:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    return LogprobsProcessor(tokenizer, FlatLogprobs() if flat else [], None, 0.0, 0, None)
+
+
+def processed(steps: list[Any], counts: list[int], tokenizer: Any, flat: bool, hop: bool) -> list[str]:
+    """What the requests of these steps end with, as text, since not a number equals nothing."""
+    requests = [a_request(tokenizer, flat) for _ in counts]
     for step in steps:
-        parts = [step.slice_request(index, count) for index, count in enumerate(counts)]
-        if hop:
-            outputs = [EngineCoreOutput(request_id="r", new_token_ids=[1], new_logprobs=part) for part in parts]
-            encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
-            decoded = MsgpackDecoder(EngineCoreOutputs).decode(encoded)
-            parts = [output.new_logprobs for output in decoded.outputs]
-        for request, part in zip(requests, parts, strict=True):
+        for request, part in zip(requests, delivered(step, counts, hop), strict=True):
             request._update_sample_logprobs(part)
     return [repr((request.logprobs, request.cumulative_logprob)) for request in requests]
 
@@ -98,7 +107,7 @@ def test_requests_end_with_what_vllms_own_way_gives(
     hop: bool,
 ) -> None:
     """Also where a request that asks for more joins for a step: its neighbours' steps then are of both forms."""
-    monkeypatch.setattr(_Served, "version", version)
+    monkeypatch.setattr(_Engine, "processed", version)
     steps = [a_step(width, counts, seed) for seed, width in enumerate((1, 1, 4, 1))]
     asked = (steps, counts or [1] * 4, tokenizer, flat, hop)
     stock = processed(*asked)
@@ -107,6 +116,22 @@ def test_requests_end_with_what_vllms_own_way_gives(
     assert type(steps[0].slice_request(0, 1).logprobs) is (tuple if counts is None else np.ndarray)
     assert type(steps[2].slice_request(0, 1).logprobs) is np.ndarray
     assert processed(*asked) == stock
+
+
+@pytest.mark.parametrize("hop", [True, False], ids=["encoded", "in-process"])
+@pytest.mark.parametrize("widths", [(1, 1, 1), (1, 4, 1)], ids=["all cheap", "one dear"])
+def test_tokens_take_along_the_version_of_their_step(
+    seams: None, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], hop: bool
+) -> None:
+    """Of a step in which a neighbour asks for more it is not known, so nothing is said."""
+    add_fast_logprobs({})
+    request = a_request()
+    for width, version in zip(widths, (7, 7, 8), strict=True):
+        monkeypatch.setattr(_Engine, "processed", version)
+        request._update_sample_logprobs(delivered(a_step(width, None), [1] * 4, hop)[0])
+    spans = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}]
+    assert len(request.logprobs) == 3
+    assert request.logprobs.spans() == (spans if widths == (1, 1, 1) else None)
 
 
 def test_a_slice_that_arrived_can_be_cut_again(seams: None) -> None:

@@ -387,10 +387,10 @@ def lead_or_serve(
 
 def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispatch], None]) -> None:
     """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
-    share, it keeps to what they leave."""
+    share, each process keeps to what they leave: `ConfigError` if that is too little."""
     training, resources = config.training, config.resources
     budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
-    shared = resources.share_gpus and config.has_rollouts
+    shared = resources.share_gpus and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
     lead_or_serve(
         algorithm, budget, device=resources.device, colocated=training.offload, secret=secret, allowance=allowance

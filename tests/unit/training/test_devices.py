@@ -1,12 +1,19 @@
 """Which CUDA device a process of the trainer takes; no device is needed for it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.training.dispatch.dispatch import lead_or_serve_as
 from pipeline.training.dispatch.ranks import Deadlines, joined_world
+from pipeline.training.workers.sizes import sizes_of
+from pipeline.world.memory import GIB, trainer_allowance
+from tests.fakes.configs import make_config
+
+TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +41,19 @@ def test_a_process_without_a_device_says_so_and_what_to_do(monkeypatch: pytest.M
         pass
 
 
-def test_a_process_on_a_shared_device_keeps_to_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "its own"])
+def test_a_trainer_keeps_to_what_servers_on_its_gpu_leave(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
     limits: list[tuple[float, int]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
-    for allowance in (None, lambda total: total - 60):
-        with pytest.raises(ValueError, match="RANK expected"), joined_world("cuda", Deadlines(), allowance=allowance):
-            pass
-    assert limits == [(0.25, 1)]
+    config = make_config(
+        model={"path": str(TINY), "init": "random", "dtype": "bfloat16"},
+        resources={"device": "cuda", "trainer": {"gpus": 1}, "inference": {"gpus": 1}, "share_gpus": share},
+        inference={"gpu_memory": 0.25},
+    )
+    with pytest.raises(ValueError, match="RANK expected"):
+        lead_or_serve_as(config, "secret", lambda dispatch: None)
+    allowed = trainer_allowance(config, sizes_of(config.model), 80 * GIB)
+    assert limits == ([(allowed / (80 * GIB), 1)] if share else [])

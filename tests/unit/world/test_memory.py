@@ -216,7 +216,18 @@ def test_a_trainer_on_a_shared_gpu_may_have_what_it_needs_and_leaves_the_servers
     assert need.total - need.parts["CUDA"] <= allowed <= 1.02 * need.total
     beside = server_need(config, B8).parts["weights that arrive"]
     assert allowed + config.inference.gpu_memory * memory + servers * beside < memory
-    assert trainer_allowance(config, B8, GIB) == 0
+    for too_small in (GIB, 100 * GIB):
+        with pytest.raises(ConfigError, match="gpu_memory"):
+            trainer_allowance(config, B8, too_small)
+
+
+def test_a_trainer_for_clients_gets_what_servers_leave_if_that_is_anything() -> None:
+    """What they will ask for is not known."""
+    config = shared(config_of(processes=8))
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"enabled": True})})
+    assert 0 < trainer_allowance(config, B8, 100 * GIB) < (1 - config.inference.gpu_memory) * 100 * GIB
+    with pytest.raises(ConfigError, match=r"resources\.gpu_memory='1024M'.* lower inference\.gpu_memory"):
+        trainer_allowance(config, B8, GIB)
 
 
 def test_each_of_the_servers_of_one_gpu_takes_its_part() -> None:
