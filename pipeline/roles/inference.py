@@ -18,7 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.system.network import bound_to
+from pipeline.system.network import KEPT_SECONDS, bound_to
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import ENGINES, MODEL
 from pipeline.weights.shared_gpu import SHARED
@@ -79,6 +79,7 @@ def server_environment(config: RunConfig, place: Placement, password: str) -> di
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HOST_IP": place.address,
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEPT_SECONDS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         SWITCH: str(int(config.inference.fast_logprobs and not config.serve.enabled)),

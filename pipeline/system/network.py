@@ -11,6 +11,9 @@ from pathlib import Path
 
 import psutil
 
+KEPT_SECONDS = 60
+"""For which a client keeps an HTTP connection that it does not use. A server has to keep it for longer: one that closes
+it when a request is on its way loses that."""
 _SYSTEM = Path("/sys/class/net")
 
 

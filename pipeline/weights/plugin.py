@@ -8,8 +8,11 @@ process of vLLM hears the scheduler's signals.
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 from multiprocessing import util
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from types import SimpleNamespace
 
 from pipeline.system.process import die_with_parent, start_resource_tracker
@@ -22,6 +25,8 @@ _PLACES = {
     "rollcall_nccl": ("pipeline.weights.nccl_engine", "NcclEngine"),
 }
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_ENGINE = "EngineCore"
+"""How vLLM's names for an engine's process begin."""
 _of_server: list[object] = []
 """What a forked process holds of its server's, and leaves alone."""
 CHILD_SECONDS = 4.0
@@ -111,8 +116,43 @@ def _leave_parent(_: object) -> None:
     from prometheus_client import values
     from vllm.v1.metrics import prometheus
 
+    if multiprocessing.current_process().name.startswith(_ENGINE):
+        _let_go_of_port()
     # The server's to remove; kept, since it goes with its last reference.
     _of_server.append(prometheus._prometheus_multiproc_dir)
     prometheus._prometheus_multiproc_dir = None
     # Chosen at its import, when vLLM had not said yet that there are several processes.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+
+
+def _let_go_of_port() -> None:
+    """Close the server's socket, of which an engine has no use.
+
+    With it an engine holds the port beyond its server's end. And a server that ends looks for who else has its port,
+    and fails if that is just ending too.
+    """
+    with Path(os.devnull).open() as nothing:
+        for each in list(Path("/proc/self/fd").iterdir()):
+            if _waits_for_clients(int(each.name)):
+                os.dup2(nothing.fileno(), int(each.name))  # the number stays taken: whoever has it may close it
+
+
+def _waits_for_clients(descriptor: int) -> bool:
+    """Whether it is a socket with a port and no other end: vLLM listens only once its engine is there."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as same:
+            if same.family not in (socket.AF_INET, socket.AF_INET6) or same.type != socket.SOCK_STREAM:
+                return False
+            return bool(same.getsockname()[1]) and not _is_connected(same)
+    except OSError:  # the one by which the folder was read
+        return False
+
+
+def _is_connected(one: socket.socket) -> bool:
+    try:
+        one.getpeername()
+    except OSError:
+        return False
+    return True

@@ -44,6 +44,13 @@ def tell(to: Connection) -> None:
     )
 
 
+def listens(to: Connection, port: int) -> None:
+    """Whether the process does, at that port, once it is told to look."""
+    assert to.poll(WAIT_SECONDS)
+    sockets = psutil.Process().net_connections("inet")
+    to.send(any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets))
+
+
 @pytest.fixture
 def utils(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """Where vLLM takes the ways to start its engine and its API processes from; put back afterwards."""
@@ -60,6 +67,24 @@ def utils(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Any
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", shared.name)
     yield engines, apis
     shared.cleanup()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("EngineCore", False), ("EngineCore_DP1", False), ("ApiServer_0", True)])
+def test_an_engine_does_not_hold_the_port_of_its_server(utils: tuple[Any, Any], name: str, wanted: bool) -> None:
+    engines, _ = utils
+    plugin.fork_processes()
+    ours, theirs = multiprocessing.Pipe()
+    with socket.socket() as server, ours, theirs:
+        server.bind(("127.0.0.1", 0))
+        target = (theirs, server.getsockname()[1])
+        process = engines.get_mp_context().Process(target=listens, args=target, name=name)
+        process.start()
+        server.listen()  # as vLLM does, once its engine is there
+        ours.send("look")
+        assert ours.poll(WAIT_SECONDS)
+        assert ours.recv() is wanted
+        process.join(WAIT_SECONDS)
+        assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("kind", ["engine", "api"])

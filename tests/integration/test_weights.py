@@ -21,7 +21,7 @@ from pipeline.errors import WeightSyncError
 from pipeline.roles.inference import is_healthy
 from pipeline.rollouts.client import InferenceClient
 from pipeline.rollouts.server import ROUTE, Completion, _Choice
-from pipeline.system.process import hold_port
+from pipeline.system.process import hold_port, tail
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import ServerControl
 from pipeline.weights.sender import WeightSender
@@ -408,5 +408,5 @@ def test_servers_end_well_when_asked(servers: list[Served]) -> None:
     for server in servers:
         leader = psutil.Process(server.child.pid)
         processes = {leader, *leader.children(recursive=True)}
-        assert server.child.stop(STOP_SECONDS) == 0
+        assert server.child.stop(STOP_SECONDS) == 0, "\n".join(tail(server.child.log))
         wait_for("its processes to be gone", lambda each=processes: not any(map(runs, each)), WAIT_SECONDS)

@@ -11,6 +11,7 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.roles import inference
+from pipeline.system.network import KEPT_SECONDS
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.plugin import MODEL
 from pipeline.weights.shared_gpu import SHARED
@@ -86,6 +87,11 @@ def test_only_a_server_of_adapters_gets_a_folder_for_them(tmp_path: Path) -> Non
     assert str(tmp_path / "some" / "inference.0") in given.values()
     assert [folder.name for folder in tmp_path.iterdir()] == ["some"]
     assert (tmp_path / "some" / "inference.0").is_dir()
+
+
+def test_a_server_keeps_a_connection_for_longer_than_its_clients() -> None:
+    environment = inference.server_environment(config(), place(), SECRET)
+    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > KEPT_SECONDS
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
