@@ -178,6 +178,11 @@ class TrainingConfig(Section):
         description="Pack samples without padding, attention kept inside each; a model whose other layers would carry "
         "a state from one into the next is padded in any case, with a warning.",
     )
+    share_prompts: bool | None = Field(
+        None,
+        description="Compute what the samples of a prompt begin with once for all of them that share a micro-batch, "
+        "where samples are packed. Unset: on CPUs, where layers are not compiled.",
+    )
     zero_advantage: Literal["keep", "drop"] = Field(
         "keep", description="What becomes of groups whose samples all score alike."
     )
@@ -284,6 +289,12 @@ class RunConfig(Section):
     def has_reference(self) -> bool:
         """Whether RL has a reference model: what a KL divergence is from where there is no teacher."""
         return self.loss.kl > 0 and not self.teacher.url
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether samples share what they begin with, where they are packed."""
+        asked = self.training.share_prompts
+        return self.resources.device == "cpu" and not self.training.compile if asked is None else asked
 
     @property
     def has_servers(self) -> bool:

@@ -1,10 +1,11 @@
 """How the rows of a batch are cut into micro-batches and laid out in memory.
 
-Owns two pure decisions: `split_rows`, which rank trains which rows in which micro-batch, and the `Layout` of one
-micro-batch (padded to a rectangle, or packed end to end). Promises that every row lands in exactly one micro-batch,
-that all ranks get the same number of micro-batches (short ranks get empty ones, because every micro-batch is a
-collective operation), that no micro-batch exceeds the budget, and that equal input gives equal output everywhere. Must
-not know torch, models or losses.
+Owns three pure decisions: `kin_of`, which rows begin alike, so that their common tokens need to be computed only once;
+`split_rows`, which rank trains which rows in which micro-batch; and the `Layout` of one micro-batch (padded to a
+rectangle, packed end to end, or packed with what rows share laid once). Promises that every row lands in exactly one
+micro-batch, that all ranks get the same number of micro-batches (short ranks get empty ones, because every micro-batch
+is a collective operation), that no micro-batch exceeds the budget, and that equal input gives equal output everywhere.
+Must not know torch, models or losses.
 
 Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle that a model reads.
 """
@@ -12,7 +13,7 @@ Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle t
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +22,47 @@ from pipeline.errors import TrainingError
 
 V = TypeVar("V")
 Bins = list[list[int]]
+Packing = Literal["padded", "packed", "shared"]
+"""How the rows of a micro-batch lie: one a line; end to end; or end to end with what they share only once."""
+
+WORTH = 1 / 20
+"""Rows are kin if at least this part of their tokens need not be computed when they share."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one micro-batch may hold: at most `tokens` (padding included) and, if set, at most `rows` rows."""
+    """What one micro-batch may hold: at most `tokens` and, if set, at most `rows` rows.
+
+    Padding counts. What rows share counts for each of them, since attention reads every row whole.
+    """
 
     tokens: int
     rows: int | None = None
     packed: bool = True
+    shared: bool = True
+
+    @property
+    def packing(self) -> Packing:
+        if not self.packed:
+            return "padded"
+        return "shared" if self.shared else "packed"
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Rows whose first `shared` tokens are the same; a row alone shares none."""
+
+    rows: tuple[int, ...]
+    shared: int = 0
+
+    @property
+    def spared(self) -> int:
+        """Tokens that are not computed if these rows lie in one micro-batch."""
+        return (len(self.rows) - 1) * self.shared
+
+    def size(self, lengths: Sequence[int]) -> int:
+        """Tokens that are computed then."""
+        return sum(lengths[row] for row in self.rows) - self.spared
 
 
 @dataclass(frozen=True)
@@ -38,51 +71,87 @@ class Layout:
 
     Attributes:
         shape: (B, T); B is 1 when the rows are packed.
-        starts: int64[R], index of each row's first token in the flattened rectangle.
         lengths: int64[R], tokens of each row.
-        positions: int64[B × T], position of each token in its own row: restarts at 0 with every row.
-        packed: whether rows share a line, so that attention must be kept inside each.
+        where: int64[Σ lengths], index in the flattened rectangle of each token of each row, row after row; a token that
+            several rows share has one index.
+        positions: int64[B × T], position of each token in its own row.
+        packing: how the rows lie; `shared` only if some of them share tokens.
     """
 
     shape: tuple[int, int]
-    starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    where: NDArray[np.int64]
     positions: NDArray[np.int64]
-    packed: bool
+    packing: Packing
 
-    @property
-    def rows(self) -> int:
-        return len(self.lengths)
+
+def kin_of(prompts: Sequence[int], rows: Sequence[NDArray[np.int32]]) -> list[Kin]:
+    """Rows of the same prompt that begin alike, each row once, in order of their first; see `WORTH`."""
+    by_prompt: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(index)
+    found: list[Kin] = []
+    for indices in by_prompt.values():
+        kin = Kin(tuple(indices), _common([rows[index] for index in indices]) if len(indices) > 1 else 0)
+        tokens = sum(len(rows[index]) for index in indices)
+        found += [kin] if kin.spared >= WORTH * tokens else [Kin((index,)) for index in indices]
+    return found
+
+
+def lay(lengths: Sequence[int], packing: Packing, kin: Sequence[Kin] = ()) -> Layout:
+    """Rows as `packing` says; `shared` with those that are kin."""
+    if packing == "padded":
+        return pad(lengths)
+    if packing == "shared" and any(each.shared for each in kin):
+        return share(lengths, kin)
+    return pack(lengths)
 
 
 def pack(lengths: Sequence[int]) -> Layout:
     """Rows laid end to end on one line, without padding: shape (1, Σ lengths)."""
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return Layout((1, len(positions)), starts, np.array(lengths, np.int64), positions, packed=True)
+    where = np.arange(len(positions), dtype=np.int64)
+    return Layout((1, len(positions)), np.array(lengths, np.int64), where, positions, "packed")
 
 
 def pad(lengths: Sequence[int]) -> Layout:
     """One row a line, padded on the right to the longest: shape (R, max(lengths))."""
     rows, longest = len(lengths), max(lengths)
     positions = np.tile(np.arange(longest, dtype=np.int64), rows)
-    starts = np.arange(rows, dtype=np.int64) * longest
-    return Layout((rows, longest), starts, np.array(lengths, np.int64), positions, packed=False)
+    where = np.concatenate([row * longest + np.arange(length, dtype=np.int64) for row, length in enumerate(lengths)])
+    return Layout((rows, longest), np.array(lengths, np.int64), where, positions, "padded")
 
 
-def split_rows(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
+def share(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
+    """Rows laid end to end on one line, kin next to each other: first what they share, then the rest of each."""
+    where: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(lengths)
+    positions: list[NDArray[np.int64]] = []
+    used = 0
+    for each in kin:
+        first = used + np.arange(each.shared, dtype=np.int64)
+        positions.append(np.arange(each.shared, dtype=np.int64))
+        used += each.shared
+        for row in each.rows:
+            own = np.arange(each.shared, lengths[row], dtype=np.int64)
+            where[row] = np.concatenate([first, used - each.shared + own])
+            positions.append(own)
+            used += len(own)
+    return Layout((1, used), np.array(lengths, np.int64), np.concatenate(where), np.concatenate(positions), "shared")
+
+
+def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[Kin] = ()) -> list[Bins]:
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
-    Ranks are balanced by tokens, and so are the micro-batches of a rank when packed. All ranks get the same number of
+    Ranks are balanced by tokens that are computed, and so are the micro-batches of a rank when packed. `kin`, if given,
+    have every row once, and stay together as far as budget and balance allow it. All ranks get the same number of
     micro-batches, as few as the budget allows with this balance; some may be empty. Raises `TrainingError` for a row
     that no micro-batch can hold.
     """
     _check(lengths, budget)
-    cut = _cut_packed if budget.packed else _cut_padded
-    shares = _balance(range(len(lengths)), lengths, ranks)
+    dealt = _deal(kin or [Kin((index,)) for index in range(len(lengths))], lengths, ranks, budget)
     count = 1
     while True:
-        bins = [cut(share, lengths, budget, count) for share in shares]
+        bins = [_cut(share, lengths, budget, count) for share in dealt]
         most = max(len(each) for each in bins)
         if most == count:
             return bins
@@ -117,23 +186,74 @@ def _check(lengths: Sequence[int], budget: Budget) -> None:
             )
 
 
-def _balance(indices: Sequence[int], lengths: Sequence[int], bins: int) -> Bins:
-    """Longest first, each to the bin with the fewest tokens (then rows, then lowest number); rows ascend in a bin."""
+def _common(rows: Sequence[NDArray[np.int32]]) -> int:
+    """How many tokens all rows begin with."""
+    first = rows[0]
+    for row in rows[1:]:
+        length = min(len(first), len(row))
+        different = np.flatnonzero(first[:length] != row[:length])
+        first = first[: different[0] if len(different) else length]
+    return len(first)
+
+
+def _deal(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget) -> list[list[Kin]]:
+    """What each rank gets: kin whole, or in as many parts as leave least to the fullest rank."""
+    dealt: list[list[Kin]] = []
+    fullest, parts, most = -1, 1, max((len(each.rows) for each in kin), default=1)
+    while parts < 2 * most:
+        units = [part for each in kin for part in _parts(each, parts, lengths, budget)]
+        found = _balance(units, lengths, ranks)
+        load = max(sum(unit.size(lengths) for unit in share) for share in found)
+        if fullest < 0 or load < fullest:
+            dealt, fullest = found, load
+        parts *= 2
+    return dealt
+
+
+def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> list[Kin]:
+    """Kin in at least `count` parts, as far as there are rows, each of which a micro-batch holds."""
+    most = -(-len(kin.rows) // count)
+    parts: Bins = [[]]
+    used = 0
+    for row in kin.rows:
+        if parts[-1] and (len(parts[-1]) == most or not _holds(budget, len(parts[-1]) + 1, used + lengths[row])):
+            parts.append([])
+            used = 0
+        parts[-1].append(row)
+        used += lengths[row]
+    return [Kin(tuple(part), kin.shared if len(part) > 1 else 0) for part in parts]
+
+
+def _balance(units: Sequence[Kin], lengths: Sequence[int], bins: int) -> list[list[Kin]]:
+    """Largest first, each to the bin with the fewest tokens to compute (then rows, then lowest number)."""
     loads = [(0, 0, number) for number in range(bins)]
-    filled: Bins = [[] for _ in range(bins)]
-    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
+    filled: list[list[Kin]] = [[] for _ in range(bins)]
+    sizes = {unit.rows[0]: unit.size(lengths) for unit in units}
+    for unit in sorted(units, key=lambda unit: (-sizes[unit.rows[0]], unit.rows[0])):
         tokens, rows, number = loads[0]
-        filled[number].append(index)
-        heapq.heapreplace(loads, (tokens + lengths[index], rows + 1, number))
-    return [sorted(one) for one in filled]
+        filled[number].append(unit)
+        heapq.heapreplace(loads, (tokens + sizes[unit.rows[0]], rows + len(unit.rows), number))
+    return filled
 
 
-def _cut_packed(share: list[int], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
+def _cut(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
+    """The micro-batches of a rank, rows ascending in each: at least `least`, the last ones perhaps empty."""
+    if budget.packed:
+        return [_rows(units) for units in _cut_packed(share, lengths, budget, least)]
+    return _cut_padded(_rows(share), lengths, budget, least)
+
+
+def _rows(units: Sequence[Kin]) -> list[int]:
+    return sorted(row for unit in units for row in unit.rows)
+
+
+def _cut_packed(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[list[Kin]]:
     """At least `least` balanced bins, each within the budget."""
-    count = max(least, -(-sum(lengths[i] for i in share) // budget.tokens))
+    count = max(least, -(-sum(lengths[row] for row in _rows(share)) // budget.tokens))
     while True:
         bins = _balance(share, lengths, count)
-        too_full = sum(not _holds(budget, len(one), sum(lengths[i] for i in one)) for one in bins)
+        held = [[lengths[row] for row in _rows(units)] for units in bins]
+        too_full = sum(not _holds(budget, len(each), sum(each)) for each in held)
         if not too_full:
             return bins
         count += -(-too_full // 2)

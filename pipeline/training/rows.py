@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
+from pipeline.training.packing import Kin, kin_of
 
 Normalise = Literal["token", "sequence", "prompt", "fixed"]
 Column = Literal["advantages", "behaviour", "proximal", "reference", "values", "returns"]
@@ -149,6 +150,11 @@ class Batch:
     @property
     def lengths(self) -> list[int]:
         return [len(row) for row in self.rows]
+
+    @property
+    def kin(self) -> list[Kin]:
+        """Which rows begin alike."""
+        return kin_of([row.prompt for row in self.rows], [row.tokens for row in self.rows])
 
     @property
     def counted(self) -> int:

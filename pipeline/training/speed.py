@@ -49,7 +49,7 @@ class Machine:
 
 
 def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dict[str, float]:
-    """What only the whole step tells, from its `tokens/batch` and `seconds/data`; see docs/metrics.md.
+    """What only the whole step tells, from its `tokens/batch`, `tokens/shared` and `seconds/data`; see docs/metrics.md.
 
     `mfu`, model FLOPs utilisation (Chowdhery et al. 2022), is the share of the devices' peak that forward and backward
     passes of the policy take: recomputed activations, other models and attention between tokens are not counted.
@@ -59,7 +59,9 @@ def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dic
         found["tokens_per_second"] = metrics["tokens/batch"] / seconds
         found["tokens_per_second_per_process"] = found["tokens_per_second"] / machine.processes
         if machine.peak:
-            found["mfu"] = found["tokens_per_second_per_process"] * machine.flops_per_token / machine.peak
+            computed = 1 - metrics.get("tokens/shared", 0.0) / metrics["tokens/batch"]
+            tokens = found["tokens_per_second_per_process"] * computed
+            found["mfu"] = tokens * machine.flops_per_token / machine.peak
     if "seconds/data" in metrics:
         found["idle/trainer"] = metrics["seconds/data"] / seconds
     return found

@@ -91,7 +91,8 @@ class PolicyUpdate:
             return {"optimizer_steps": 0.0, "skipped": 0.0}
         with self._on_ranks(mini_batches) as staged:
             self._complete(staged, rows, mini_batches)
-            return self._optimise(staged, mini_batches, step)
+            spared = {"tokens/shared": float(sum(cut.spared for cut in staged.batches))}
+            return self._optimise(staged, mini_batches, step) | spared
 
     def _cut(self, rows: Sequence[Row], step: int) -> list[MiniBatch]:
         """The mini-batches that have counted tokens. Weights are decided over each whole one."""

@@ -64,8 +64,8 @@ def plain_step(model: ModelConfig, share: list[Batch], ranks: int) -> Step:
 
     def step() -> None:
         for batch in share:
-            micro = collate(batch, True, torch.device("cpu"))
-            where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N
+            micro = collate(batch, "packed", torch.device("cpu"))
+            where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N, micro.targets_N
             logprobs_N, _ = policy(*where, batch.temperature, False)
             loss, _ = total(micro.loss_tokens(logprobs_N, None), LOSS, "none")
             loss.backward()  # type: ignore[no-untyped-call]

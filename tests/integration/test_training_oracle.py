@@ -82,6 +82,8 @@ def check(result: Result, models: Path, case: Case, ranks: int) -> None:
     assert (result.seen["graphs"] > 0) == case.compile
     if not case.compile:
         assert (result.seen.get("recomputed", 0) > 0) == case.checkpointing
+        if ranks < 4:
+            assert (result.seen.get("shared", 0) > 0) == (case.budget.packing == "shared" and case.rows != 1)
 
 
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WORLDS for case in cases(ranks)], ids=str)

@@ -198,7 +198,7 @@ class Dispatch:
             return {name: self._forward(name, cut) for name in names}
         given = {name: cut.data(self._sizes[name], self._site.ranks) for name in names}
         arguments = [
-            ({name: given[name][rank] for name in names}, self._budget.packed) for rank in range(self._site.ranks)
+            ({name: given[name][rank] for name in names}, self._budget.packing) for rank in range(self._site.ranks)
         ]
         needs: Needs = dict.fromkeys(names, "forward")
         outcomes = self._control.run("forward_each", operations.forward_each, arguments, needs)
@@ -215,7 +215,7 @@ class Dispatch:
         cut = self._cut((name,), data)
         if isinstance(loss, LossConfig):
             refuse_unsampled(cut.batch.rows)
-        settings = (self._budget.packed, loss, loss_weight, level)
+        settings = (self._budget.packing, loss, loss_weight, level)
         arguments = [(name, given, *settings) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run(
             "forward_backward", operations.forward_backward, arguments, {name: "forward_backward"}
@@ -309,7 +309,7 @@ class Dispatch:
         self._control.close()
 
     def _forward(self, name: str, cut: CutBatch) -> Answers:
-        arguments = [(name, given, self._budget.packed) for given in cut.data(self._sizes[name], self._site.ranks)]
+        arguments = [(name, given, self._budget.packing) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run("forward", operations.forward, arguments, {name: "forward"})
         return cut.in_order(self._of_places(name, outcomes))
 
@@ -389,7 +389,8 @@ def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispat
     """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
     share, each process keeps to what they leave: `ConfigError` if that is too little."""
     training, resources = config.training, config.resources
-    budget = Budget(training.micro_batch_tokens, training.micro_batch_rows or None, training.packing)
+    most = training.micro_batch_tokens, training.micro_batch_rows or None
+    budget = Budget(*most, packed=training.packing, shared=config.shares_prompts)
     shared = resources.share_gpus and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
     lead_or_serve(

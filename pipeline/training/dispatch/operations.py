@@ -22,6 +22,7 @@ from pipeline.system import heartbeat
 from pipeline.training.dispatch.ranks import Operation, Site
 from pipeline.training.dispatch.residency import Move
 from pipeline.training.dispatch.staging import Data, micro_batches
+from pipeline.training.packing import Packing
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.offload import Memory, empty_cache
 from pipeline.training.workers.worker import ModelInfo, ModelWorker
@@ -55,11 +56,11 @@ def remove_model(site: Site, name: str) -> None:
         empty_cache(torch.device(site.device))
 
 
-def forward(site: Site, name: str, data: Data, packed: bool) -> list[NDArray[np.float32]]:
-    return site.worker(name).forward(micro_batches(site, data), packed)
+def forward(site: Site, name: str, data: Data, how: Packing) -> list[NDArray[np.float32]]:
+    return site.worker(name).forward(micro_batches(site, data), how)
 
 
-def forward_each(site: Site, data: Mapping[str, Data], packed: bool) -> dict[str, list[NDArray[np.float32]]]:
+def forward_each(site: Site, data: Mapping[str, Data], how: Packing) -> dict[str, list[NDArray[np.float32]]]:
     """`forward` of several models, on the CPU at once; all of them end, then the first failure is raised.
 
     On CUDA in turn: collectives of several nccl groups that ranks begin in different orders can block each other, and
@@ -67,16 +68,16 @@ def forward_each(site: Site, data: Mapping[str, Data], packed: bool) -> dict[str
     same, are not made for several threads.
     """
     if site.device == "cuda" or any(site.worker(name).compiled for name in data):
-        return {name: forward(site, name, given, packed) for name, given in data.items()}
+        return {name: forward(site, name, given, how) for name, given in data.items()}
     with ThreadPoolExecutor(len(data), thread_name_prefix="forward") as threads:
-        running = {name: threads.submit(forward, site, name, given, packed) for name, given in data.items()}
+        running = {name: threads.submit(forward, site, name, given, how) for name, given in data.items()}
     return {name: answers.result() for name, answers in running.items()}
 
 
 def forward_backward(
-    site: Site, name: str, data: Data, packed: bool, loss: Objective, loss_weight: float, level: Level
+    site: Site, name: str, data: Data, how: Packing, loss: Objective, loss_weight: float, level: Level
 ) -> dict[str, float]:
-    return site.worker(name).forward_backward(micro_batches(site, data), packed, loss, loss_weight, level)
+    return site.worker(name).forward_backward(micro_batches(site, data), how, loss, loss_weight, level)
 
 
 def copy_parameters(site: Site, source: str, target: str) -> None:

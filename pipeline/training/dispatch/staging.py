@@ -61,12 +61,14 @@ class CutBatch:
         batch: the rows, on the controller.
         shares: row indices of every micro-batch of every share.
         sizes: the data-parallel sizes that they are cut for.
+        spared: tokens that no model computes, since rows of a micro-batch share them.
         number, index: of the staging that it belongs to, and its place in that; −1: it travels with its operation.
     """
 
     batch: Batch
     shares: list[Bins]
     sizes: frozenset[int]
+    spared: int = 0
     number: int = -1
     index: int = 0
 
@@ -74,7 +76,12 @@ class CutBatch:
     def cut(cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0) -> "CutBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
-        return cls(batch, packing.split_rows(batch.lengths, lcm(*chosen), budget), chosen, number, index)
+        if budget.packing != "shared":
+            shares = packing.split_rows(batch.lengths, lcm(*chosen), budget)
+            return cls(batch, shares, chosen, 0, number, index)
+        shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.kin)
+        spared = sum(kin.spared for share in shares for bins in share for kin in batch.take(bins).kin)
+        return cls(batch, shares, chosen, spared, number, index)
 
     @property
     def highest(self) -> int:

@@ -2,10 +2,12 @@
 
 Owns the one attention function that the policy uses, padded or packed, and its registration with transformers under the
 name `ATTENTION`. Promises that a token attends to itself and to the earlier tokens of its own row, to nothing else,
-exactly. Packed rows go through a kernel that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else,
-with the same result, through a rectangle of one row a line. Must not know losses, ranks or micro-batches.
+exactly, also where rows share their first tokens, which then lie in the line only once. Packed rows go through a kernel
+that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else, with the same result, through a rectangle of
+one row a line. Must not know losses, ranks or micro-batches.
 
-Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens, H heads of D numbers.
+Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens and R in all, H heads of D
+numbers.
 """
 
 import inspect
@@ -13,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,19 +38,25 @@ class Segments:
 
     Attributes:
         line_SL: int64, index in the line of each token of the rectangle; padding points at the row's last token.
-        rectangle_P: int64, index in the flattened rectangle of each token of the line.
-        bounds: int32[S + 1], index in the line of each row's first token, and at last P.
+        rectangle_P: int64, index in the flattened rectangle of each token of the line; of one that rows share, in one
+            of them.
+        bounds: int32[S + 1], index of each row's first token in the rows laid end to end, and at last R.
         longest: L.
+        line_R: int64, index in the line of each token of the rows laid end to end; None if the line is just that.
+        rows_P: int64, index in the rows laid end to end of each token of the line; None with `line_R`.
     """
 
     line_SL: Tensor
     rectangle_P: Tensor
     bounds: Tensor
     longest: int
+    line_R: Tensor | None = None
+    rows_P: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        """The tables of rows with these lengths, laid end to end.
+    def of(cls, lengths: Sequence[int], device: torch.device, where: NDArray[np.int64] | None = None) -> "Segments":
+        """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
+        which place of the line each of their tokens has.
 
         The host makes what is as long as the line; the rectangle, which one long row among many short ones makes far
         larger, is filled in on the device, where 16 bits never read it.
@@ -58,12 +68,18 @@ class Segments:
         before_S = torch.arange(len(lengths)) * longest - starts_S
         rectangle_P = torch.arange(int(ends_S[-1])) + before_S.repeat_interleave(lengths_S)
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends_S]).to(torch.int32)
+        line_R = rows_P = None
+        if where is not None:
+            found = np.empty(where.max() + 1, np.int64)
+            found[where] = np.arange(len(where))
+            rectangle_P = rectangle_P[torch.from_numpy(found)]
+            line_R, rows_P = to_device(where, device), to_device(found, device)
         lengths_S, starts_S, rectangle_P, bounds = (
             to_device(table, device) for table in (lengths_S, starts_S, rectangle_P, bounds)
         )
         column_L = torch.arange(longest, device=device)
         line_SL = torch.minimum(column_L, lengths_S[:, None] - 1).add_(starts_S[:, None])
-        return cls(line_SL, rectangle_P, bounds, longest)
+        return cls(line_SL if line_R is None else line_R[line_SL], rectangle_P, bounds, longest, line_R, rows_P)
 
 
 def attend(
@@ -106,6 +122,8 @@ def _attend_lengths(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
+    if segments.line_R is not None:
+        query, key, value = (x.index_select(2, segments.line_R) for x in (query, key, value))
     heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
     if grouped and not _GROUPS:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
@@ -122,7 +140,8 @@ def _attend_lengths(
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
-    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
+    heads_first = cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
+    return heads_first if segments.rows_P is None else heads_first.index_select(2, segments.rows_P)
 
 
 def _attend_packed(

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.errors import TrainingError
 from pipeline.losses.tokens import LossTokens, ValueTokens
 from pipeline.training import packing
+from pipeline.training.packing import Layout, Packing
 from pipeline.training.rows import Batch, Column, Row
 from pipeline.training.workers.attention import Segments
 from pipeline.training.workers.transfer import to_device
@@ -32,14 +33,16 @@ class MicroBatch:
     Attributes:
         tokens_BT, positions_BT: int64; padding is token 0.
         segments: tables that keep attention inside the rows of a packed line; None when each line is a row.
-        predict_N: int64, indices of the counted tokens in the flattened rectangle.
+        before_N: int64, index in the flattened rectangle of the token before each counted one.
+        targets_N: int64, the counted tokens.
         batch: the rows themselves.
     """
 
     tokens_BT: Tensor
     positions_BT: Tensor
     segments: Segments | None
-    predict_N: Tensor
+    before_N: Tensor
+    targets_N: Tensor
     batch: Batch
 
     def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
@@ -82,22 +85,32 @@ class MicroBatch:
         return None if any(getattr(row, field) is None for row in rows) else _like(_flat(rows, field), like)
 
 
-def collate(batch: Batch, packed: bool, device: torch.device) -> MicroBatch:
+def collate(batch: Batch, how: Packing, device: torch.device) -> MicroBatch:
     """The tensors of a micro-batch on `device`."""
     laid = batch if batch.rows else _NOTHING
-    layout = packing.pack(laid.lengths) if packed else packing.pad(laid.lengths)
-    tokens = np.zeros(len(layout.positions), np.int64)
-    predicted = np.zeros(len(layout.positions), bool)
-    for row, start in zip(laid.rows, layout.starts, strict=True):
-        tokens[start : start + len(row)] = row.tokens
-        predicted[start : start + len(row)] = row.mask
+    rows = laid.rows
+    tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    counted_N = np.flatnonzero(np.concatenate([row.mask for row in rows]))
+    layout = packing.lay(laid.lengths, how, laid.kin if how == "shared" else ())
     return MicroBatch(
-        tokens_BT=to_device(tokens.reshape(layout.shape), device),
-        positions_BT=to_device(layout.positions.reshape(layout.shape), device),
-        segments=Segments.of(laid.lengths, device) if layout.packed else None,
-        predict_N=to_device(np.flatnonzero(predicted), device),
+        *model_input(layout, tokens_R, device),
+        before_N=to_device(layout.where[counted_N - 1], device),
+        targets_N=to_device(tokens_R[counted_N], device),
         batch=batch,
     )
+
+
+def model_input(
+    layout: Layout, tokens_R: NDArray[np.int64], device: torch.device
+) -> tuple[Tensor, Tensor, Segments | None]:
+    """What a model reads of rows whose tokens, row after row, are these: `tokens_BT`, `positions_BT`, `segments`."""
+    tokens = np.zeros(len(layout.positions), np.int64)
+    tokens[layout.where] = tokens_R
+    segments = None
+    if layout.packing != "padded":
+        segments = Segments.of(layout.lengths.tolist(), device, layout.where if layout.packing == "shared" else None)
+    tokens_BT, positions_BT = (to_device(each.reshape(layout.shape), device) for each in (tokens, layout.positions))
+    return tokens_BT, positions_BT, segments
 
 
 def _like(values: NDArray[np.float64], like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Owns the check that a list of model types could not be: a small copy of the model, with the same kinds of layers and
 random weights, answers about the same rows packed, padded, and one by one with the attention that transformers has for
-it. `attention` alone keeps rows apart, so a layer that carries a state or a convolution along the line would take it
+it; packed, two of them share what they begin with. `attention` alone keeps rows apart, so a layer that carries a state or a convolution along the line would take it
 from one row into the next. It is the copy and not the model, as one of many shards cannot be asked by itself, compiled
 layers would be compiled for a few tokens, and what is seen is the architecture's: no weights make it right or wrong.
 Promises that what was not shown to be right is not packed. Must not know ranks or losses.
@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, one_line
+from pipeline.training.packing import Packing
 from pipeline.training.rows import Batch, Row
 from pipeline.training.workers.collate import collate
 from pipeline.training.workers.model import PolicyModel, build_model
@@ -36,6 +37,8 @@ _DRAWS = 8
 """How often a model is asked that draws random numbers to answer: one answer may be right by chance."""
 _LENGTHS = (9, 5, 12)
 """Of the rows, longer than the windows of `small`."""
+_SHARED = 6
+"""Tokens that two of them begin with."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def measure_likeness(config: Any) -> Likeness:
     _redraw(policy)
     rows = _rows()
     with torch.no_grad():
-        packed, padded = (_answers(policy, rows, each) for each in (True, False))
+        packed, padded = (_answers(policy, rows, each) for each in ("shared", "padded"))
         alone = torch.cat([_alone(policy.network, row) for row in rows])
     return Likeness(*((each - alone).abs().max().item() for each in (packed, padded)))
 
@@ -111,12 +114,17 @@ def _redraw(policy: PolicyModel) -> None:
 
 
 def _rows() -> list[Row]:
+    """The last begins as the first does."""
     draw = np.random.default_rng(0)
-    masks = [(np.arange(length) > 0).astype(np.uint8) for length in _LENGTHS]
-    return [Row(draw.integers(0, VOCABULARY, len(mask)).astype(np.int32), mask) for mask in masks]
+    tokens = [draw.integers(0, VOCABULARY, length).astype(np.int32) for length in _LENGTHS]
+    tokens[-1][:_SHARED] = tokens[0][:_SHARED]
+    return [
+        Row(each, (np.arange(len(each)) > 0).astype(np.uint8), prompt=number % (len(tokens) - 1))
+        for number, each in enumerate(tokens)
+    ]
 
 
-def _answers(policy: PolicyModel, rows: list[Row], packed: bool) -> Tensor:
+def _answers(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
     """Ours [times, N], with another seed each time: once, or `_DRAWS` times of a model that draws random numbers, as
     some routers of experts do while they are trained."""
     answers: list[Tensor] = []
@@ -124,15 +132,16 @@ def _answers(policy: PolicyModel, rows: list[Row], packed: bool) -> Tensor:
         while len(answers) < _DRAWS:
             torch.manual_seed(len(answers))
             before = torch.get_rng_state()
-            answers.append(_ours(policy, rows, packed))
+            answers.append(_ours(policy, rows, how))
             if torch.equal(torch.get_rng_state(), before):
                 break
     return torch.stack(answers)
 
 
-def _ours(policy: PolicyModel, rows: list[Row], packed: bool) -> Tensor:
-    micro = collate(Batch.of(rows), packed, torch.device("cpu"))
-    logprobs_N: Tensor = policy(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, 1.0, False)[0]
+def _ours(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
+    micro = collate(Batch.of(rows), how, torch.device("cpu"))
+    where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N
+    logprobs_N: Tensor = policy(*where, micro.targets_N, 1.0, False)[0]
     return logprobs_N
 
 

@@ -69,10 +69,10 @@ class DecoderModel(nn.Module):
         looked_up = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in looked_up]
 
-    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, predict_N: Tensor) -> Tensor:
-        """The last hidden state [N, E] at the token before each of `predict_N`, indices into the flattened B × T."""
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
+        """The last hidden state [N, E] at each of `before_N`, indices into the flattened B × T."""
         output = self.decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
-        states_NE: Tensor = output.last_hidden_state.flatten(0, 1)[predict_N - 1]
+        states_NE: Tensor = output.last_hidden_state.flatten(0, 1)[before_N]
         return states_NE
 
 
@@ -93,20 +93,17 @@ class PolicyModel(DecoderModel):
         tokens_BT: Tensor,
         positions_BT: Tensor,
         segments: Segments | None,
-        predict_N: Tensor,
+        before_N: Tensor,
+        targets_N: Tensor,
         temperature: float,
         with_entropy: bool,
-        targets_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability [N] of the tokens at `predict_N` (indices into the flattened B × T), each given its own row
-        up to the token before; and the entropy [N] of those predictions, if asked for. Nats.
-
-        With `targets_N`, of those tokens in the place of the row's own, which may then end before `predict_N` does.
+        """Log-probability [N] of `targets_N`, each after the token at `before_N` (indices into the flattened B × T) and
+        those before it in its row; and the entropy [N] of those predictions, if asked for. Nats.
         """
-        hidden_NE = self.hidden(tokens_BT, positions_BT, segments, predict_N)
+        hidden_NE = self.hidden(tokens_BT, positions_BT, segments, before_N)
         head = self.network.get_output_embeddings()
-        wanted_N = tokens_BT.flatten()[predict_N] if targets_N is None else targets_N
-        return head_logprobs(hidden_NE, head.weight, wanted_N, temperature, with_entropy)
+        return head_logprobs(hidden_NE, head.weight, targets_N, temperature, with_entropy)
 
 
 class Critic(DecoderModel):
@@ -123,11 +120,11 @@ class Critic(DecoderModel):
     def decoder(self) -> Any:
         return self.network
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, predict_N: Tensor) -> Tensor:
-        """Value [N] of the tokens before each one at `predict_N` (indices into the flattened B × T), by an fp32 head
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
+        """Value [N] of the tokens of a row up to each of `before_N` (indices into the flattened B × T), by an fp32 head
         (fp64 for fp64 input).
         """
-        hidden_NE = self.hidden(tokens_BT, positions_BT, segments, predict_N)
+        hidden_NE = self.hidden(tokens_BT, positions_BT, segments, before_N)
         exact = torch.promote_types(hidden_NE.dtype, torch.float32)
         return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
 

@@ -21,9 +21,9 @@ from pipeline.config.sums import COLUMNS, TokenSum
 from pipeline.losses.sums import token_losses
 from pipeline.system import heartbeat
 from pipeline.training import packing
-from pipeline.training.packing import Budget
+from pipeline.training.packing import Budget, Packing
 from pipeline.training.queries import QueryRow
-from pipeline.training.workers.attention import Segments
+from pipeline.training.workers.collate import model_input
 from pipeline.training.workers.transfer import to_device
 from pipeline.training.workers.worker import ModelWorker
 
@@ -60,7 +60,7 @@ def answer_queries(
             if backward:
                 worker.reduce_after(number == len(bins) - 1)
             micro = [rows[index] for index in indices]
-            logprobs_Q = _logprobs(worker, micro or [_NOTHING], budget.packed)
+            logprobs_Q = _logprobs(worker, micro or [_NOTHING], budget.packing)
             total = _loss(objective, micro, logprobs_Q)
             if backward:
                 total.backward()  # type: ignore[no-untyped-call]
@@ -71,23 +71,15 @@ def answer_queries(
     return Answers(answers.rows, answers.logprobs, loss)
 
 
-def _logprobs(worker: ModelWorker, rows: Sequence[QueryRow], packed: bool) -> Tensor:
+def _logprobs(worker: ModelWorker, rows: Sequence[QueryRow], how: Packing) -> Tensor:
     lengths = [len(row) for row in rows]
-    layout = packing.pack(lengths) if packed else packing.pad(lengths)
-    tokens = np.zeros(len(layout.positions), np.int64)
-    for row, start in zip(rows, layout.starts, strict=True):
-        tokens[start : start + len(row)] = row.tokens
-    asked = np.concatenate([start + row.at + 1 for row, start in zip(rows, layout.starts, strict=True)])
-    targets = np.concatenate([row.targets.astype(np.int64) for row in rows])
-    answer = worker.model(
-        to_device(tokens.reshape(layout.shape), worker.device),
-        to_device(layout.positions.reshape(layout.shape), worker.device),
-        Segments.of(lengths, worker.device) if layout.packed else None,
-        to_device(asked, worker.device),
-        1.0,
-        False,
-        to_device(targets, worker.device),
-    )
+    starts = np.cumsum([0, *lengths[:-1]])
+    layout = packing.lay(lengths, how)
+    tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    asked = np.concatenate([start + row.at for row, start in zip(rows, starts, strict=True)])
+    targets = np.concatenate([row.targets for row in rows]).astype(np.int64)
+    before_Q, targets_Q = (to_device(each, worker.device) for each in (layout.where[asked], targets))
+    answer = worker.model(*model_input(layout, tokens_R, worker.device), before_Q, targets_Q, 1.0, False)
     return cast(Tensor, answer[0])
 
 

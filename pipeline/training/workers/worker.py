@@ -25,6 +25,7 @@ from pipeline.config import LoraConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, ValueObjective, measures, total, total_value
 from pipeline.system import heartbeat
+from pipeline.training.packing import Packing
 from pipeline.training.rows import Batch
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.collate import MicroBatch, collate
@@ -111,19 +112,19 @@ class ModelWorker:
         flops = 4 * sum(p.numel() for p in multiplied) + 2 * sum(p.numel() for p in multiplied if p.requires_grad)
         return ModelInfo(sum(p.numel() for p in self.model.parameters()), self.model.vocabulary, flops)
 
-    def forward(self, micro_batches: Sequence[Batch], packed: bool) -> list[NDArray[np.float32]]:
+    def forward(self, micro_batches: Sequence[Batch], how: Packing) -> list[NDArray[np.float32]]:
         """The answer about each row's counted tokens, 0 elsewhere: float32[T] in the order of the rows.
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
         with torch.no_grad(), self.passes():
-            answers = [self._answer(collate(batch, packed, self.device), batch.temperature) for batch in micro_batches]
+            answers = [self._answer(collate(batch, how, self.device), batch.temperature) for batch in micro_batches]
         return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
 
     def forward_backward(
         self,
         micro_batches: Sequence[Batch],
-        packed: bool,
+        how: Packing,
         objective: Objective,
         loss_weight: float = 1.0,
         level: Level = "basic",
@@ -135,7 +136,7 @@ class ModelWorker:
         with self.passes():
             for number, batch in enumerate(micro_batches):
                 self.reduce_after(number == len(micro_batches) - 1)
-                loss, sums = self._loss(collate(batch, packed, self.device), batch.temperature, objective, level)
+                loss, sums = self._loss(collate(batch, how, self.device), batch.temperature, objective, level)
                 (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
                 parts.append(sums)
         return measures.combine(_numbers(sums) for sums in parts)
@@ -329,12 +330,13 @@ class ModelWorker:
 
     def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         heartbeat.beat()
-        answer = self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N, temperature, entropy)
+        where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N
+        answer = self.model(*where, micro.targets_N, temperature, entropy)
         return cast(tuple[Tensor, Tensor | None], answer)
 
     def _values(self, micro: MicroBatch) -> Tensor:
         heartbeat.beat()
-        return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.predict_N))
+        return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N))
 
     def _refuse_if_broken(self) -> None:
         """FSDP keeps gradients of a call that broke off, and adds them to those of the next."""

@@ -88,9 +88,10 @@ def policy_spec(path: Path, **changed: Any) -> ModelSpec:
 
 
 def make_rows(name: str = "grpo") -> list[Row]:
-    """Nine ragged rows of three prompts: one counts nothing, one has several turns, one an advantage for each token."""
+    """Nine ragged rows of three prompts, each of two or three tokens: one row is no more than that, one counts nothing,
+    one has several turns, one an advantage for each token."""
     recipe, draw = RECIPES[name], np.random.default_rng(3)
-    rows = []
+    rows: list[Row] = []
     for index, length in enumerate((3, 11, 2, 7, 5, 9, 4, 6, 8)):
         mask = np.ones(length, np.uint8)
         mask[: 1 + index % 2] = 0
@@ -99,6 +100,9 @@ def make_rows(name: str = "grpo") -> list[Row]:
         if index == 5:
             mask[3:6] = 0
         tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
+        if index % 3:
+            alike = 3 if index > 2 else 2
+            tokens[:alike] = rows[-1].tokens[:alike]
         of_tokens = draw.normal(size=(5, length)).astype(np.float32)
         behaviour = of_tokens[0] * 0.7 - 3
         row = Row(

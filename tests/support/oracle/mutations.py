@@ -13,11 +13,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import pipeline.losses
-from pipeline.training import packing
-from pipeline.training.packing import Bins, Budget, Layout
+from pipeline.training import packing, rows
+from pipeline.training.packing import Bins, Kin, Layout
 from pipeline.training.rows import Batch
 from pipeline.training.workers import collate, model, worker
 from pipeline.training.workers.attention import Segments
@@ -57,10 +58,10 @@ def local_normalisation(rank: ModelWorker) -> None:
 def dropped_micro_batch(rank: ModelWorker) -> None:
     split = packing.split_rows
 
-    def dropping(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
-        first, *others = split(lengths, ranks, budget)
+    def dropping(lengths: Sequence[int], ranks: int, *others: Any) -> list[Bins]:
+        first, *rest = split(lengths, ranks, *others)
         seen["mutated"] += len(first[-1]) > 0
-        return [[*first[:-1], []], *others]
+        return [[*first[:-1], []], *rest]
 
     patch(packing, "split_rows", dropping)
 
@@ -68,9 +69,9 @@ def dropped_micro_batch(rank: ModelWorker) -> None:
 def duplicated_shard(rank: ModelWorker) -> None:
     split = packing.split_rows
 
-    def twice(lengths: Sequence[int], ranks: int, budget: Budget) -> list[Bins]:
+    def twice(lengths: Sequence[int], ranks: int, *others: Any) -> list[Bins]:
         seen["mutated"] += ranks > 1
-        return [split(lengths, ranks, budget)[0]] * ranks
+        return [split(lengths, ranks, *others)[0]] * ranks
 
     patch(packing, "split_rows", twice)
 
@@ -87,24 +88,37 @@ def leaking_attention(rank: ModelWorker) -> None:
 
     class OneSegment(Segments):
         @classmethod
-        def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+        def of(cls, lengths: Sequence[int], *others: Any) -> Segments:
             seen["mutated"] += len(lengths) > 1
-            return Segments.of([sum(lengths)], device)
+            return Segments.of([sum(lengths)], *others)
 
     patch(collate, "Segments", OneSegment)
 
 
 def wrong_positions(rank: ModelWorker) -> None:
     """Positions restart one token late. (Never restarting is invisible: rotary embeddings see differences only.)"""
-    pack = packing.pack
+    lay = packing.lay
 
-    def late(lengths: Sequence[int]) -> Layout:
-        layout = pack(lengths)
+    def late(*given: Any) -> Layout:
+        layout = lay(*given)
         moved = np.roll(layout.positions, 1)
         seen["mutated"] += not np.array_equal(moved, layout.positions)
         return replace(layout, positions=moved)
 
-    patch(packing, "pack", late)
+    patch(packing, "lay", late)
+
+
+def strange_kin(rank: ModelWorker) -> None:
+    """Rows share one token more than they begin with."""
+    kin_of = rows.kin_of
+
+    def longer(prompts: Sequence[int], tokens: Sequence[NDArray[np.int32]]) -> list[Kin]:
+        found = kin_of(prompts, tokens)
+        able = [each.shared > 0 and each.shared < min(len(tokens[row]) for row in each.rows) for each in found]
+        seen["mutated"] += any(able)
+        return [replace(each, shared=each.shared + can) for each, can in zip(found, able, strict=True)]
+
+    patch(rows, "kin_of", longer)
 
 
 def shifted_targets(rank: ModelWorker) -> None:
@@ -157,6 +171,7 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "averaged_gradients": averaged_gradients,
     "leaking_attention": leaking_attention,
     "wrong_positions": wrong_positions,
+    "strange_kin": strange_kin,
     "shifted_targets": shifted_targets,
     "stale_parameters": stale_parameters,
     "stale_moments": stale_moments,

@@ -24,7 +24,7 @@ class Case:
 
     Attributes:
         recipe: its name in `RECIPES`.
-        tokens, rows, packed: the budget of a micro-batch.
+        tokens, rows, packed, shared: the budget of a micro-batch.
         layers: whether each layer is an FSDP unit of its own.
         offload: whether a reference model and a second trained model compete for the device.
         reshard, checkpointing, compile, replicas, dtype: as in `ModelSpec`.
@@ -37,6 +37,7 @@ class Case:
     tokens: int = 96
     rows: int | None = None
     packed: bool = True
+    shared: bool = True
     layers: bool = False
     reshard: bool = False
     offload: bool = False
@@ -54,11 +55,11 @@ class Case:
 
     @property
     def budget(self) -> Budget:
-        return Budget(tokens=self.tokens, rows=self.rows, packed=self.packed)
+        return Budget(tokens=self.tokens, rows=self.rows, packed=self.packed, shared=self.shared)
 
     def __str__(self) -> str:
         limit = f"{self.tokens}tokens" if self.rows is None else f"{self.rows}rows"
-        words = [self.recipe, "packed" if self.packed else "padded", limit]
+        words = [self.recipe, self.budget.packing, limit]
         words += [name for name in _NAMED if getattr(self, name)]
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
         words += [] if self.tied else ["untied"]
@@ -92,7 +93,7 @@ def _plain(turn: int) -> Iterator[Case]:
         for place in ((0,), (2, 5), (1,))[turn]:
             tokens, rows, packed = BUDGETS[(number + place) % len(BUDGETS)]
             level: Level = ("basic", "with_entropy", "none")[(number + place) % 3]
-            yield Case(recipe, tokens, rows, packed, staged=place > 2, level=level)
+            yield Case(recipe, tokens, rows, packed, number % 3 > 0, staged=place > 2, level=level)
 
 
 def _switched(turn: int) -> Iterator[Case]:
@@ -115,7 +116,16 @@ def all_cases(ranks: int) -> list[Case]:
     cases of five, and replicated also where there are ranks for it."""
     switches = product(RECIPES, BUDGETS, *[(False, True)] * 3, [1, 2] if ranks > 1 else [1])
     return [
-        Case(recipe, *budget, layers=a, offload=b, checkpointing=c, staged=number % 5 > 2, replicas=replicas)
+        Case(
+            recipe,
+            *budget,
+            number % 4 > 0,
+            layers=a,
+            offload=b,
+            checkpointing=c,
+            staged=number % 5 > 2,
+            replicas=replicas,
+        )
         for number, (recipe, budget, a, b, c, replicas) in enumerate(switches)
     ]
 
@@ -161,6 +171,7 @@ Mutation = Literal[
     "averaged_gradients",
     "leaking_attention",
     "wrong_positions",
+    "strange_kin",
     "shifted_targets",
     "stale_parameters",
     "stale_moments",
@@ -175,6 +186,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "averaged_gradients": PADDED,
     "leaking_attention": PACKED,
     "wrong_positions": PACKED,
+    "strange_kin": Case("grpo", 24),
     "shifted_targets": PADDED,
     "stale_parameters": OFFLOADED,
     "stale_moments": OFFLOADED,

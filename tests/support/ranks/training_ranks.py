@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pipeline.training import packing
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
 from pipeline.training.spec import ModelSpec
@@ -79,8 +80,9 @@ def begin(rank: ModelWorker) -> None:
 
 
 def watch(rank: ModelWorker) -> None:
-    """Count attention that is computed inside of a backward pass, and by the kernel for packed rows."""
-    seen, kernel = training_mutations.seen, attention.varlen_attn
+    """Count attention that is computed inside of a backward pass, and by the kernel for packed rows; and micro-batches
+    whose rows share tokens."""
+    seen, kernel, share = training_mutations.seen, attention.varlen_attn, packing.share
 
     def before(*_: object) -> None:
         seen["recomputed"] += torch._C._current_graph_task_id() != -1
@@ -89,7 +91,12 @@ def watch(rank: ModelWorker) -> None:
         seen["kernel"] += 1
         return kernel(*given, **options)
 
+    def shared(*given: Any) -> packing.Layout:
+        seen["shared"] += 1
+        return share(*given)
+
     training_mutations.patch(attention, "varlen_attn", counted)
+    training_mutations.patch(packing, "share", shared)
     for module in rank.model.modules():
         if type(module).__name__ == "Qwen3Attention":
             module.register_forward_pre_hook(before)

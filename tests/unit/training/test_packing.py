@@ -1,13 +1,30 @@
 """Micro-batches: every row once, within the budget, the same number on every rank."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
 from pipeline.training import packing
-from pipeline.training.packing import Budget, pack, pad, restore, shares_of, split_rows
+from pipeline.training.packing import WORTH, Budget, Kin, kin_of, pack, pad, restore, share, shares_of, split_rows
+
+Prompted = tuple[list[int], list[NDArray[np.int32]]]
+
+
+@st.composite
+def rows_of_prompts(draw: st.DrawFn) -> tuple[list[int], list[NDArray[np.int32]]]:
+    """Prompts and rows of 1 to 40 tokens, of few words, so that many begin alike, and some are one another's
+    beginning."""
+    count = draw(st.integers(0, 24))
+    prompts = [draw(st.integers(0, 3)) for _ in range(count)]
+    heads = [draw(st.lists(st.integers(0, 1), max_size=12)) for _ in range(4)]
+    tails = [draw(st.lists(st.integers(0, 1), min_size=1, max_size=28)) for _ in range(count)]
+    return prompts, [np.array([*heads[prompt], *tail], np.int32) for prompt, tail in zip(prompts, tails, strict=True)]
+
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=0, max_size=60)
 rank_counts = st.integers(1, 5)
@@ -52,6 +69,102 @@ def test_results_come_back_in_the_order_of_the_rows(lengths: list[int], ranks: i
     assert restore(shares, answers) == [f"row {index}" for index in range(len(lengths))]
 
 
+@given(rows_of_prompts())
+def test_kin_are_of_one_prompt_and_begin_alike_and_each_row_is_kin_once(given: Prompted) -> None:
+    prompts, rows = given
+    kin = kin_of(prompts, rows)
+    assert sorted(row for each in kin for row in each.rows) == list(range(len(rows)))
+    for each in kin:
+        first, *others = (rows[row] for row in each.rows)
+        assert len({prompts[row] for row in each.rows}) == 1
+        assert all(np.array_equal(first[: each.shared], other[: each.shared]) for other in others)
+        assert each.spared >= WORTH * sum(len(rows[row]) for row in each.rows) or len(each.rows) == 1
+        assert others or not each.shared
+
+
+def test_as_many_tokens_are_shared_as_all_rows_of_a_prompt_begin_with() -> None:
+    rows = [np.array(row, np.int32) for row in ([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3], [1, 2, 5, 6, 7])]
+    assert kin_of([0, 0, 1, 0], rows) == [Kin((0, 1, 3), 2), Kin((2,))]
+
+
+def test_rows_that_share_next_to_nothing_are_no_kin() -> None:
+    rows = [np.array([7, *range(number, number + 24)], np.int32) for number in (0, 50)]
+    assert kin_of([0, 0], rows) == [Kin((0,)), Kin((1,))]
+
+
+@given(rows_of_prompts(), rank_counts, budgets)
+def test_kin_land_once_within_the_budget_and_as_often_on_every_rank(
+    given: Prompted, ranks: int, budget: Budget
+) -> None:
+    prompts, rows = given
+    lengths = [len(row) for row in rows]
+    shares = split_rows(lengths, ranks, budget, kin_of(prompts, rows))
+    assert sorted(index for bins in shares for one in bins for index in one) == list(range(len(rows)))
+    assert len({len(bins) for bins in shares}) == 1
+    for one in (one for bins in shares for one in bins):
+        assert used([lengths[index] for index in one], budget) <= budget.tokens
+        assert budget.rows is None or len(one) <= budget.rows
+
+
+@given(rows_of_prompts(), rank_counts)
+def test_no_rank_computes_more_than_it_would_if_rows_were_dealt_one_by_one(given: Prompted, ranks: int) -> None:
+    prompts, rows = given
+    lengths, kin = [len(row) for row in rows], kin_of(prompts, rows)
+    of = {row: each for each in kin for row in each.rows}
+
+    def fullest(shares: list[packing.Bins]) -> int:
+        return max(computed(sorted(index for one in bins for index in one), lengths, of) for bins in shares)
+
+    alone, together = (split_rows(lengths, ranks, Budget(10_000), each) for each in ((), kin))
+    assert fullest(together) <= max(sum(lengths[row] for one in bins for row in one) for bins in alone)
+
+
+def computed(share: list[int], lengths: list[int], of: dict[int, Kin]) -> int:
+    """Tokens of the rows of a rank, of which kin share."""
+    met = Counter(of[row].rows[0] for row in share)
+    return (
+        sum(lengths[row] for row in share)
+        - sum((met[of[row].rows[0]] > 1) * of[row].shared for row in share)
+        + sum(of[first].shared for first, count in met.items() if count > 1)
+    )
+
+
+def test_kin_stay_together_where_there_is_room() -> None:
+    lengths, kin = [9, 5, 9, 5, 9, 5], [Kin((0, 2, 4), 8), Kin((1, 3, 5), 4)]
+    assert split_rows(lengths, 2, Budget(100), kin) == [[[0, 2, 4]], [[1, 3, 5]]]
+    assert split_rows(lengths, 1, Budget(30), kin) == [[[0, 2, 4], [1, 3, 5]]]
+
+
+def test_kin_part_for_the_sake_of_the_fullest_rank_and_of_the_budget() -> None:
+    assert split_rows([9] * 4, 2, Budget(100), [Kin((0, 1, 2, 3), 2)]) == [[[0, 1]], [[2, 3]]]
+    assert split_rows([9] * 4, 2, Budget(100), [Kin((0, 1, 2, 3), 9)]) == [[[0, 1, 2, 3]], [[]]]
+    assert split_rows([9] * 4, 1, Budget(20), [Kin((0, 1, 2, 3), 8)]) == [[[0, 1], [2, 3]]]
+
+
+@given(rows_of_prompts().filter(lambda given: len(given[1]) > 0))
+def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_none_that_nobody_needs(given: Prompted) -> None:
+    prompts, rows = given
+    lengths, kin = [len(row) for row in rows], kin_of(prompts, rows)
+    layout = share(lengths, kin)
+    line = np.full(layout.shape, -1, np.int64)[0]
+    line[layout.where] = np.concatenate(rows)
+    np.testing.assert_array_equal(line[layout.where], np.concatenate(rows))
+    np.testing.assert_array_equal(layout.positions[layout.where], np.concatenate([np.arange(n) for n in lengths]))
+    assert line.min(initial=0) >= 0
+    assert layout.shape == (1, sum(each.size(lengths) for each in kin))
+
+
+def test_what_rows_share_is_laid_before_them_and_once() -> None:
+    layout = share([4, 2, 3], [Kin((0, 2), 2), Kin((1,))])
+    np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 5, 6, 0, 1, 4])
+    np.testing.assert_array_equal(layout.positions, [0, 1, 2, 3, 2, 0, 1])
+
+
+def test_a_line_without_kin_is_packed() -> None:
+    assert packing.lay([3, 1], "shared", [Kin((0,)), Kin((1,))]).packing == "packed"
+    assert packing.lay([3, 1], "packed", [Kin((0, 1), 1)]).packing == "packed"
+
+
 def test_shares_fall_to_places_in_order_and_to_all_replicas_of_a_place() -> None:
     assert [list(shares_of(rank, 4, size=4, shares=4)) for rank in range(4)] == [[0], [1], [2], [3]]
     assert [list(shares_of(rank, 4, size=2, shares=4)) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -86,14 +199,14 @@ def test_packed_positions_restart_with_every_row() -> None:
     layout = pack([3, 1, 2])
     assert layout.shape == (1, 6)
     np.testing.assert_array_equal(layout.positions, [0, 1, 2, 0, 0, 1])
-    np.testing.assert_array_equal(layout.starts, [0, 3, 4])
+    np.testing.assert_array_equal(layout.where, range(6))
 
 
 def test_padded_rows_start_on_lines_of_their_own() -> None:
     layout = pad([3, 1, 2])
     assert layout.shape == (3, 3)
     np.testing.assert_array_equal(layout.positions.reshape(layout.shape)[:, 0], [0, 0, 0])
-    np.testing.assert_array_equal(layout.starts, [0, 3, 6])
+    np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 6, 7])
 
 
 @given(st.lists(st.integers(1, 4), max_size=60), st.integers(1, 6))
@@ -103,7 +216,8 @@ def test_each_row_goes_to_the_bin_that_has_least_by_then(lengths: list[int], bin
     filled: list[list[int]] = [[] for _ in range(bins)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         min(filled, key=lambda one: (sum(lengths[i] for i in one), len(one))).append(index)
-    assert packing._balance(range(len(lengths)), lengths, bins) == [sorted(one) for one in filled]
+    units = [Kin((index,)) for index in range(len(lengths))]
+    assert [packing._rows(one) for one in packing._balance(units, lengths, bins)] == [sorted(one) for one in filled]
 
 
 def test_many_rows_in_many_micro_batches_are_cut_in_one_pass_over_the_rows() -> None:

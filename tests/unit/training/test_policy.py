@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +36,36 @@ def test_a_packed_row_attends_as_if_it_were_alone(window: int | None) -> None:
         alone, _ = attend(module, *part, None, sliding_window=window)
         torch.testing.assert_close(packed[:, start : start + length], alone)
         start += length
+
+
+SHARED = np.array([0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1])
+"""Where the tokens of rows of 4, 5 and 2 tokens lie that begin with the same two; the last is no more than these."""
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_rows_that_share_their_first_tokens_attend_as_if_each_were_alone(
+    window: int | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_kernel:
+        monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
+        monkeypatch.setattr(attention, "varlen_attn", kernel)
+    lengths = (4, 5, 2)
+    query, key, value = (draw(1, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 1))
+    value = value.expand(1, 2, 7, 8)
+    segments = Segments.of(lengths, torch.device("cpu"), SHARED)
+    shared, _ = attend(torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=window)
+    parts = []
+    for places in np.split(SHARED, np.cumsum(lengths)[:-1]):
+        row = [tensor[:, :, places] for tensor in (query, key, value)]
+        alone, _ = attend(torch.nn.Identity(), *row, None, sliding_window=window)
+        torch.testing.assert_close(shared[:, places], alone)
+        parts.append(alone)
+    slope = draw(7, 4, 8, seed=9)
+    counted = np.array([0, 1, 2, 3, 6, 7, 8])  # each token of the line once, among those of the rows
+    ours = torch.autograd.grad((shared[0] * slope).sum(), (query, key))
+    theirs = torch.autograd.grad((torch.cat(parts, 1)[0, counted] * slope).sum(), (query, key))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_window_hides_what_lies_further_back() -> None:

@@ -235,6 +235,8 @@ def test_rates_are_of_the_whole_step() -> None:
 def test_utilisation_is_the_share_of_the_peak_that_the_model_takes() -> None:
     machine = Machine(processes=4, flops_per_token=6e9, peak=1e15)
     assert rates({"tokens/batch": 4e5}, 10.0, machine)["mfu"] == pytest.approx(1e4 * 6e9 / 1e15)
+    spared = {"tokens/batch": 4e5, "tokens/shared": 1e5}
+    assert rates(spared, 10.0, machine)["mfu"] == pytest.approx(0.75 * 1e4 * 6e9 / 1e15)
     assert "mfu" not in rates({"tokens/batch": 4e5}, 10.0, Machine(processes=4, flops_per_token=6e9))
 
 
