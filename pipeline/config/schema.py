@@ -180,8 +180,8 @@ class TrainingConfig(Section):
     )
     share_prompts: bool | None = Field(
         None,
-        description="Compute what the samples of a prompt begin with once for all of them that share a micro-batch, "
-        "where samples are packed. Unset: on CPUs, where layers are not compiled.",
+        description="Compute what several samples of a micro-batch begin with, such as their prompt, once for all of "
+        "them, where samples are packed. Unset: on CPUs, where layers are not compiled.",
     )
     zero_advantage: Literal["keep", "drop"] = Field(
         "keep", description="What becomes of groups whose samples all score alike."

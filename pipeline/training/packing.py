@@ -1,6 +1,6 @@
 """How the rows of a batch are cut into micro-batches and laid out in memory.
 
-Owns three pure decisions: `kin_of`, which rows begin alike, so that their common tokens need to be computed only once;
+Owns three pure decisions: `kin_of`, which rows begin alike, so that what they share needs to be computed only once;
 `split_rows`, which rank trains which rows in which micro-batch; and the `Layout` of one micro-batch (padded to a
 rectangle, packed end to end, or packed with what rows share laid once). Promises that every row lands in exactly one
 micro-batch, that all ranks get the same number of micro-batches (short ranks get empty ones, because every micro-batch
@@ -11,7 +11,7 @@ Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle t
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -26,7 +26,7 @@ Packing = Literal["padded", "packed", "shared"]
 """How the rows of a micro-batch lie: one a line; end to end; or end to end with what they share only once."""
 
 WORTH = 1 / 20
-"""Rows are kin if at least this part of their tokens need not be computed when they share."""
+"""A row is kin of another if they share at least this part of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,28 @@ class Budget:
 
 @dataclass(frozen=True)
 class Kin:
-    """Rows whose first `shared` tokens are the same; a row alone shares none."""
+    """Rows that begin alike, in the order of their tokens.
+
+    Attributes:
+        rows: their indices.
+        shared: how many tokens each begins with as the one before it does; 0 for the first.
+    """
 
     rows: tuple[int, ...]
-    shared: int = 0
+    shared: tuple[int, ...] = (0,)
 
     @property
     def spared(self) -> int:
         """Tokens that are not computed if these rows lie in one micro-batch."""
-        return (len(self.rows) - 1) * self.shared
+        return sum(self.shared)
 
     def size(self, lengths: Sequence[int]) -> int:
         """Tokens that are computed then."""
         return sum(lengths[row] for row in self.rows) - self.spared
+
+    def part(self, first: int, end: int) -> "Kin":
+        """Those of them from place `first` up to `end`."""
+        return Kin(self.rows[first:end], (0, *self.shared[first + 1 : end]))
 
 
 @dataclass(frozen=True)
@@ -85,24 +94,28 @@ class Layout:
     packing: Packing
 
 
-def kin_of(prompts: Sequence[int], rows: Sequence[NDArray[np.int32]]) -> list[Kin]:
-    """Rows of the same prompt that begin alike, each row once, in order of their first; see `WORTH`."""
-    by_prompt: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_prompt.setdefault(prompt, []).append(index)
-    found: list[Kin] = []
-    for indices in by_prompt.values():
-        kin = Kin(tuple(indices), _common([rows[index] for index in indices]) if len(indices) > 1 else 0)
-        tokens = sum(len(rows[index]) for index in indices)
-        found += [kin] if kin.spared >= WORTH * tokens else [Kin((index,)) for index in indices]
-    return found
+def kin_of(rows: Sequence[NDArray[np.int32]]) -> list[Kin]:
+    """Rows that begin alike, each row once, given their tokens; see `WORTH`.
+
+    In the order of tokens no row before a row has more in common with it than the one right before it.
+    """
+    order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">u4").tobytes())
+    found: list[tuple[list[int], list[int]]] = []
+    for place, row in enumerate(order):
+        shared = _common(rows[order[place - 1]], rows[row]) if place else 0
+        if shared < WORTH * len(rows[row]) or not shared:
+            found.append(([], []))
+            shared = 0
+        found[-1][0].append(row)
+        found[-1][1].append(shared)
+    return [Kin(tuple(indices), tuple(shared)) for indices, shared in found]
 
 
 def lay(lengths: Sequence[int], packing: Packing, kin: Sequence[Kin] = ()) -> Layout:
     """Rows as `packing` says; `shared` with those that are kin."""
     if packing == "padded":
         return pad(lengths)
-    if packing == "shared" and any(each.shared for each in kin):
+    if packing == "shared" and any(each.spared for each in kin):
         return share(lengths, kin)
     return pack(lengths)
 
@@ -123,17 +136,15 @@ def pad(lengths: Sequence[int]) -> Layout:
 
 
 def share(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
-    """Rows laid end to end on one line, kin next to each other: first what they share, then the rest of each."""
+    """Rows laid end to end on one line, kin next to each other, each without what it shares with the one before."""
     where: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(lengths)
     positions: list[NDArray[np.int64]] = []
     used = 0
     for each in kin:
-        first = used + np.arange(each.shared, dtype=np.int64)
-        positions.append(np.arange(each.shared, dtype=np.int64))
-        used += each.shared
-        for row in each.rows:
-            own = np.arange(each.shared, lengths[row], dtype=np.int64)
-            where[row] = np.concatenate([first, used - each.shared + own])
+        before = where[each.rows[0]]
+        for row, shared in zip(each.rows, each.shared, strict=True):
+            own = np.arange(shared, lengths[row], dtype=np.int64)
+            before = where[row] = np.concatenate([before[:shared], used + own - shared])
             positions.append(own)
             used += len(own)
     return Layout((1, used), np.array(lengths, np.int64), np.concatenate(where), np.concatenate(positions), "shared")
@@ -186,14 +197,11 @@ def _check(lengths: Sequence[int], budget: Budget) -> None:
             )
 
 
-def _common(rows: Sequence[NDArray[np.int32]]) -> int:
-    """How many tokens all rows begin with."""
-    first = rows[0]
-    for row in rows[1:]:
-        length = min(len(first), len(row))
-        different = np.flatnonzero(first[:length] != row[:length])
-        first = first[: different[0] if len(different) else length]
-    return len(first)
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _deal(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget) -> list[list[Kin]]:
@@ -210,18 +218,17 @@ def _deal(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget
     return dealt
 
 
-def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> list[Kin]:
+def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[Kin]:
     """Kin in at least `count` parts, as far as there are rows, each of which a micro-batch holds."""
     most = -(-len(kin.rows) // count)
-    parts: Bins = [[]]
-    used = 0
-    for row in kin.rows:
-        if parts[-1] and (len(parts[-1]) == most or not _holds(budget, len(parts[-1]) + 1, used + lengths[row])):
-            parts.append([])
-            used = 0
-        parts[-1].append(row)
+    first = used = 0
+    for place, row in enumerate(kin.rows):
+        rows = place + 1 - first
+        if rows > 1 and (rows > most or not _holds(budget, rows, used + lengths[row])):
+            yield kin.part(first, place)
+            first, used = place, 0
         used += lengths[row]
-    return [Kin(tuple(part), kin.shared if len(part) > 1 else 0) for part in parts]
+    yield kin.part(first, len(kin.rows))
 
 
 def _balance(units: Sequence[Kin], lengths: Sequence[int], bins: int) -> list[list[Kin]]:

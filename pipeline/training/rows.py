@@ -154,7 +154,7 @@ class Batch:
     @property
     def kin(self) -> list[Kin]:
         """Which rows begin alike."""
-        return kin_of([row.prompt for row in self.rows], [row.tokens for row in self.rows])
+        return kin_of([row.tokens for row in self.rows])
 
     @property
     def counted(self) -> int:

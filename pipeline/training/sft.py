@@ -56,13 +56,14 @@ class SupervisedFineTuning:
     def step(self, step: int) -> Mapping[str, float]:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
-        metrics = self._dispatch.forward_backward("policy", batch, SFT, level=self._level)
+        cut = self._dispatch.cut("policy", batch)
+        metrics = self._dispatch.forward_backward("policy", cut, SFT, level=self._level)
         self.intact = False
         metrics |= self._dispatch.optim_step("policy")
         self.intact = True
         self._skips.note(metrics)
-        size = {"tokens/batch": float(sum(batch.lengths)), "steps": float(self.job.steps)}
-        return metrics | size
+        size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(cut.spared)}
+        return metrics | size | {"steps": float(self.job.steps)}
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Measure it if that is due. Raises `TrainingError` when the last steps were all skipped: the model is lost."""

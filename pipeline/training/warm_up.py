@@ -73,7 +73,7 @@ class WarmUp:
         tokens = min(budget.tokens, micro_batch_tokens(self._config, ranks))
         vocabulary = min(self._dispatch.models[name].vocabulary for name in names)
         return [
-            Batch.of([empty_row(length, vocabulary, prompt) for prompt in range(count * ranks)])
+            Batch.of([empty_row(length, vocabulary, number) for number in range(count * ranks)])
             for count, length in shapes(tokens, self._config.model.max_length, budget.rows)
         ]
 
@@ -93,14 +93,12 @@ def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int
     return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
 
 
-def empty_row(length: int, vocabulary: int, prompt: int = 0) -> Row:
-    """A row that any loss takes; of prompts of their own, rows share nothing."""
+def empty_row(length: int, vocabulary: int, number: int = 0) -> Row:
+    """A row that any loss takes; rows of several numbers share nothing, as far as there are words for that."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
-    tokens = np.arange(length, dtype=np.int32) % vocabulary
-    return Row(
-        tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros, prompt=prompt
-    )
+    tokens = np.arange(number, number + length, dtype=np.int32) % vocabulary
+    return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
 
 
 def drop_gradients(worker: ModelWorker) -> None:

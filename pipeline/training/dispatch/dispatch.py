@@ -183,6 +183,14 @@ class Dispatch:
         del self._staged[staged.number]
         self._control.everywhere("unstage", staging.drop_rows, staged.number)
 
+    def cut(self, name: str, batch: Batch) -> CutBatch:
+        """The batch as an operation on this model cuts it, and takes it: its rows travel with each operation.
+
+        Raises `TrainingError` with the row's number for one that the budget cannot hold, or that has a token which the
+        model does not know.
+        """
+        return self._cut((name,), batch)
+
     def forward(self, name: str, data: Batch | CutBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
 
@@ -326,7 +334,8 @@ class Dispatch:
         if isinstance(data, Batch):
             staging.refuse_foreign_tokens(data, vocabulary)
             return CutBatch.cut(data, self._sizes.values(), self._budget)
-        self._check_staged(data.number)
+        if data.number >= 0:
+            self._check_staged(data.number)
         if data.highest >= vocabulary:
             staging.refuse_foreign_tokens(data.batch, vocabulary)
         if not {self._sizes[name] for name in names} <= data.sizes:

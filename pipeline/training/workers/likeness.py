@@ -2,9 +2,10 @@
 
 Owns the check that a list of model types could not be: a small copy of the model, with the same kinds of layers and
 random weights, answers about the same rows packed, padded, and one by one with the attention that transformers has for
-it; packed, two of them share what they begin with. `attention` alone keeps rows apart, so a layer that carries a state or a convolution along the line would take it
-from one row into the next. It is the copy and not the model, as one of many shards cannot be asked by itself, compiled
-layers would be compiled for a few tokens, and what is seen is the architecture's: no weights make it right or wrong.
+it; packed, two of them share what they begin with. `attention` alone keeps rows apart, so a layer that carries a state
+or a convolution along the line would take it from one row into the next. It is the copy and not the model, as one of
+many shards cannot be asked by itself, compiled layers would be compiled for a few tokens, and what is seen is the
+architecture's: no weights make it right or wrong.
 Promises that what was not shown to be right is not packed. Must not know ranks or losses.
 """
 
@@ -118,10 +119,7 @@ def _rows() -> list[Row]:
     draw = np.random.default_rng(0)
     tokens = [draw.integers(0, VOCABULARY, length).astype(np.int32) for length in _LENGTHS]
     tokens[-1][:_SHARED] = tokens[0][:_SHARED]
-    return [
-        Row(each, (np.arange(len(each)) > 0).astype(np.uint8), prompt=number % (len(tokens) - 1))
-        for number, each in enumerate(tokens)
-    ]
+    return [Row(each, (np.arange(len(each)) > 0).astype(np.uint8)) for each in tokens]
 
 
 def _answers(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pipeline.config import RunConfig
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Device, joined_world
+from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Row
 from pipeline.training.standalone.packed import write_packed
@@ -27,6 +27,13 @@ ROWS, PROMPTS, STEPS = 12, 4, 4
 @contextmanager
 def world_of_one(tokens: int = 64, device: Device = "cpu") -> Iterator[Dispatch]:
     """The dispatch of a world whose one process is this, with so many tokens for a micro-batch."""
+    with site_of_one(device) as site:
+        yield Dispatch(site, Budget(tokens))
+
+
+@contextmanager
+def site_of_one(device: Device = "cpu") -> Iterator[Site]:
+    """A world whose one process is this."""
     with pytest.MonkeyPatch.context() as patch:
         world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
         for name, value in world.items():  # port 0: its store takes a free one, and nobody else has to find it
@@ -34,7 +41,7 @@ def world_of_one(tokens: int = 64, device: Device = "cpu") -> Iterator[Dispatch]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with joined_world(device, Deadlines(operation=60, control=60, grace=1)) as site:
-            yield Dispatch(site, Budget(tokens))
+            yield site
         _clear_sharding_prop_cache()  # DTensor would lay tensors of the next world out on meshes of this one
         torch.set_num_threads(threads)
 

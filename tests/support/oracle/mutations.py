@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -112,11 +113,15 @@ def strange_kin(rank: ModelWorker) -> None:
     """Rows share one token more than they begin with."""
     kin_of = rows.kin_of
 
-    def longer(prompts: Sequence[int], tokens: Sequence[NDArray[np.int32]]) -> list[Kin]:
-        found = kin_of(prompts, tokens)
-        able = [each.shared > 0 and each.shared < min(len(tokens[row]) for row in each.rows) for each in found]
-        seen["mutated"] += any(able)
-        return [replace(each, shared=each.shared + can) for each, can in zip(found, able, strict=True)]
+    def longer(tokens: Sequence[NDArray[np.int32]]) -> list[Kin]:
+        found = []
+        for kin in kin_of(tokens):
+            lengths = [len(tokens[row]) for row in kin.rows]
+            most = [0, *(min(pair) for pair in pairwise(lengths))]
+            shared = tuple(each + (0 < each < limit) for each, limit in zip(kin.shared, most, strict=True))
+            seen["mutated"] += shared != kin.shared
+            found.append(replace(kin, shared=shared))
+        return found
 
     patch(rows, "kin_of", longer)
 

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 STEPS, PROMPTS = 12, 8
 SMALL = (
     "experiment=demo",
+    "resources=four_nodes",
     "training.warm_start.steps=4",
     f"training.steps={STEPS}",
     f"training.prompts_per_step={PROMPTS}",

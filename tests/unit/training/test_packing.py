@@ -1,6 +1,6 @@
 """Micro-batches: every row once, within the budget, the same number on every rank."""
 
-from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,18 +12,13 @@ from pipeline.errors import TrainingError
 from pipeline.training import packing
 from pipeline.training.packing import WORTH, Budget, Kin, kin_of, pack, pad, restore, share, shares_of, split_rows
 
-Prompted = tuple[list[int], list[NDArray[np.int32]]]
-
 
 @st.composite
-def rows_of_prompts(draw: st.DrawFn) -> tuple[list[int], list[NDArray[np.int32]]]:
-    """Prompts and rows of 1 to 40 tokens, of few words, so that many begin alike, and some are one another's
-    beginning."""
-    count = draw(st.integers(0, 24))
-    prompts = [draw(st.integers(0, 3)) for _ in range(count)]
-    heads = [draw(st.lists(st.integers(0, 1), max_size=12)) for _ in range(4)]
-    tails = [draw(st.lists(st.integers(0, 1), min_size=1, max_size=28)) for _ in range(count)]
-    return prompts, [np.array([*heads[prompt], *tail], np.int32) for prompt, tail in zip(prompts, tails, strict=True)]
+def alike(draw: st.DrawFn) -> list[NDArray[np.int32]]:
+    """Rows of few words, so that many begin alike, some are one another's beginning, and some are the same."""
+    heads = st.sampled_from([draw(st.lists(st.integers(0, 2), max_size=14)) for _ in range(4)])
+    tails = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+    return [np.array([*draw(heads), *draw(heads), *draw(tails)], np.int32) for _ in range(draw(st.integers(0, 24)))]
 
 
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=0, max_size=60)
@@ -69,36 +64,42 @@ def test_results_come_back_in_the_order_of_the_rows(lengths: list[int], ranks: i
     assert restore(shares, answers) == [f"row {index}" for index in range(len(lengths))]
 
 
-@given(rows_of_prompts())
-def test_kin_are_of_one_prompt_and_begin_alike_and_each_row_is_kin_once(given: Prompted) -> None:
-    prompts, rows = given
-    kin = kin_of(prompts, rows)
+@given(alike())
+def test_each_row_is_kin_once_and_begins_as_the_one_before_it_does(rows: list[NDArray[np.int32]]) -> None:
+    kin = kin_of(rows)
     assert sorted(row for each in kin for row in each.rows) == list(range(len(rows)))
     for each in kin:
-        first, *others = (rows[row] for row in each.rows)
-        assert len({prompts[row] for row in each.rows}) == 1
-        assert all(np.array_equal(first[: each.shared], other[: each.shared]) for other in others)
-        assert each.spared >= WORTH * sum(len(rows[row]) for row in each.rows) or len(each.rows) == 1
-        assert others or not each.shared
+        assert each.shared[0] == 0
+        for (one, other), shared in zip(pairwise(each.rows), each.shared[1:], strict=True):
+            assert np.array_equal(rows[one][:shared], rows[other][:shared])
+            assert shared >= max(1, WORTH * len(rows[other]))
 
 
-def test_as_many_tokens_are_shared_as_all_rows_of_a_prompt_begin_with() -> None:
-    rows = [np.array(row, np.int32) for row in ([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3], [1, 2, 5, 6, 7])]
-    assert kin_of([0, 0, 1, 0], rows) == [Kin((0, 1, 3), 2), Kin((2,))]
+@given(alike())
+def test_as_little_is_computed_as_there_are_different_beginnings(rows: list[NDArray[np.int32]]) -> None:
+    """Of kin whose first words differ; what those share that are none is next to nothing."""
+    for each in kin_of(rows):
+        beginnings = {tuple(rows[row][:length]) for row in each.rows for length in range(1, len(rows[row]) + 1)}
+        assert each.size([len(row) for row in rows]) == len(beginnings)
+
+
+def test_rows_share_with_those_before_them_what_they_have_in_common() -> None:
+    rows = [np.array(row, np.int32) for row in ([1, 2, 5, 6, 7], [1, 2, 3, 4], [9], [1, 2, 3], [1, 2, 3, 4])]
+    assert kin_of(rows) == [Kin((3, 1, 4, 0), (0, 3, 4, 2)), Kin((2,))]
 
 
 def test_rows_that_share_next_to_nothing_are_no_kin() -> None:
     rows = [np.array([7, *range(number, number + 24)], np.int32) for number in (0, 50)]
-    assert kin_of([0, 0], rows) == [Kin((0,)), Kin((1,))]
+    assert kin_of(rows) == [Kin((0,)), Kin((1,))]
+    assert kin_of([row[:20] for row in rows]) == [Kin((0, 1), (0, 1))]
 
 
-@given(rows_of_prompts(), rank_counts, budgets)
+@given(alike(), rank_counts, budgets)
 def test_kin_land_once_within_the_budget_and_as_often_on_every_rank(
-    given: Prompted, ranks: int, budget: Budget
+    rows: list[NDArray[np.int32]], ranks: int, budget: Budget
 ) -> None:
-    prompts, rows = given
     lengths = [len(row) for row in rows]
-    shares = split_rows(lengths, ranks, budget, kin_of(prompts, rows))
+    shares = split_rows(lengths, ranks, budget, kin_of(rows))
     assert sorted(index for bins in shares for one in bins for index in one) == list(range(len(rows)))
     assert len({len(bins) for bins in shares}) == 1
     for one in (one for bins in shares for one in bins):
@@ -106,63 +107,56 @@ def test_kin_land_once_within_the_budget_and_as_often_on_every_rank(
         assert budget.rows is None or len(one) <= budget.rows
 
 
-@given(rows_of_prompts(), rank_counts)
-def test_no_rank_computes_more_than_it_would_if_rows_were_dealt_one_by_one(given: Prompted, ranks: int) -> None:
-    prompts, rows = given
-    lengths, kin = [len(row) for row in rows], kin_of(prompts, rows)
-    of = {row: each for each in kin for row in each.rows}
+@given(alike(), rank_counts)
+def test_the_fullest_rank_computes_no_more_than_if_nothing_were_shared(
+    rows: list[NDArray[np.int32]], ranks: int
+) -> None:
+    lengths = [len(row) for row in rows]
+    together, alone = (split_rows(lengths, ranks, Budget(10_000), kin) for kin in (kin_of(rows), []))
 
-    def fullest(shares: list[packing.Bins]) -> int:
-        return max(computed(sorted(index for one in bins for index in one), lengths, of) for bins in shares)
+    def computed(one: list[int]) -> int:
+        return sum(each.size([lengths[i] for i in one]) for each in kin_of([rows[i] for i in one]))
 
-    alone, together = (split_rows(lengths, ranks, Budget(10_000), each) for each in ((), kin))
-    assert fullest(together) <= max(sum(lengths[row] for one in bins for row in one) for bins in alone)
-
-
-def computed(share: list[int], lengths: list[int], of: dict[int, Kin]) -> int:
-    """Tokens of the rows of a rank, of which kin share."""
-    met = Counter(of[row].rows[0] for row in share)
-    return (
-        sum(lengths[row] for row in share)
-        - sum((met[of[row].rows[0]] > 1) * of[row].shared for row in share)
-        + sum(of[first].shared for first, count in met.items() if count > 1)
-    )
+    shared = max(sum(computed(one) for one in bins) for bins in together)
+    assert shared <= max(sum(lengths[i] for one in bins for i in one) for bins in alone)
 
 
 def test_kin_stay_together_where_there_is_room() -> None:
-    lengths, kin = [9, 5, 9, 5, 9, 5], [Kin((0, 2, 4), 8), Kin((1, 3, 5), 4)]
+    lengths, kin = [9, 5, 9, 5, 9, 5], [Kin((0, 2, 4), (0, 8, 8)), Kin((1, 3, 5), (0, 4, 4))]
     assert split_rows(lengths, 2, Budget(100), kin) == [[[0, 2, 4]], [[1, 3, 5]]]
     assert split_rows(lengths, 1, Budget(30), kin) == [[[0, 2, 4], [1, 3, 5]]]
 
 
 def test_kin_part_for_the_sake_of_the_fullest_rank_and_of_the_budget() -> None:
-    assert split_rows([9] * 4, 2, Budget(100), [Kin((0, 1, 2, 3), 2)]) == [[[0, 1]], [[2, 3]]]
-    assert split_rows([9] * 4, 2, Budget(100), [Kin((0, 1, 2, 3), 9)]) == [[[0, 1, 2, 3]], [[]]]
-    assert split_rows([9] * 4, 1, Budget(20), [Kin((0, 1, 2, 3), 8)]) == [[[0, 1], [2, 3]]]
+    def four(shared: int) -> list[Kin]:
+        return [Kin((0, 1, 2, 3), (0, shared, shared, shared))]
+
+    assert split_rows([9] * 4, 2, Budget(100), four(2)) == [[[0, 1]], [[2, 3]]]
+    assert split_rows([9] * 4, 2, Budget(100), four(9)) == [[[0, 1, 2, 3]], [[]]]
+    assert split_rows([9] * 4, 1, Budget(20), four(8)) == [[[0, 1], [2, 3]]]
 
 
-@given(rows_of_prompts().filter(lambda given: len(given[1]) > 0))
-def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_none_that_nobody_needs(given: Prompted) -> None:
-    prompts, rows = given
-    lengths, kin = [len(row) for row in rows], kin_of(prompts, rows)
+@given(alike().filter(bool))
+def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_no_other(rows: list[NDArray[np.int32]]) -> None:
+    lengths, kin = [len(row) for row in rows], kin_of(rows)
     layout = share(lengths, kin)
     line = np.full(layout.shape, -1, np.int64)[0]
     line[layout.where] = np.concatenate(rows)
     np.testing.assert_array_equal(line[layout.where], np.concatenate(rows))
     np.testing.assert_array_equal(layout.positions[layout.where], np.concatenate([np.arange(n) for n in lengths]))
-    assert line.min(initial=0) >= 0
+    assert line.min() >= 0
     assert layout.shape == (1, sum(each.size(lengths) for each in kin))
 
 
-def test_what_rows_share_is_laid_before_them_and_once() -> None:
-    layout = share([4, 2, 3], [Kin((0, 2), 2), Kin((1,))])
-    np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 5, 6, 0, 1, 4])
-    np.testing.assert_array_equal(layout.positions, [0, 1, 2, 3, 2, 0, 1])
+def test_a_row_is_laid_without_what_it_shares_with_the_one_before() -> None:
+    layout = share([4, 2, 3, 4], [Kin((0, 2, 3), (0, 2, 3)), Kin((1,))])
+    np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 6, 7, 0, 1, 4, 0, 1, 4, 5])
+    np.testing.assert_array_equal(layout.positions, [0, 1, 2, 3, 2, 3, 0, 1])
 
 
 def test_a_line_without_kin_is_packed() -> None:
     assert packing.lay([3, 1], "shared", [Kin((0,)), Kin((1,))]).packing == "packed"
-    assert packing.lay([3, 1], "packed", [Kin((0, 1), 1)]).packing == "packed"
+    assert packing.lay([3, 1], "packed", [Kin((0, 1), (0, 1))]).packing == "packed"
 
 
 def test_shares_fall_to_places_in_order_and_to_all_replicas_of_a_place() -> None:

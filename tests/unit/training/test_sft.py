@@ -10,8 +10,10 @@ import pytest
 from pipeline.errors import TrainingError
 from pipeline.losses import SFT
 from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.staging import CutBatch
 from pipeline.training.jobs import DemonstrationsInput, SftJob, SftSchedule
-from pipeline.training.rows import Row
+from pipeline.training.packing import Budget
+from pipeline.training.rows import Batch, Row
 from pipeline.training.sft import SupervisedFineTuning
 
 
@@ -21,6 +23,9 @@ class Ranks:
     def __init__(self, failing: str = "") -> None:
         self.asked: list[str] = []
         self._failing = failing
+
+    def cut(self, name: str, batch: Batch) -> CutBatch:
+        return CutBatch.cut(batch, [1], Budget(64))
 
     def __getattr__(self, name: str) -> Any:
         def operation(*args: object, **settings: object) -> dict[str, float]:
