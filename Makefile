@@ -38,6 +38,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_training
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.bench_dispatch
 	$(BIN)/python -m tests.bench.bench_scaling
+	$(BIN)/python -m tests.bench.bench_sharing
 	$(BIN)/python -m tests.bench.bench_loading
 	$(BIN)/python -m tests.bench.bench_sft
 	$(BIN)/python -m tests.bench.bench_rewards
@@ -47,6 +48,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_tinker
 	$(BIN)/python -m tests.bench.bench_tinker_sampling
 	$(BIN)/python -m tests.bench.bench_demo
+	$(BIN)/python -m tests.bench.bench_laptop
 
 # What the trainer is held to, on the GPUs of this machine: make gpu RANKS=2
 gpu: $(VENV)/.installed

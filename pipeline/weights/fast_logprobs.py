@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from itertools import repeat
 from typing import Any
 
@@ -60,12 +61,30 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
     LogprobsProcessor._update_sample_logprobs = _updating(stock, LogprobsLists, Logprob)
 
 
+class Sampled(dict[int, Any]):
+    """What was sampled at one place, where nobody asked for alternatives: an answer that lists these, where vLLM would
+    repeat the sampled token, lists none."""
+
+    __slots__ = ()
+
+    def items(self) -> Any:
+        return ()
+
+
 def add_fast_answers(serving: Any, router: Any) -> None:
     """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
-    follow wait for them. Who asks for no alternatives (`logprobs=0`) gets none, where vLLM repeats the sampled token;
-    entries are not validated; and JSON is written by msgspec. Versions that came along are said."""
+    follow wait for them. Entries are not validated, and JSON is written by msgspec. Versions that came along are
+    said."""
     tokens = serving.ServingTokens
-    tokens._create_tokens_logprobs = _without_repetition(tokens._create_tokens_logprobs)
+    try:
+        asked = signature(tokens._create_tokens_logprobs).parameters
+        known = {"self", "token_ids", "top_logprobs"} <= {*asked} and callable(router.JSONResponse.render)
+    except AttributeError:
+        known = False
+    if not known:
+        log.warning("this release of vLLM is not known to %s: answers are made vLLM's own way", __name__)
+        return
+    tokens._create_tokens_logprobs = _saying(tokens._create_tokens_logprobs)
     for name in _ENTRIES:
         model = getattr(serving, name, None)
         if isinstance(model, type) and issubclass(model, BaseModel):
@@ -130,14 +149,15 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
             self.logprobs = noted(self.logprobs, version)
         for token, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
             self.cumulative_logprob += value
-            self.logprobs.append({token: logprob(value, rank, None)})
+            self.logprobs.append(Sampled(((token, logprob(value, rank, None)),)))
 
     return update
 
 
-def _without_repetition(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def create(self: Any, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int | None = None) -> Any:
-        return say_versions(stock(self, token_ids, top_logprobs, num_output_top_logprobs or None), top_logprobs)
+def _saying(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def create(self: Any, *, token_ids: Any, top_logprobs: Any, **others: Any) -> Any:
+        made = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **others)
+        return say_versions(made, top_logprobs)
 
     return create
 

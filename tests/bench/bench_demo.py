@@ -1,10 +1,11 @@
 """The demo for several seeds and several ways to train it.
 
-    python -m tests.bench.bench_demo [--seeds 0 1 2] [--ways grpo gspo dapo ppo lora] [--output DIR] [key=value …]
+    python -m tests.bench.bench_demo [--seeds 0 1 2] [--ways grpo gspo dapo ppo lora lag0 …] [--output DIR] [key=v …]
 
 Starts the launcher as a user would, one run after the other, and prints what each run's own `metrics.jsonl` says:
-held-out accuracy before and after RL, time, lag, and where the time of a step goes. `lora` trains adapters on what a
-warm start of all weights left, a run of its own. Exits with 1 when a run gains less than 25 points or takes more than 6
+held-out accuracy before and after RL, time, lag, and where the time of a step goes. `lag0`, `lag1` and `lag4` are GRPO
+with another `max_lag` than the demo's 2; 0 is synchronous. `lora` trains adapters on what a warm start of all weights
+left, a run of its own. Exits with 1 when a run gains less than 25 points or takes more than 6
 minutes.
 """
 
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -31,11 +32,14 @@ WAYS: dict[str, tuple[str, ...]] = {
     "gspo": ("loss=gspo",),
     "dapo": ("loss=dapo", "training.zero_advantage=drop", "training.overlong=mask"),
     "ppo": ("loss=ppo",),
+    "lag0": ("training.max_lag=0",),
+    "lag1": ("training.max_lag=1",),
+    "lag4": ("training.max_lag=4",),
     "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.warm_start.steps=0"),
 }
 COLUMNS = (
     *("way", "seed", "warm start", "after RL", "gain", "minutes", "lag max"),
-    *("s a step", "of it: data", "train", "sync", "samples/s", "log ratio at lag 0"),
+    *("s a step", "of it: data", "train", "sync", "samples/s", "idle trainer", "idle servers", "log ratio at lag 0"),
 )
 
 
@@ -73,6 +77,8 @@ def measure(rows: list[dict[str, Any]], seconds: float, way: str, seed: int) -> 
         "train": middle["seconds/train"],
         "sync": median(row["sync/seconds"] for row in train if "sync/seconds" in row),
         "samples/s": sum(row["samples"] for row in train) / (train[-1]["time"] - train[0]["time"]),
+        "idle trainer": mean(row["idle/trainer"] for row in train),
+        "idle servers": mean(row["idle/servers"] for row in rows if "idle/servers" in row),
         "log ratio at lag 0": f"{train[0]['log_ratio']:.1e}",
     }
 

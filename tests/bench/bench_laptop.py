@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import RunConfig, load_config
+from pipeline.config import RunConfig
+from pipeline.config.kept import kept_config
 from pipeline.rundir.metrics import read_rows
+from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import load_task
 from tests.bench.tables import judge, markdown
 
@@ -122,8 +124,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         output = given.output or folder / "runs"
-        model = launch(output, "warm", "training.steps=0") / "model"
-        config = load_config(json.loads((output / "warm" / "config.json").read_text()))
+        warm = launch(output, "warm", "training.steps=0")
+        model, config = warm / "model", kept_config(RunPaths(warm))
+        assert config is not None
         ours, theirs = [], []
         for number in range(given.rounds):
             ours.append(run_ours(output, f"round-{number}", model, given, overrides))
