@@ -138,10 +138,8 @@ def pad(lengths: Sequence[int]) -> Layout:
 def share(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
     """Rows laid end to end on one line, kin next to each other, each without what it shares with the one before."""
     where: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(lengths)
-    positions: list[NDArray[np.int64]] = []
-    used = 0
+    before, positions, used = where[0], [], 0
     for each in kin:
-        before = where[each.rows[0]]
         for row, shared in zip(each.rows, each.shared, strict=True):
             own = np.arange(shared, lengths[row], dtype=np.int64)
             before = where[row] = np.concatenate([before[:shared], used + own - shared])
