@@ -15,7 +15,9 @@ from pipeline.streams.board import Board
 from pipeline.streams.files import FileStreams
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.staging import CutBatch, Staged
 from pipeline.training.jobs import Job, RlJob, jobs_of
+from pipeline.training.packing import Budget
 from pipeline.training.rl import ReinforcementLearning, rows_of
 from pipeline.training.rows import Batch
 from pipeline.training.runner import Runner
@@ -37,23 +39,13 @@ class LostBoard(Board):
         super().post_progress(version, settled)
 
 
-class Staged:
-    """Rows on no rank at all."""
-
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches = batches
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.batches[index]
-
-
 class CountingDispatch:
     """A model that is the number of its optimizer steps."""
 
     steps, broken = 0, False
 
     def stage(self, batches: list[Batch]) -> Staged:
-        return Staged(batches)
+        return Staged(0, tuple(CutBatch.cut(batch, [1], Budget(1024)) for batch in batches))
 
     def unstage(self, staged: Staged) -> None:
         """Nothing is held."""

@@ -24,6 +24,8 @@ from pipeline.training.workers.worker import ModelWorker
 from tests.support.oracle.cases import RECIPES, make_batch, policy_spec
 from tests.support.ranks.dispatch_cases import BUDGET, GRPO, OPTIM, Scenario, fresh, refusal, step
 
+APART = {"close", "cut", "layout"}
+"""What is not played: the end, and what asks nothing of the ranks."""
 MINDLESS = {"stage", "amend", "unstage", "finish_weight_sync", "remove_model"}
 MINDLESS |= {"memory", "offload_all", "empty_cache", "idle"}
 """What needs no model on the device."""
@@ -204,8 +206,8 @@ def alike(one: object, other: object) -> bool:
 def every_public_operation_is_in_the_table_and_is_played(dispatch: Dispatch, path: Path) -> None:
     public = {name for name, _ in inspect.getmembers(Dispatch, inspect.isfunction) if not name.startswith("_")}
     steps = Script(path, path).steps()
-    assert {each.operation for each in steps} == public - {"close", "layout"}
-    assert public - {"close", "layout"} - MINDLESS - COMBINED | {"save_checkpoint", "load_checkpoint"} == set(NEEDED)
+    assert {each.operation for each in steps} == public - APART
+    assert public - APART - MINDLESS - COMBINED | {"save_checkpoint", "load_checkpoint"} == set(NEEDED)
     assert {operation for each in steps for operation in each.needs.values()} == set(NEEDED)
 
 
