@@ -31,7 +31,7 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("task.name=arithmetik", "did you mean arithmetic?"),
         ("task.options.digitz=2", "task.options.digitz=2: expected a known option"),
         ("task.name=no.such.module:Task", "is its folder in PYTHONPATH?"),
-        ("resources.nodes=3", "resources.nodes=3: expected at least 4"),
+        ("resources.nodes=2", "resources.nodes=2: expected at least 3"),
         (
             "model.path=/no/such/model",
             "expected a directory with config.json and tokenizer.json; download the model first",
@@ -154,7 +154,7 @@ def test_the_dry_run_shows_which_role_goes_where_and_starts_nothing(
     assert submit.main(["experiment=demo", f"output={tmp_path}", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "rank 0: redis.0, preprocessor.0, actor.0" in shown
-    assert "rank 3: inference.1" in shown
+    assert "rank 2: inference.0" in shown
     assert list(tmp_path.iterdir()) == []
 
 
