@@ -33,7 +33,7 @@ OPERATIONAL = (
     "training.micro_batch_tokens",
     "training.offload",
     "training.reshard",
-    "training.share_prompts",
+    "training.share_prefixes",
     "rollout.concurrency",
     "rollout.episode_seconds",
     "rollout.give_up_after",

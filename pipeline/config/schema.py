@@ -170,7 +170,8 @@ class TrainingConfig(Section):
         1, description="Optimizer steps of one such epoch; each trains as many of the batch's prompts."
     )
     micro_batch_tokens: Positive = Field(
-        16384, description="Token budget of a micro-batch in one process, padding included."
+        16384,
+        description="Token budget of a micro-batch in one process: with padding, and what samples share for each.",
     )
     micro_batch_rows: NotNegative = Field(0, description="Most samples of a micro-batch; 0: what the budget holds.")
     packing: bool = Field(
@@ -178,7 +179,7 @@ class TrainingConfig(Section):
         description="Pack samples without padding, attention kept inside each; a model whose other layers would carry "
         "a state from one into the next is padded in any case, with a warning.",
     )
-    share_prompts: bool | None = Field(
+    share_prefixes: bool | None = Field(
         None,
         description="Compute what several samples of a micro-batch begin with, such as their prompt, once for all of "
         "them, where samples are packed. Unset: on CPUs, where layers are not compiled.",
@@ -291,9 +292,9 @@ class RunConfig(Section):
         return self.loss.kl > 0 and not self.teacher.url
 
     @property
-    def shares_prompts(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether samples share what they begin with, where they are packed."""
-        asked = self.training.share_prompts
+        asked = self.training.share_prefixes
         return self.resources.device == "cpu" and not self.training.compile if asked is None else asked
 
     @property

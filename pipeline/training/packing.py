@@ -116,7 +116,7 @@ def lay(lengths: Sequence[int], packing: Packing, kin: Sequence[Kin] = ()) -> La
     if packing == "padded":
         return pad(lengths)
     if packing == "shared" and any(each.spared for each in kin):
-        return share(lengths, kin)
+        return overlap(lengths, kin)
     return pack(lengths)
 
 
@@ -135,7 +135,7 @@ def pad(lengths: Sequence[int]) -> Layout:
     return Layout((rows, longest), np.array(lengths, np.int64), where, positions, "padded")
 
 
-def share(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
+def overlap(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
     """Rows laid end to end on one line, kin next to each other, each without what it shares with the one before."""
     where: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(lengths)
     before, positions, used = where[0], [], 0
@@ -151,10 +151,10 @@ def share(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
 def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[Kin] = ()) -> list[Bins]:
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
-    Ranks are balanced by tokens that are computed, and so are the micro-batches of a rank when packed. `kin`, if given,
-    have every row once, and stay together as far as budget and balance allow it. All ranks get the same number of
-    micro-batches, as few as the budget allows with this balance; some may be empty. Raises `TrainingError` for a row
-    that no micro-batch can hold.
+    Ranks are balanced by tokens that are computed, and so are the micro-batches of a rank when packed, if the budget
+    allows it. `kin`, if given, have every row once, and stay together as far as budget and balance allow it. All ranks
+    get the same number of micro-batches, about as few as the budget allows; some may be empty. Raises `TrainingError`
+    for a row that no micro-batch can hold.
     """
     _check(lengths, budget)
     dealt = _deal(kin or [Kin((index,)) for index in range(len(lengths))], lengths, ranks, budget)
@@ -206,9 +206,9 @@ def _deal(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget
     """What each rank gets: kin whole, or in as many parts as leave least to the fullest rank."""
     dealt: list[list[Kin]] = []
     fullest, parts, most = -1, 1, max((len(each.rows) for each in kin), default=1)
-    while parts < 2 * most:
+    while not dealt or (ranks > 1 and parts < 2 * most):
         units = [part for each in kin for part in _parts(each, parts, lengths, budget)]
-        found = _balance(units, lengths, ranks)
+        found = _balance(units, ranks, [unit.size(lengths) for unit in units])
         load = max(sum(unit.size(lengths) for unit in share) for share in found)
         if fullest < 0 or load < fullest:
             dealt, fullest = found, load
@@ -229,15 +229,14 @@ def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> Iter
     yield kin.part(first, len(kin.rows))
 
 
-def _balance(units: Sequence[Kin], lengths: Sequence[int], bins: int) -> list[list[Kin]]:
-    """Largest first, each to the bin with the fewest tokens to compute (then rows, then lowest number)."""
+def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[list[Kin]]:
+    """Largest first, each to the bin that has least by then (then fewest rows, then lowest number)."""
     loads = [(0, 0, number) for number in range(bins)]
     filled: list[list[Kin]] = [[] for _ in range(bins)]
-    sizes = {unit.rows[0]: unit.size(lengths) for unit in units}
-    for unit in sorted(units, key=lambda unit: (-sizes[unit.rows[0]], unit.rows[0])):
-        tokens, rows, number = loads[0]
-        filled[number].append(unit)
-        heapq.heapreplace(loads, (tokens + sizes[unit.rows[0]], rows + len(unit.rows), number))
+    for place in sorted(range(len(units)), key=lambda place: (-sizes[place], units[place].rows[0])):
+        size, rows, number = loads[0]
+        filled[number].append(units[place])
+        heapq.heapreplace(loads, (size + sizes[place], rows + len(units[place].rows), number))
     return filled
 
 
@@ -253,14 +252,18 @@ def _rows(units: Sequence[Kin]) -> list[int]:
 
 
 def _cut_packed(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[list[Kin]]:
-    """At least `least` balanced bins, each within the budget."""
-    count = max(least, -(-sum(lengths[row] for row in _rows(share)) // budget.tokens))
+    """At least `least` bins, each within the budget: balanced by what they compute, or if one does not hold its rows
+    then, by these."""
+    whole = [sum(lengths[row] for row in unit.rows) for unit in share]
+    computed = [unit.size(lengths) for unit in share]
+    count = max(least, -(-sum(whole) // budget.tokens))
     while True:
-        bins = _balance(share, lengths, count)
-        held = [[lengths[row] for row in _rows(units)] for units in bins]
-        too_full = sum(not _holds(budget, len(each), sum(each)) for each in held)
-        if not too_full:
-            return bins
+        for sizes in (computed, whole) if computed != whole else (whole,):
+            bins = _balance(share, count, sizes)
+            held = [[lengths[row] for row in _rows(units)] for units in bins]
+            too_full = sum(not _holds(budget, len(each), sum(each)) for each in held)
+            if not too_full:
+                return bins
         count += -(-too_full // 2)
 
 

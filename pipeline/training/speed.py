@@ -59,9 +59,8 @@ def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dic
         found["tokens_per_second"] = metrics["tokens/batch"] / seconds
         found["tokens_per_second_per_process"] = found["tokens_per_second"] / machine.processes
         if machine.peak:
-            computed = 1 - metrics.get("tokens/shared", 0.0) / metrics["tokens/batch"]
-            tokens = found["tokens_per_second_per_process"] * computed
-            found["mfu"] = tokens * machine.flops_per_token / machine.peak
+            computed = (metrics["tokens/batch"] - metrics.get("tokens/shared", 0.0)) / seconds / machine.processes
+            found["mfu"] = computed * machine.flops_per_token / machine.peak
     if "seconds/data" in metrics:
         found["idle/trainer"] = metrics["seconds/data"] / seconds
     return found

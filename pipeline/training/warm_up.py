@@ -97,7 +97,7 @@ def empty_row(length: int, vocabulary: int, number: int = 0) -> Row:
     """A row that any loss takes; rows of several numbers share nothing, as far as there are words for that."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
-    tokens = np.arange(number, number + length, dtype=np.int32) % vocabulary
+    tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
     return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from inspect import signature
+from inspect import iscoroutinefunction, signature
 from itertools import repeat
 from typing import Any
 
@@ -63,28 +63,32 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
 
 class Sampled(dict[int, Any]):
     """What was sampled at one place, where nobody asked for alternatives: an answer that lists these, where vLLM would
-    repeat the sampled token, lists none."""
+    repeat the sampled token, lists none. Where another request of the step asks for some, it is vLLM's own entry."""
 
     __slots__ = ()
 
     def items(self) -> Any:
         return ()
 
+    def __reduce__(self) -> Any:
+        return Sampled, (tuple(super().items()),)
+
 
 def add_fast_answers(serving: Any, router: Any) -> None:
     """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
     follow wait for them. Entries are not validated, and JSON is written by msgspec. Versions that came along are
     said."""
-    tokens = serving.ServingTokens
     try:
-        asked = signature(tokens._create_tokens_logprobs).parameters
-        known = {"self", "token_ids", "top_logprobs"} <= {*asked} and callable(router.JSONResponse.render)
-    except AttributeError:
+        tokens = serving.ServingTokens
+        stock = tokens._create_tokens_logprobs
+        known = {"self", "token_ids", "top_logprobs"} <= {*signature(stock).parameters}
+        known = known and not iscoroutinefunction(stock) and callable(router.JSONResponse.render)
+    except (AttributeError, TypeError, ValueError):
         known = False
     if not known:
         log.warning("this release of vLLM is not known to %s: answers are made vLLM's own way", __name__)
         return
-    tokens._create_tokens_logprobs = _saying(tokens._create_tokens_logprobs)
+    tokens._create_tokens_logprobs = _saying(stock)
     for name in _ENTRIES:
         model = getattr(serving, name, None)
         if isinstance(model, type) and issubclass(model, BaseModel):
@@ -133,7 +137,7 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
     @functools.cache
     def prepare() -> None:
         if _ROUTER in sys.modules:
-            add_fast_answers(sys.modules[_SERVING], sys.modules[_ROUTER])
+            add_fast_answers(sys.modules.get(_SERVING), sys.modules[_ROUTER])
 
     def update(self: Any, logprobs_lists: Any) -> None:
         prepare()
@@ -155,9 +159,10 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
 
 
 def _saying(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def create(self: Any, *, token_ids: Any, top_logprobs: Any, **others: Any) -> Any:
-        made = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **others)
-        return say_versions(made, top_logprobs)
+    asked = signature(stock)
+
+    def create(*given: Any, **others: Any) -> Any:
+        return say_versions(stock(*given, **others), asked.bind(*given, **others).arguments["top_logprobs"])
 
     return create
 

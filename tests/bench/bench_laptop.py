@@ -9,7 +9,7 @@
 Both go on from the weights of the demo's warm start, with 32 prompts of 8 samples a step, and both may use two threads
 at most for each process. Rollcall's side is the demo as a user starts it, without evaluations: launcher, agents, Redis,
 a vLLM server, actor, preprocessor and trainer, asynchronous with the demo's `max_lag`. TRL's is one process in which
-transformers generates, then trains. They take turns. Samples/s are counted from the tenth step on; the mean reward of
+transformers generates, then trains. They take turns. Samples/s are counted after the eleventh step; the mean reward of
 the last ten steps says that both learn. Exits with 1 unless Rollcall makes at least as many samples/s, by the medians.
 """
 
@@ -124,7 +124,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         output = given.output or folder / "runs"
-        warm = launch(output, "warm", "training.steps=0")
+        warm = launch(output, "warm", "training.steps=0", *overrides)
         model, config = warm / "model", kept_config(RunPaths(warm))
         assert config is not None
         ours, theirs = [], []

@@ -47,7 +47,7 @@ def main(asked: dict[str, Any]) -> None:
         weight_decay=0.0,
         beta=0.0,
         epsilon=asked["clip"],
-        loss_type="grpo",
+        loss_type="bnpo",
         temperature=1.0,
         gradient_checkpointing=False,
         bf16=False,

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,3 +195,18 @@ def test_code_that_is_not_known_stays_as_it_is(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert type(a_step(1, None).slice_request(0, 1).logprobs) is np.ndarray
     assert MsgpackDecoder._decode_ndarray is of_another_release
+
+
+@pytest.mark.parametrize("answers", [None, SimpleNamespace(), SimpleNamespace(ServingTokens=object)])
+def test_a_route_that_is_not_known_makes_its_answers_itself(answers: Any, caplog: pytest.LogCaptureFixture) -> None:
+    router = SimpleNamespace(JSONResponse=dict)
+    fast_logprobs.add_fast_answers(answers, router)
+    assert router.JSONResponse is dict
+    assert "answers are made vLLM's own way" in caplog.text
+
+
+def test_what_was_sampled_lists_no_alternatives_and_is_whole_when_it_is_copied() -> None:
+    entry = fast_logprobs.Sampled(((7, -0.5),))
+    copied = pickle.loads(pickle.dumps(entry))
+    assert [*entry.items()] == [*copied.items()] == []
+    assert entry[7] == copied[7] == -0.5

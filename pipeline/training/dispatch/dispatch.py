@@ -399,7 +399,7 @@ def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispat
     share, each process keeps to what they leave: `ConfigError` if that is too little."""
     training, resources = config.training, config.resources
     most = training.micro_batch_tokens, training.micro_batch_rows or None
-    budget = Budget(*most, packed=training.packing, shared=config.shares_prompts)
+    budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
     shared = resources.share_gpus and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
     lead_or_serve(

@@ -61,7 +61,7 @@ class CutBatch:
         batch: the rows, on the controller.
         shares: row indices of every micro-batch of every share.
         sizes: the data-parallel sizes that they are cut for.
-        spared: tokens that no model computes, since rows of a micro-batch share them.
+        spared: tokens that are not computed once more, since rows of a micro-batch share them.
         number, index: of the staging that it belongs to, and its place in that; −1: it travels with its operation.
     """
 

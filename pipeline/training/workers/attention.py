@@ -58,8 +58,8 @@ class Segments:
         """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
         which place of the line each of their tokens has.
 
-        The host makes what is as long as the line; the rectangle, which one long row among many short ones makes far
-        larger, is filled in on the device, where 16 bits never read it.
+        The host makes what is as long as the line, or as the rows; the rectangle, which one long row among many short
+        ones makes far larger, is filled in on the device, where 16 bits never read it.
         """
         lengths_S = torch.tensor(lengths)
         ends_S = lengths_S.cumsum(0)
@@ -70,8 +70,7 @@ class Segments:
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends_S]).to(torch.int32)
         line_R = rows_P = None
         if where is not None:
-            found = np.empty(where.max() + 1, np.int64)
-            found[where] = np.arange(len(where))
+            found = np.unique(where, return_index=True)[1]
             rectangle_P = rectangle_P[torch.from_numpy(found)]
             line_R, rows_P = to_device(where, device), to_device(found, device)
         lengths_S, starts_S, rectangle_P, bounds = (

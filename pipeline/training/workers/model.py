@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
@@ -72,8 +73,8 @@ class DecoderModel(nn.Module):
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
         """The last hidden state [N, E] at each of `before_N`, indices into the flattened B × T."""
         output = self.decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
-        states_NE: Tensor = output.last_hidden_state.flatten(0, 1)[before_N]
-        return states_NE
+        # Places repeat where rows share tokens: of the ways to look them up, this one adds their gradients up in order.
+        return embedding(before_N, output.last_hidden_state.flatten(0, 1))
 
 
 class PolicyModel(DecoderModel):

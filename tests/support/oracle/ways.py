@@ -78,11 +78,13 @@ SWITCHES: tuple[dict[str, bool], ...] = (
 
 
 def cases(ranks: int) -> list[Case]:
-    """Every recipe on 2 ranks packed and padded, and on 1 rank, by number of rows or by tokens; and each switch with
-    several recipes, among them always one with a critic or with adapters. On 4 ranks a third of them, and all that is
-    replicated: the rest of it is in `all_cases`."""
+    """Every recipe on 2 ranks packed, padded and shared, and on 1 rank, by number of rows or by tokens; and each switch
+    with several recipes, among them always one with a critic or with adapters. On 4 ranks a third of them, and all that
+    is replicated: the rest of it is in `all_cases`."""
     turn = WORLDS.index(ranks)
     plain, switched = [*_plain(turn)], [*_switched(turn)]
+    if ranks == 2:
+        plain = [*dict.fromkeys([*plain, *(Case(recipe, tokens=24) for recipe in RECIPES)])]
     if ranks > 2:
         plain, switched = plain[::3], switched[::3]
     return [*plain, *switched, *_replicated(ranks)]
@@ -184,7 +186,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "dropped_micro_batch": PACKED,
     "duplicated_shard": PACKED,
     "averaged_gradients": PADDED,
-    "leaking_attention": PACKED,
+    "leaking_attention": replace(PACKED, shared=False),
     "wrong_positions": PACKED,
     "strange_kin": Case("grpo", 24),
     "shifted_targets": PADDED,

@@ -82,7 +82,7 @@ def begin(rank: ModelWorker) -> None:
 def watch(rank: ModelWorker) -> None:
     """Count attention that is computed inside of a backward pass, and by the kernel for packed rows; and micro-batches
     whose rows share tokens."""
-    seen, kernel, share = training_mutations.seen, attention.varlen_attn, packing.share
+    seen, kernel, share = training_mutations.seen, attention.varlen_attn, packing.overlap
 
     def before(*_: object) -> None:
         seen["recomputed"] += torch._C._current_graph_task_id() != -1
@@ -96,7 +96,7 @@ def watch(rank: ModelWorker) -> None:
         return share(*given)
 
     training_mutations.patch(attention, "varlen_attn", counted)
-    training_mutations.patch(packing, "share", shared)
+    training_mutations.patch(packing, "overlap", shared)
     for module in rank.model.modules():
         if type(module).__name__ == "Qwen3Attention":
             module.register_forward_pre_hook(before)

@@ -169,3 +169,17 @@ def test_a_set_has_a_name_that_can_be_part_of_a_key(name: str) -> None:
         ConfigError, match=f"^evaluation.sets.{name}='{name}': expected at most 63 letters, digits, `_`, "
     ):
         load_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        ([], True),
+        (["training.compile=true"], False),
+        (["resources=gpus", "model.dtype=bfloat16"], False),
+        (["training.compile=true", "training.share_prefixes=true"], True),
+        (["training.share_prefixes=false"], False),
+    ],
+)
+def test_prefixes_are_shared_where_that_was_run_unless_one_says(overrides: list[str], shares: bool) -> None:
+    assert compose_config(["experiment=demo", *overrides]).shares_prefixes is shares

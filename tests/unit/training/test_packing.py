@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
 from pipeline.training import packing
-from pipeline.training.packing import WORTH, Budget, Kin, kin_of, pack, pad, restore, share, shares_of, split_rows
+from pipeline.training.packing import WORTH, Budget, Kin, kin_of, overlap, pack, pad, restore, shares_of, split_rows
 
 
 @st.composite
@@ -88,6 +88,17 @@ def test_rows_share_with_those_before_them_what_they_have_in_common() -> None:
     assert kin_of(rows) == [Kin((3, 1, 4, 0), (0, 3, 4, 2)), Kin((2,))]
 
 
+@given(alike())
+def test_rows_that_begin_alike_are_never_missed(rows: list[NDArray[np.int32]]) -> None:
+    """With the longest beginning that any earlier row has in common with a row, each row is laid without it."""
+    kin = kin_of(rows)
+    order = [row for each in kin for row in each.rows]
+    shared = dict(zip(order, (count for each in kin for count in each.shared), strict=True))
+    for place, row in enumerate(order):
+        most = max((packing._common(rows[row], rows[other]) for other in order[:place]), default=0)
+        assert shared[row] == (most if most >= max(1, WORTH * len(rows[row])) else 0)
+
+
 def test_rows_that_share_next_to_nothing_are_no_kin() -> None:
     rows = [np.array([7, *range(number, number + 24)], np.int32) for number in (0, 50)]
     assert kin_of(rows) == [Kin((0,)), Kin((1,))]
@@ -127,6 +138,21 @@ def test_kin_stay_together_where_there_is_room() -> None:
     assert split_rows(lengths, 1, Budget(30), kin) == [[[0, 2, 4], [1, 3, 5]]]
 
 
+@given(alike(), st.sampled_from([48, 64, 120]))
+def test_sharing_takes_hardly_more_micro_batches(rows: list[NDArray[np.int32]], budget: int) -> None:
+    lengths = [len(row) for row in rows]
+    shared, alone = (len(split_rows(lengths, 1, Budget(budget), kin)[0]) for kin in (kin_of(rows), []))
+    assert shared <= 2 * alone
+
+
+def test_a_prompt_that_is_nearly_all_of_its_samples_scatters_no_others() -> None:
+    """Balanced by what is computed alone, its micro-batch would be filled up beyond the budget again and again."""
+    lengths, kin = [1000] * 400 + [2040] * 8, [Kin((row,)) for row in range(400)]
+    asked = Kin(tuple(range(400, 408)), (0, *[2000] * 7))
+    shared, alone = (split_rows(lengths, 1, Budget(16384), each)[0] for each in ([*kin, asked], []))
+    assert len(shared) <= len(alone) + 1
+
+
 def test_kin_part_for_the_sake_of_the_fullest_rank_and_of_the_budget() -> None:
     def four(shared: int) -> list[Kin]:
         return [Kin((0, 1, 2, 3), (0, shared, shared, shared))]
@@ -139,7 +165,7 @@ def test_kin_part_for_the_sake_of_the_fullest_rank_and_of_the_budget() -> None:
 @given(alike().filter(bool))
 def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_no_other(rows: list[NDArray[np.int32]]) -> None:
     lengths, kin = [len(row) for row in rows], kin_of(rows)
-    layout = share(lengths, kin)
+    layout = overlap(lengths, kin)
     line = np.full(layout.shape, -1, np.int64)[0]
     line[layout.where] = np.concatenate(rows)
     np.testing.assert_array_equal(line[layout.where], np.concatenate(rows))
@@ -149,7 +175,7 @@ def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_no_other
 
 
 def test_a_row_is_laid_without_what_it_shares_with_the_one_before() -> None:
-    layout = share([4, 2, 3, 4], [Kin((0, 2, 3), (0, 2, 3)), Kin((1,))])
+    layout = overlap([4, 2, 3, 4], [Kin((0, 2, 3), (0, 2, 3)), Kin((1,))])
     np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 6, 7, 0, 1, 4, 0, 1, 4, 5])
     np.testing.assert_array_equal(layout.positions, [0, 1, 2, 3, 2, 3, 0, 1])
 
@@ -211,7 +237,7 @@ def test_each_row_goes_to_the_bin_that_has_least_by_then(lengths: list[int], bin
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         min(filled, key=lambda one: (sum(lengths[i] for i in one), len(one))).append(index)
     units = [Kin((index,)) for index in range(len(lengths))]
-    assert [packing._rows(one) for one in packing._balance(units, lengths, bins)] == [sorted(one) for one in filled]
+    assert [packing._rows(one) for one in packing._balance(units, bins, lengths)] == [sorted(one) for one in filled]
 
 
 def test_many_rows_in_many_micro_batches_are_cut_in_one_pass_over_the_rows() -> None:

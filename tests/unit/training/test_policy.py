@@ -38,6 +38,26 @@ def test_a_packed_row_attends_as_if_it_were_alone(window: int | None) -> None:
         start += length
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_place_that_many_tokens_follow_has_the_same_gradient_every_time(threads: int, tmp_path: Path) -> None:
+    """Several threads that add to one place as they come would round otherwise each time."""
+    policy = build_one(tmp_path, "qwen3", hidden_size=128)
+    tokens_BT = torch.arange(600)[None] % 17
+    before_N, targets_N = torch.arange(4096) % 5, torch.arange(4096) % 17
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        gradients = []
+        for _ in range(6):
+            policy.zero_grad()
+            logprobs_N, _ = policy(tokens_BT, torch.arange(600)[None], None, before_N, targets_N, 1.0, False)
+            (logprobs_N * torch.linspace(0, 1, 4096)).sum().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(gradients[0], other) for other in gradients)
+
+
 SHARED = np.array([0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1])
 """Where the tokens of rows of 4, 5 and 2 tokens lie that begin with the same two; the last is no more than these."""
 

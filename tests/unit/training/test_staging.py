@@ -1,5 +1,7 @@
 """How rows are cut for models of several data-parallel sizes, and which of them each rank gets."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,6 +42,15 @@ def test_a_model_takes_every_row_once_and_replicas_take_the_same(lengths: list[i
         firsts = given_to[::replicas]
         assert sorted(row for bins in firsts for one in bins for row in one) == list(range(len(lengths)))
         assert len({len(bins) for bins in firsts}) == 1
+
+
+def test_what_is_spared_is_what_rows_of_one_micro_batch_share() -> None:
+    row = Row(np.arange(8, dtype=np.int32), np.array([0] * 4 + [1] * 4, np.uint8))
+    batch = Batch.of([row] * 4)
+    assert CutBatch.cut(batch, [1], BUDGET).spared == 24
+    assert CutBatch.cut(batch, [1], Budget(16)).spared == 16
+    assert CutBatch.cut(batch, [1], replace(BUDGET, shared=False)).spared == 0
+    assert CutBatch.cut(batch, [1], replace(BUDGET, packed=False)).spared == 0
 
 
 @given(all_lengths, all_sizes)
