@@ -94,11 +94,13 @@ class Layout:
     packing: Packing
 
 
-def kin_of(rows: Sequence[NDArray[np.int32]]) -> list[Kin]:
-    """Rows that begin alike, each row once, given their tokens; see `WORTH`.
+def kin_of(rows: Sequence[NDArray[np.int32]], packing: Packing = "shared") -> list[Kin]:
+    """Rows that begin alike, each row once, given their tokens; see `WORTH`. None where `packing` shares nothing.
 
     In the order of tokens no row before a row has more in common with it than the one right before it.
     """
+    if packing != "shared":
+        return []
     order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">u4").tobytes())
     found: list[tuple[list[int], list[int]]] = []
     for place, row in enumerate(order):

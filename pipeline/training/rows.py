@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
-from pipeline.training.packing import Kin, kin_of
+from pipeline.training.packing import Kin, Packing, kin_of
 
 Normalise = Literal["token", "sequence", "prompt", "fixed"]
 Column = Literal["advantages", "behaviour", "proximal", "reference", "values", "returns"]
@@ -151,10 +151,9 @@ class Batch:
     def lengths(self) -> list[int]:
         return [len(row) for row in self.rows]
 
-    @property
-    def kin(self) -> list[Kin]:
-        """Which rows begin alike."""
-        return kin_of([row.tokens for row in self.rows])
+    def kin(self, packing: Packing) -> list[Kin]:
+        """Which rows begin alike, where `packing` shares that."""
+        return kin_of([row.tokens for row in self.rows], packing)
 
     @property
     def counted(self) -> int:

@@ -56,7 +56,7 @@ class SupervisedFineTuning:
     def step(self, step: int) -> Mapping[str, float]:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
-        cut = self._dispatch.cut("policy", batch)
+        cut = self._dispatch.cut(["policy"], batch)
         metrics = self._dispatch.forward_backward("policy", cut, SFT, level=self._level)
         self.intact = False
         metrics |= self._dispatch.optim_step("policy")

@@ -64,7 +64,7 @@ def measure(system: int, prompt: int, completion: int, steps: int) -> tuple[obje
                 dispatch.optim_step(name)
                 if number >= WARM_UP:
                     seconds[name].append(time.process_time() - began)
-        spared = ways["shared"].cut("shared", batch).spared / sum(batch.lengths)
+        spared = ways["shared"].cut(["shared"], batch).spared / sum(batch.lengths)
     ratio = statistics.median(one / other for one, other in zip(*seconds.values(), strict=True))
     apart = float(np.abs(answers[0] - answers[1]).max())
     return system, prompt, completion, spared, statistics.median(seconds["packed"]), ratio, apart

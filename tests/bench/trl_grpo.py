@@ -14,6 +14,7 @@ import transformers
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl_settings import ON_A_CPU
 
 
 class Clock(TrainerCallback):
@@ -49,14 +50,7 @@ def main(asked: dict[str, Any]) -> None:
         epsilon=asked["clip"],
         loss_type="bnpo",
         temperature=1.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **ON_A_CPU,
     )
     clock = Clock()
     trainer = trl.GRPOTrainer(

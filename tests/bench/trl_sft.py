@@ -15,6 +15,7 @@ import trl
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl_settings import ON_A_CPU
 
 
 class InOrder(trl.SFTTrainer):
@@ -65,14 +66,7 @@ def main(asked: dict[str, Any]) -> None:
         max_length=1024,
         packing=False,
         assistant_only_loss=True,
-        gradient_checkpointing=False,
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **ON_A_CPU,
     )
     adapters = None
     if asked["lora"]:

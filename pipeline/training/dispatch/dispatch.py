@@ -183,25 +183,17 @@ class Dispatch:
         del self._staged[staged.number]
         self._control.everywhere("unstage", staging.drop_rows, staged.number)
 
-    def cut(self, name: str, batch: Batch) -> CutBatch:
-        """The batch as an operation on this model cuts it, and takes it: its rows travel with each operation.
-
-        Raises `TrainingError` with the row's number for one that the budget cannot hold, or that has a token which the
-        model does not know.
-        """
-        return self._cut((name,), batch)
-
     def forward(self, name: str, data: Batch | CutBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
-        return self._forward(name, self._cut((name,), data))
+        return self._forward(name, self.cut((name,), data))
 
     def forward_each(self, names: Sequence[str], data: Batch | CutBatch) -> dict[str, Answers]:
         """`forward` of several models on the same rows: all at once on the CPU; on CUDA, where layers are compiled, and
         where models evict each other, in turn."""
-        cut = self._cut(names, data)
+        cut = self.cut(names, data)
         if self._control.colocated or len(names) < 2:
             return {name: self._forward(name, cut) for name in names}
         given = {name: cut.data(self._sizes[name], self._site.ranks) for name in names}
@@ -220,7 +212,7 @@ class Dispatch:
 
         Gradients accumulate over calls until `optim_step`.
         """
-        cut = self._cut((name,), data)
+        cut = self.cut((name,), data)
         if isinstance(loss, LossConfig):
             refuse_unsampled(cut.batch.rows)
         settings = (self._budget.packing, loss, loss_weight, level)
@@ -327,15 +319,14 @@ class Dispatch:
         self._check(name)
         return self._control.everywhere(operation, operations.on_model, name, function, *args, needs={name: needs})
 
-    def _cut(self, names: Sequence[str], data: Batch | CutBatch) -> CutBatch:
-        """The rows, cut for these models; `TrainingError` if one cannot take them."""
+    def cut(self, names: Sequence[str], data: Batch | CutBatch) -> CutBatch:
+        """The rows as operations on these models cut and take them; `TrainingError` if one cannot take them."""
         self._check(*names)
         vocabulary = min(self._models[name].vocabulary for name in names)
         if isinstance(data, Batch):
             staging.refuse_foreign_tokens(data, vocabulary)
             return CutBatch.cut(data, self._sizes.values(), self._budget)
-        if data.number >= 0:
-            self._check_staged(data.number)
+        self._check_staged(data.number)
         if data.highest >= vocabulary:
             staging.refuse_foreign_tokens(data.batch, vocabulary)
         if not {self._sizes[name] for name in names} <= data.sizes:
@@ -360,7 +351,7 @@ class Dispatch:
                 raise TrainingError(f"no model {name!r}; there are: {', '.join(self._models) or 'none'}")
 
     def _check_staged(self, number: int) -> None:
-        if number not in self._staged:
+        if number >= 0 and number not in self._staged:
             raise TrainingError("these rows are staged no longer")
 
     def _forget(self, name: str) -> None:

@@ -76,11 +76,8 @@ class CutBatch:
     def cut(cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0) -> "CutBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
-        if budget.packing != "shared":
-            shares = packing.split_rows(batch.lengths, lcm(*chosen), budget)
-            return cls(batch, shares, chosen, 0, number, index)
-        shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.kin)
-        spared = sum(kin.spared for share in shares for bins in share for kin in batch.take(bins).kin)
+        shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.kin(budget.packing))
+        spared = sum(kin.spared for share in shares for bins in share for kin in batch.take(bins).kin(budget.packing))
         return cls(batch, shares, chosen, spared, number, index)
 
     @property

@@ -91,7 +91,7 @@ def collate(batch: Batch, how: Packing, device: torch.device) -> MicroBatch:
     rows = laid.rows
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     counted_N = np.flatnonzero(np.concatenate([row.mask for row in rows]))
-    layout = packing.lay(laid.lengths, how, laid.kin if how == "shared" else ())
+    layout = packing.lay(laid.lengths, how, laid.kin(how))
     return MicroBatch(
         *model_input(layout, tokens_R, device),
         before_N=to_device(layout.where[counted_N - 1], device),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import pipeline.losses
 from pipeline.training import packing, rows
-from pipeline.training.packing import Bins, Kin, Layout
+from pipeline.training.packing import Bins, Kin, Layout, Packing
 from pipeline.training.rows import Batch
 from pipeline.training.workers import collate, model, worker
 from pipeline.training.workers.attention import Segments
@@ -113,9 +113,9 @@ def strange_kin(rank: ModelWorker) -> None:
     """Rows share one token more than they begin with."""
     kin_of = rows.kin_of
 
-    def longer(tokens: Sequence[NDArray[np.int32]]) -> list[Kin]:
+    def longer(tokens: Sequence[NDArray[np.int32]], packing: Packing) -> list[Kin]:
         found = []
-        for kin in kin_of(tokens):
+        for kin in kin_of(tokens, packing):
             lengths = [len(tokens[row]) for row in kin.rows]
             most = [0, *(min(pair) for pair in pairwise(lengths))]
             shared = tuple(each + (0 < each < limit) for each, limit in zip(kin.shared, most, strict=True))

@@ -24,7 +24,7 @@ class Ranks:
         self.asked: list[str] = []
         self._failing = failing
 
-    def cut(self, name: str, batch: Batch) -> CutBatch:
+    def cut(self, names: Sequence[str], batch: Batch) -> CutBatch:
         return CutBatch.cut(batch, [1], Budget(64))
 
     def __getattr__(self, name: str) -> Any:
