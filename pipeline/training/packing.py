@@ -154,9 +154,9 @@ def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
     Ranks are balanced by tokens that are computed, and so are the micro-batches of a rank when packed, if the budget
-    allows it. `kin`, if given, have every row once, and stay together as far as budget and balance allow it. All ranks
-    get the same number of micro-batches, about as few as the budget allows; some may be empty. Raises `TrainingError`
-    for a row that no micro-batch can hold.
+    allows it. `kin`, if given, have every row once, and stay together as far as balance and the number of micro-batches
+    allow it. All ranks get the same number of these, about as few as the budget allows; some may be empty. Raises
+    `TrainingError` for a row that no micro-batch can hold.
     """
     _check(lengths, budget)
     dealt = _deal(kin or [Kin((index,)) for index in range(len(lengths))], lengths, ranks, budget)
@@ -243,40 +243,51 @@ def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[list
 
 
 def _cut(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
-    """The micro-batches of a rank, rows ascending in each: at least `least`, the last ones perhaps empty."""
-    if budget.packed:
-        return [_rows(units) for units in _cut_packed(share, lengths, budget, least)]
-    return _cut_padded(_rows(share), lengths, budget, least)
+    """The micro-batches of a rank, rows ascending in each: at least `least`, the last ones perhaps empty.
+
+    Padded, rows of like length lie together, so that little is padded. Packed, kin stay whole; or if it takes fewer
+    micro-batches, they are cut where one is full; or nobody heeds them.
+    """
+    rows = [row for unit in share for row in unit.rows]
+    if not budget.packed:
+        return _in_order(sorted(rows, key=lambda row: (lengths[row], row)), lengths, budget, least)
+    ways = [_balanced(share, lengths, budget, least)]
+    if len(rows) > len(share):
+        ways.append(_in_order(rows, lengths, budget, least))
+        ways.append(_balanced([Kin((row,)) for row in rows], lengths, budget, least))
+    return min(ways, key=len)
 
 
 def _rows(units: Sequence[Kin]) -> list[int]:
     return sorted(row for unit in units for row in unit.rows)
 
 
-def _cut_packed(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[list[Kin]]:
-    """At least `least` bins, each within the budget: balanced by what they compute, or if one does not hold its rows
-    then, by these."""
-    whole = [sum(lengths[row] for row in unit.rows) for unit in share]
-    computed = [unit.size(lengths) for unit in share]
+def _balanced(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
+    """At least `least` bins of whole units: balanced by what they compute, or if one does not hold its rows then, by
+    these."""
+    whole = [sum(lengths[row] for row in unit.rows) for unit in units]
+    computed = [unit.size(lengths) for unit in units]
     count = max(least, -(-sum(whole) // budget.tokens))
     while True:
         for sizes in (computed, whole) if computed != whole else (whole,):
-            bins = _balance(share, count, sizes)
-            held = [[lengths[row] for row in _rows(units)] for units in bins]
-            too_full = sum(not _holds(budget, len(each), sum(each)) for each in held)
+            bins = [_rows(held) for held in _balance(units, count, sizes)]
+            too_full = sum(not _holds(budget, len(rows), sum(lengths[row] for row in rows)) for rows in bins)
             if not too_full:
                 return bins
         count += -(-too_full // 2)
 
 
-def _cut_padded(share: list[int], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
-    """Rows of like length together, so that little is padded; at least `least` bins, the last ones perhaps empty."""
+def _in_order(order: Sequence[int], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
+    """At least `least` bins, the last ones perhaps empty: one is filled after the other."""
     bins: Bins = [[]]
-    for index in sorted(share, key=lambda i: (lengths[i], i)):
+    used = 0
+    for row in order:
         rows = len(bins[-1]) + 1
-        if not _holds(budget, rows, rows * lengths[index]):
+        used = used + lengths[row] if budget.packed else rows * lengths[row]
+        if not _holds(budget, rows, used):
             bins.append([])
-        bins[-1].append(index)
+            used = lengths[row]
+        bins[-1].append(row)
     return [sorted(one) for one in bins] + [[] for _ in range(least - len(bins))]
 
 

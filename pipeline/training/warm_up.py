@@ -9,7 +9,8 @@ real step. Does nothing where nothing is compiled. Must not know when a job begi
     warm_up.run({"policy": config.loss}, asked=["reference"])     # of models that have no gradients yet
 
 A size is compiled as a constant until another one comes, and 1 is always a constant. So three micro-batches suffice:
-some rows, a full one of other sizes, whose layers are then compiled for all, and one with a single row.
+some rows, a full one of other sizes, whose layers are then compiled for all, and one with a single row. Lines that rows
+share have tables of their own: where there may be some, the first two come again with rows that begin alike.
 """
 
 import logging
@@ -72,9 +73,13 @@ class WarmUp:
         ranks, budget = trainer_ranks(self._config), self._dispatch.budget
         tokens = min(budget.tokens, micro_batch_tokens(self._config, ranks))
         vocabulary = min(self._dispatch.models[name].vocabulary for name in names)
+        sizes = shapes(tokens, self._config.model.max_length, budget.rows)
+        asked = [(count, length, 0) for count, length in sizes]
+        if budget.packing == "shared":
+            asked += [(count, length, length // 2) for count, length in sizes if count > 1]
         return [
-            Batch.of([empty_row(length, vocabulary, number) for number in range(count * ranks)])
-            for count, length in shapes(tokens, self._config.model.max_length, budget.rows)
+            Batch.of([empty_row(length, vocabulary, number, alike) for number in range(count * ranks)])
+            for count, length, alike in asked
         ]
 
 
@@ -93,11 +98,13 @@ def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int
     return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
 
 
-def empty_row(length: int, vocabulary: int, number: int = 0) -> Row:
-    """A row that any loss takes; rows of several numbers share nothing, as far as there are words for that."""
+def empty_row(length: int, vocabulary: int, number: int = 0, alike: int = 0) -> Row:
+    """A row that any loss takes; rows of several numbers share only so many tokens, as far as there are words for
+    that."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
+    tokens[:alike] = np.arange(alike, dtype=np.int32) % vocabulary
     return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
 
 

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.losses import SFT
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.packing import Budget, split_rows
+from pipeline.training.packing import Budget, kin_of, split_rows
 from pipeline.training.rows import Batch
 from pipeline.training.service.models import ServedModels
 from pipeline.training.warm_up import WarmUp, shapes
@@ -32,7 +32,7 @@ class Ranks:
         self.asked: list[str] = []
         self.batches: list[Batch] = []
         self.models = dict.fromkeys(("policy", "reference"), ModelInfo(1, 17, 1))
-        self.budget = Budget(BUDGET)
+        self.budget = Budget(BUDGET, shared=False)
 
     def forward_backward(self, name: str, batch: Batch, *_: object, **__: object) -> None:
         self.asked.append(f"train {name}")
@@ -89,6 +89,16 @@ def test_each_rank_gets_one_micro_batch_of_the_whole_budget() -> None:
     shares = [split_rows(batch.lengths, 2, ranks.budget) for batch in ranks.batches]
     assert all(len(bins) == 1 for share in shares for bins in share)
     assert ranks.batches[1].lengths == [512] * 16
+
+
+def test_where_rows_may_share_two_more_micro_batches_have_rows_that_begin_alike() -> None:
+    config, ranks = a_config(trainer={"processes": 2}), Ranks()
+    ranks.budget = Budget(BUDGET)
+    warm_up(ranks, config).run({"policy": SFT})
+    kin = [kin_of([row.tokens for row in batch.rows]) for batch in ranks.batches]
+    assert [max(len(each.rows) for each in one) for one in kin] == [1, 1, 1, 4, 16]
+    for batch, one in zip(ranks.batches, kin, strict=True):
+        assert all(len(bins) == 1 for bins in split_rows(batch.lengths, 2, ranks.budget, one))
 
 
 def test_models_are_trained_without_a_trace_and_then_asked_one_after_the_other() -> None:
