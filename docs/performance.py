@@ -121,7 +121,7 @@ def _completions(asked: Result) -> str:
 
 
 def faults() -> list[Row]:
-    """What servers that were struck cost."""
+    """What servers and trainers that were struck cost."""
     return [row for result in _results("fault").values() for row in _faults(result)]
 
 
@@ -129,18 +129,19 @@ def _faults(result: Result) -> list[Row]:
     """A row for each fault of a run, of what lies between the faults before and after it."""
     asked, steps = result["command"], _steps(result)
     named = isinstance(asked["fault"], list)  # runs of a single fault say only when it was
-    strikes = [(each["fault"], each["time"]) if named else (asked["fault"], each) for each in result["struck"]]
-    times = [0.0, *(time for _, time in strikes), steps[-1]["time"] + 1]
+    strikes = [each if named else {"fault": asked["fault"], "time": each} for each in result["struck"]]
+    times = [0.0, *(each["time"] for each in strikes), steps[-1]["time"] + 1]
     rows = []
-    for (fault, struck), begin, end in zip(strikes, times, times[2:], strict=False):
+    for strike, begin, end in zip(strikes, times, times[2:], strict=False):
+        fault, struck = strike["fault"], strike["time"]
         before = [row["seconds/step"] for row in steps if begin < row["time"] < struck][5:]
         after = [row for row in steps if struck < row["time"] < end]
         rows.append(
             {
                 "model": asked["shape"].upper(),
                 "servers": str(asked["servers"]),
-                "one is": fault,
-                "after step": str(sum(row["time"] < struck for row in steps)),
+                "struck": "trainer killed" if fault == "trainer" else f"server {fault}",
+                "after step": str(strike.get("step") or sum(row["time"] < struck for row in steps)),
                 "steps done": str(len(steps)),
                 "attempts": str(len({row["attempt"] for row in steps})),
                 "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",

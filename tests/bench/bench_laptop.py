@@ -94,6 +94,9 @@ def run_theirs(folder: Path, model: Path, config: RunConfig, given: argparse.Nam
         "clip_norm": config.optim.clip_norm,
         "clip": config.loss.clip_low,
         "threads": THREADS,
+        "device": "cpu",
+        "passes": 1,
+        "reward": "right",
         "out": str(folder / "trl.json"),
     }
     (folder / "asked.json").write_text(json.dumps(asked))

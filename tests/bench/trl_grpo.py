@@ -1,4 +1,5 @@
-"""TRL's side of `tests.bench.bench_laptop`, run by a Python that has TRL: imports nothing of the project.
+"""TRL's side of `tests.bench.bench_laptop` and `tests.gpu.peers`, run by a Python that has TRL: imports nothing of the
+project.
 
 python trl_grpo.py asked.json
 """
@@ -14,7 +15,7 @@ import transformers
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl_settings import ON_A_CPU
+from trl_settings import ON_A_CPU, ON_A_GPU
 
 
 class Clock(TrainerCallback):
@@ -32,11 +33,25 @@ def right(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) 
     return [float(given[-1]["content"] == wanted) for given, wanted in zip(completions, answer, strict=True)]
 
 
+def even(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    """The share of words with an even number."""
+    texts = [given[-1]["content"].split() for given in completions]
+    return [sum(word[-1] in "02468" for word in words) / max(len(words), 1) for words in texts]
+
+
+REWARDS = {"right": right, "even": even}
+
+
 def main(asked: dict[str, Any]) -> None:
-    torch.set_num_threads(asked["threads"])
+    if asked["threads"]:
+        torch.set_num_threads(asked["threads"])
+    settings: dict[str, Any] = dict(ON_A_CPU)
+    if asked["device"] == "cuda":
+        settings = ON_A_GPU | {"vllm_max_model_length": asked["longest"]}
     config = trl.GRPOConfig(
         output_dir=f"{asked['out']}.trainer",
-        per_device_train_batch_size=asked["prompts_per_step"] * asked["samples"],
+        per_device_train_batch_size=asked["prompts_per_step"] * asked["samples"] // asked["passes"],
+        gradient_accumulation_steps=asked["passes"],
         num_generations=asked["samples"],
         max_completion_length=asked["max_tokens"],
         max_steps=asked["steps"],
@@ -50,13 +65,13 @@ def main(asked: dict[str, Any]) -> None:
         epsilon=asked["clip"],
         loss_type="bnpo",
         temperature=1.0,
-        **ON_A_CPU,
+        **settings,
     )
     clock = Clock()
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(asked["model"]),
-        reward_funcs=right,
+        reward_funcs=REWARDS[asked["reward"]],
         args=config,
         train_dataset=Dataset.from_list(asked["rows"]),
         callbacks=[clock],

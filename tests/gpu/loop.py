@@ -33,11 +33,13 @@ SETTLED = 10
 WRITE_SECONDS = 300
 LOOK_SECONDS = 5.0
 """Between two looks at how much memory the run's processes hold."""
-FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+ENVIRONMENT = {**os.environ, "HYDRA_FULL_ERROR": "1"}
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "trainer": signal.SIGKILL}
+"""What a server gets, or all ranks of the trainer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = _asked_for(arguments)
+    chosen = asked_for(arguments)
     result: dict[str, Any] = {"command": asked(chosen)}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(said["exit"])
 
 
-def _asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
+def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
@@ -90,7 +92,13 @@ def _asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
-    parser.add_argument("--fault", choices=[*FAULTS], nargs="+", default=[], help="what happens to each server in turn")
+    parser.add_argument(
+        "--fault",
+        choices=[*FAULTS],
+        nargs="+",
+        default=[],
+        help="what happens to each server in turn, or to the trainer",
+    )
     parser.add_argument("--fault-at", type=int, nargs="+", default=[12], help="after which step each of them")
     parser.add_argument("--logs", type=Path, help="file for all logs of the run")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
@@ -148,11 +156,12 @@ def asked(chosen: argparse.Namespace) -> dict[str, Any]:
 def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """The run's exit code, how long it took, and the most host memory that its processes held.
 
-    `stepped` gets the same whenever there are new steps, without an exit code yet.
+    `stepped` gets the same whenever there are new steps, without an exit code yet. A run that ends because its trainer
+    was struck is submitted again, as it asks for.
     """
     command = [sys.executable, "launchers/submit.py", *overrides(root, chosen)]
-    started, peak = time.monotonic(), dict[str, int]()
-    process = subprocess.Popen(command, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
+    started, peak, own = time.monotonic(), dict[str, int](), os.getpid()
+    process = subprocess.Popen(command, env=ENVIRONMENT)
     code: int | None = None
     struck: list[dict[str, Any]] = []
     endpoints: list[str] = []
@@ -167,17 +176,21 @@ def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any
             "pulse": taken.beats,
         }
 
-    with pulse(process.pid) as taken:
+    with pulse(own) as taken:
         while code is None and time.monotonic() - started < chosen.seconds:
             try:
                 code = process.wait(LOOK_SECONDS)
             except subprocess.TimeoutExpired:
-                for name, held in memory_of(process.pid).items():
+                for name, held in memory_of(own).items():
                     peak[name] = max(peak.get(name, 0), held)
             done = steps_done(root)
-            endpoints = endpoints or sorted(servers_below(process.pid)) if done else []
-            if (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
-                struck += strike(process.pid, chosen.fault[due], endpoints[due % len(endpoints)])
+            if code and struck and struck[-1]["fault"] == "trainer" and "exit" not in struck[-1]:
+                struck[-1]["exit"] = code
+                process, code, endpoints = subprocess.Popen(command, env=ENVIRONMENT), None, []
+            elif code is None and (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
+                endpoints = endpoints or sorted(servers_below(own))
+                seen = strike(own, chosen.fault[due], endpoints[due % len(endpoints)] if endpoints else "")
+                struck += [each | {"step": done} for each in seen]
             if done > told:
                 stepped(found())
                 told = done
@@ -188,21 +201,38 @@ def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any
 
 
 def steps_done(root: Path) -> int:
-    return sum(row["kind"] == "train" for row in rows_of(root / "runs" / "loop" / "metrics.jsonl"))
+    """The last step that was trained."""
+    rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
+    return max((row["step"] for row in rows if row["kind"] == "train"), default=0)
 
 
 def strike(pid: int, fault: str, endpoint: str) -> list[dict[str, Any]]:
-    """Send a signal to the main process of a server below `pid` and to all below it: what, whom and when; nothing if
-    it is not there.
+    """Send a signal to the processes of a server below `pid`, or of its trainer: what, whom and when; nothing if they
+    are not there.
 
-    The engine's processes are struck first: they must not see their parent go and end in order.
+    The engine's processes are struck before their parent: they must not see it go and end in order.
     """
-    server = servers_below(pid).get(endpoint)
-    if server is None:
-        return []
-    for each in (*reversed(server.children(recursive=True)), server):
+    if fault == "trainer":
+        struck, named = ranks_below(pid), {}
+    else:
+        server = servers_below(pid).get(endpoint)
+        struck, named = [*reversed(server.children(recursive=True)), server] if server else [], {"server": endpoint}
+    for each in struck:
         each.send_signal(FAULTS[fault])
-    return [{"fault": fault, "server": endpoint, "time": time.time()}]
+    return [{"fault": fault, **named, "time": time.time()}] if struck else []
+
+
+def ranks_below(pid: int) -> list[psutil.Process]:
+    """The trainer's processes among the descendants of a process, without torchrun's own."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            words = child.cmdline()
+        except psutil.Error:
+            continue  # it has just ended
+        if "pipeline.roles.trainer" in words and "torch.distributed.run" not in words:
+            found.append(child)
+    return found
 
 
 def memory_of(pid: int) -> dict[str, int]:

@@ -48,6 +48,7 @@ class Way:
     checkpointing: bool = False
     staged: bool = False
     reshard: bool = False
+    shared: bool = False
 
 
 WAYS = {
@@ -55,6 +56,7 @@ WAYS = {
     "worker, compiled": Way(compile=True),
     "worker, compiled, rows staged": Way(compile=True, staged=True),
     "worker, compiled, rows staged, sharded again": Way(compile=True, staged=True, reshard=True),
+    "worker, compiled, rows staged, prefixes shared": Way(compile=True, staged=True, shared=True),
     "worker, eager": Way(),
     "plain loop, eager": Way(plain=True),
     "worker, compiled, padded": Way(compile=True, packed=False),
@@ -89,7 +91,8 @@ def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int
 @contextmanager
 def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Dispatch]]:
     """A step of the worker by the dispatch, and the dispatch."""
-    dispatch, batch = Dispatch(task.site, Budget(task.load.budget, packed=way.packed)), task.load.make_batch()
+    budget, batch = Budget(task.load.budget, packed=way.packed, shared=way.shared), task.load.make_batch()
+    dispatch = Dispatch(task.site, budget)
     spec = ModelSpec(
         kind="policy",
         model=ModelConfig(path=str(task.model), init="random", dtype="bfloat16"),
@@ -176,6 +179,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names as in WAYS")
     parser.add_argument("--length", type=int, default=0, help="tokens of each row; 0: ragged")
     parser.add_argument("--rows", type=int, default=128, help="rows of a step, where they have one length")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt, where rows have one length")
+    parser.add_argument("--group", type=int, default=1, help="samples of a prompt, where rows have one length")
     given = parser.parse_args()
     with joined_world(given.device, Deadlines(operation=300, control=600, grace=5)) as site:
         if site.rank:
@@ -185,7 +190,7 @@ def main() -> None:
             load = WORKLOADS[given.shape]
             load.write_model(Path(folder))
             if given.length:
-                load = load.of_length(given.rows, given.length, 16)
+                load = load.of_length(given.rows, given.length, given.prompt, given.group)
             lead(Task(site, Path(folder), load, torch.device(given.device), given.steps), given.ways, given.out)
         Dispatch(site, Budget(1)).close()
 

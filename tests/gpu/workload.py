@@ -20,6 +20,7 @@ class Workload:
         shortest, longest: tokens of a sample, drawn evenly between.
         prompt: tokens of a sample that are not counted.
         budget: tokens of a micro-batch.
+        group: samples of a prompt, which begin alike.
     """
 
     model: dict[str, Any]
@@ -28,14 +29,15 @@ class Workload:
     longest: int
     prompt: int
     budget: int
+    group: int = 1
 
     def write_model(self, path: Path) -> None:
         """A directory with a config and no weights."""
         Qwen3Config(**TIED | self.model, architectures=["Qwen3ForCausalLM"]).save_pretrained(path)
 
-    def of_length(self, rows: int, length: int, prompt: int) -> "Workload":
+    def of_length(self, rows: int, length: int, prompt: int, group: int = 1) -> "Workload":
         """The same model with rows of one length."""
-        return replace(self, rows=rows, shortest=length, longest=length, prompt=prompt)
+        return replace(self, rows=rows, shortest=length, longest=length, prompt=prompt, group=group)
 
     def make_batch(self) -> Batch:
         """Rows of one reward each, sampled by a policy that is not quite this one."""
@@ -47,6 +49,8 @@ class Workload:
             mask[: self.prompt] = 0
             behaviour = np.full(length, -np.log(vocabulary), np.float32)
             tokens = draw.integers(0, vocabulary, length).astype(np.int32)
+            if len(rows) % self.group:
+                tokens[: self.prompt] = rows[-1].tokens[: self.prompt]
             rows.append(Row(tokens, mask, float(draw.normal()), behaviour))
         return Batch.of(rows)
 

@@ -1,0 +1,113 @@
+"""A whole run that shares one GPU with its server, beside TRL's GRPOTrainer with vLLM in its own process there.
+
+    python -m tests.gpu.peers OUT.json [--shape 0.6b] [--tokens 512] [--steps 30] [--seconds 240] [key=value …]
+
+The same work for both, one after the other: the same random weights, prompts of 16 tokens, 8 samples of each and 128 a
+step, one update a step with the same optimizer. Needs TRL in this Python. TRL is told what its documentation names for
+one GPU (`trl_settings.py`); it samples, then trains, and its passes are of 32 samples. Samples/s are counted after the
+eleventh step, of Rollcall and of TRL. Judged by the goal of 3 times as many.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench import bench_laptop
+from tests.bench.bench_laptop import Pace
+from tests.bench.tables import judge, markdown
+from tests.gpu import loop
+from tests.gpu.ceilings import PROMPT
+from tests.gpu.words import Words, WordsOptions, write_model
+from tests.gpu.workload import WORKLOADS
+
+GOAL, PASSES, LR = 3.0, 4, 1e-5
+SCRIPT = Path(bench_laptop.__file__).with_name("trl_grpo.py")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--their-steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=240, help="for each side")
+    parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
+    given = parser.parse_intermixed_args(arguments)
+    found: dict[str, Any] = {"command": {name: value for name, value in vars(given).items() if name != "out"}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model", WORKLOADS[given.shape])
+        writing = [sys.executable, "-m", "tests.gpu.words", str(folder / "model")]
+        subprocess.run(writing, check=True, timeout=loop.WRITE_SECONDS)
+        found["theirs"] = theirs(folder, given)
+        given.out.write_text(json.dumps(found, indent=1))
+        found["ours"] = ours(folder, given)
+        given.out.write_text(json.dumps(found, indent=1))
+    versions = {name: found["theirs"].pop(name) for name in ("trl", "transformers")}
+    paces = {name: Pace.of(found[name]["ends"], found[name]["rewards"], samples()) for name in ("ours", "theirs")}
+    rows = [(name, pace.seconds, pace.samples, pace.reward) for name, pace in paces.items()]
+    print(markdown(("", "s a step", "samples/s", "reward, last ten steps"), rows), f"\n\n{versions}")
+    ratio = paces["ours"].samples / paces["theirs"].samples
+    return judge(f"{ratio:.2f} times their samples/s, at least {GOAL:g}", ratio >= GOAL)
+
+
+def samples() -> int:
+    """Of a step."""
+    return loop.PROMPTS * loop.SAMPLES
+
+
+def theirs(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """When each step ended, the rewards and the versions."""
+    task = Words(WordsOptions(), seed=0)
+    prompts = [task.prompt(index) for index in range(given.their_steps * loop.PROMPTS)]
+    asked = {
+        "model": str(folder / "model"),
+        "rows": [{"prompt": list(prompt.messages)} for prompt in prompts],
+        "steps": given.their_steps,
+        "prompts_per_step": loop.PROMPTS,
+        "samples": loop.SAMPLES,
+        "max_tokens": given.tokens,
+        "longest": given.tokens + PROMPT + 48,
+        "lr": LR,
+        "betas": (0.9, 0.95),
+        "clip_norm": 1.0,
+        "clip": 0.2,
+        "threads": 0,
+        "device": given.device,
+        "passes": PASSES,
+        "reward": "even",
+        "out": str(folder / "trl.json"),
+    }
+    (folder / "asked.json").write_text(json.dumps(asked))
+    command = [sys.executable, str(SCRIPT), str(folder / "asked.json")]
+    environment = os.environ | {"VLLM_PLUGINS": ""}  # their vLLM as it comes, without our plugin
+    subprocess.run(command, check=True, timeout=given.seconds, env=environment)
+    return json.loads((folder / "trl.json").read_text())
+
+
+def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    asked = [str(given.out), "--shape", given.shape, "--device", given.device, "--share", "--steps", str(given.steps)]
+    asked += ["--tokens", str(given.tokens), "--seconds", str(given.seconds)]
+    chosen = loop.asked_for([*asked, "model.init=pretrained", f"optim.lr={LR}", *given.overrides])
+    ran = loop.run(folder, chosen, stepped=lambda _: None)
+    rows = [row for row in loop.rows_of(folder / "runs" / "loop" / "metrics.jsonl") if row["kind"] == "train"]
+    if ran["exit"]:
+        print(*(f"--- {name}\n{text[-2000:]}" for name, text in loop.logs_of(folder / "runs" / "loop").items()))
+    return {
+        "exit": ran["exit"],
+        "ends": [row["time"] for row in rows],
+        "rewards": [row["reward/mean"] for row in rows],
+        "training_seconds": [row["seconds/train"] for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
