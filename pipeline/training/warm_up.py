@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.config import RunConfig
 from pipeline.losses import Objective
@@ -74,13 +75,13 @@ class WarmUp:
         tokens = min(budget.tokens, micro_batch_tokens(self._config, ranks))
         vocabulary = min(self._dispatch.models[name].vocabulary for name in names)
         sizes = shapes(tokens, self._config.model.max_length, budget.rows)
-        asked = [(count, length, 0) for count, length in sizes]
-        if budget.packing == "shared":
-            asked += [(count, length, length // 2) for count, length in sizes if count > 1]
-        return [
-            Batch.of([empty_row(length, vocabulary, number, alike) for number in range(count * ranks)])
-            for count, length, alike in asked
+        apart = [[empty_row(length, vocabulary, number) for number in range(count * ranks)] for count, length in sizes]
+        alike = [
+            [row for rank in range(ranks) for row in alike_rows(count, length, vocabulary, rank * count)]
+            for count, length in sizes
+            if budget.packing == "shared" and min(count, length) > 1
         ]
+        return [Batch.of(rows) for rows in apart + alike]
 
 
 def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int, int]]:
@@ -98,14 +99,21 @@ def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int
     return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
 
 
-def empty_row(length: int, vocabulary: int, number: int = 0, alike: int = 0) -> Row:
-    """A row that any loss takes; rows of several numbers share only so many tokens, as far as there are words for
-    that."""
+def empty_row(length: int, vocabulary: int, number: int = 0, begin: Sequence[int] | NDArray[np.int32] = ()) -> Row:
+    """A row that any loss takes; rows of several numbers share only what they are said to begin with, as far as there
+    are words for that."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
-    tokens[:alike] = np.arange(alike, dtype=np.int32) % vocabulary
+    tokens[: len(begin)] = begin
     return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
+
+
+def alike_rows(count: int, length: int, vocabulary: int, number: int) -> list[Row]:
+    """A row of half the length, and others that begin with it: the longest is not laid whole, so that the sizes of what
+    is laid and of what attention reads differ."""
+    first = empty_row(length // 2, vocabulary, number)
+    return [first, *(empty_row(length, vocabulary, number + more, first.tokens) for more in range(1, count))]
 
 
 def drop_gradients(worker: ModelWorker) -> None:

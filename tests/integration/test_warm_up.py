@@ -90,11 +90,25 @@ def trained(dispatch: Dispatch, config: RunConfig) -> list[Any]:
     return [metrics, dispatch.on_sites(whole_state)]
 
 
-def kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: object, scale: float, **__: object) -> Tensor:
-    """What `varlen_attn` computes, in a way that can be captured on CPUs: all are [R, H, D]."""
-    places = torch.arange(query.shape[0])
-    row = torch.searchsorted(starts, places.to(starts.dtype), right=True)
-    mask = (row[:, None] == row) & (places[:, None] >= places)
+def kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    *_: object,
+    scale: float,
+    **__: object,
+) -> Tensor:
+    """What `varlen_attn` computes, in a way that can be captured on CPUs: all are [P, H, D], or keys and values
+    [R, H, D]."""
+    places, tokens = torch.arange(query.shape[0]), torch.arange(key.shape[0])
+    of_place, of_token = (
+        torch.searchsorted(bounds, each.to(bounds.dtype), right=True)
+        for bounds, each in ((of_queries, places), (of_keys, tokens))
+    )
+    until = of_keys[of_place] - of_queries[of_place] + places
+    mask = (of_place[:, None] == of_token) & (until[:, None] >= tokens)
     heads_first = (each.transpose(0, 1) for each in (query, key, value))
     return scaled_dot_product_attention(*heads_first, mask, scale=scale, enable_gqa=True).transpose(0, 1)
 

@@ -6,14 +6,14 @@ exactly, also where rows share their first tokens, which then lie in the line on
 that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else, with the same result, through a rectangle of
 one row a line. Must not know losses, ranks or micro-batches.
 
-Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens and R in all, H heads of D
-numbers.
+Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens and R in all, as each of them
+is read, H heads of D numbers.
 """
 
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,26 +32,43 @@ _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether the kernel takes fewer key heads than query heads; before torch 2.12 it does not."""
 
 
+class Ragged(NamedTuple):
+    """Rows of several lengths laid end to end.
+
+    Attributes:
+        bounds: int32[S + 1], index of each row's first token, and at last how many there are in all.
+        longest: tokens of the longest.
+    """
+
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths_S: Tensor, device: torch.device) -> "Ragged":
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]).to(torch.int32)
+        return cls(to_device(bounds, device), int(lengths_S.max()))
+
+
 @dataclass(frozen=True)
 class Segments:
     """Where the rows of a packed line lie, and index tables between the line and a rectangle of one row a line.
 
+    Rows come in the order in which the line has what is their own: a row that begins as one before it has fewer tokens
+    there than it reads; one that is all of another has none, and is left out.
+
     Attributes:
         line_SL: int64, index in the line of each token of the rectangle; padding points at the row's last token.
-        rectangle_P: int64, index in the flattened rectangle of each token of the line; of one that rows share, in one
-            of them.
-        bounds: int32[S + 1], index of each row's first token in the rows laid end to end, and at last R.
-        longest: L.
-        line_R: int64, index in the line of each token of the rows laid end to end; None if the line is just that.
-        rows_P: int64, index in the rows laid end to end of each token of the line; None with `line_R`.
+        rectangle_P: int64, index in the flattened rectangle of each token of the line, in the row whose own it is.
+        own: the rows as they lie in the line.
+        whole: the rows as attention reads them; the same as `own` if they share nothing.
+        line_R: int64, index in the line of each token of the whole rows; None if these are the line.
     """
 
     line_SL: Tensor
     rectangle_P: Tensor
-    bounds: Tensor
-    longest: int
+    own: Ragged
+    whole: Ragged
     line_R: Tensor | None = None
-    rows_P: Tensor | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, where: NDArray[np.int64] | None = None) -> "Segments":
@@ -61,24 +78,21 @@ class Segments:
         The host makes what is as long as the line, or as the rows; the rectangle, which one long row among many short
         ones makes far larger, is filled in on the device, where 16 bits never read it.
         """
-        lengths_S = torch.tensor(lengths)
-        ends_S = lengths_S.cumsum(0)
-        starts_S = ends_S - lengths_S
-        longest = max(lengths)
-        before_S = torch.arange(len(lengths)) * longest - starts_S
-        rectangle_P = torch.arange(int(ends_S[-1])) + before_S.repeat_interleave(lengths_S)
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends_S]).to(torch.int32)
-        line_R = rows_P = None
+        own_S = lengths_S = torch.tensor(lengths)
+        line_R = None
         if where is not None:
-            found = np.unique(where, return_index=True)[1]
-            rectangle_P = rectangle_P[torch.from_numpy(found)]
-            line_R, rows_P = to_device(where, device), to_device(found, device)
-        lengths_S, starts_S, rectangle_P, bounds = (
-            to_device(table, device) for table in (lengths_S, starts_S, rectangle_P, bounds)
-        )
-        column_L = torch.arange(longest, device=device)
-        line_SL = torch.minimum(column_L, lengths_S[:, None] - 1).add_(starts_S[:, None])
-        return cls(line_SL if line_R is None else line_R[line_SL], rectangle_P, bounds, longest, line_R, rows_P)
+            rows = np.split(where, np.cumsum(lengths)[:-1])
+            lasts, order = np.unique([row[-1] for row in rows], return_index=True)
+            line_R = to_device(np.concatenate([rows[index] for index in order]), device)
+            lengths_S, own_S = lengths_S[order], torch.from_numpy(np.diff(lasts, prepend=-1))
+        whole = Ragged.of(lengths_S, device)
+        own = whole if line_R is None else Ragged.of(own_S, device)
+        before_S = torch.arange(len(lengths_S)) * whole.longest + lengths_S - own_S.cumsum(0)
+        rectangle_P = torch.arange(int(own_S.sum())) + before_S.repeat_interleave(own_S)
+        lengths_S = to_device(lengths_S, device)
+        column_L = torch.arange(whole.longest, device=device)
+        line_SL = torch.minimum(column_L, lengths_S[:, None] - 1).add_(whole.bounds[:-1, None])
+        return cls(line_SL if line_R is None else line_R[line_SL], to_device(rectangle_P, device), own, whole, line_R)
 
 
 def attend(
@@ -121,26 +135,45 @@ def _attend_lengths(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if segments.line_R is not None:
-        query, key, value = (x.index_select(2, segments.line_R) for x in (query, key, value))
+        key, value = (cast(Tensor, _Repeated.apply(x, segments.line_R)) for x in (key, value))  # type: ignore[no-untyped-call]
     heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
     if grouped and not _GROUPS:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     options: dict[str, Any] = {"enable_gqa": grouped} if _GROUPS else {}
+    # With fewer queries than keys, the last query of a row belongs to its last key.
     attended = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        segments.bounds,
-        segments.bounds,
-        segments.longest,
-        segments.longest,
+        query,
+        key,
+        value,
+        segments.own.bounds,
+        segments.whole.bounds,
+        segments.own.longest,
+        segments.whole.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
-    heads_first = cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
-    return heads_first if segments.rows_P is None else heads_first.index_select(2, segments.rows_P)
+    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
+
+
+class _Repeated(torch.autograd.Function):
+    """Rows of a table by their index, any of them several times: `table.index_select(0, index)`, whose gradients add up
+    in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = table.shape[0]
+        return table.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        (index,), (slope,) = ctx.saved_tensors, slopes
+        exact = slope.to(torch.promote_types(slope.dtype, torch.float32))
+        total = exact.new_zeros((ctx.rows, *slope.shape[1:])).index_add_(0, index, exact)
+        return total.to(slope.dtype), None
 
 
 def _attend_packed(

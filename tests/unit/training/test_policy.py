@@ -1,6 +1,7 @@
 """The policy's parts: attention inside rows, chunked log-probabilities, the schedule of the learning rate."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def test_a_place_that_many_tokens_follow_has_the_same_gradient_every_time(thread
     assert all(torch.equal(gradients[0], other) for other in gradients)
 
 
-SHARED = np.array([0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1])
-"""Where the tokens of rows of 4, 5 and 2 tokens lie that begin with the same two; the last is no more than these."""
+SHARED = np.array([0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1, 0, 1, 2, 3])
+"""Where the tokens of rows of 4, 5, 2 and 4 tokens lie that begin with the same two; the third is no more than these,
+and the last the same as the first."""
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
@@ -70,7 +72,7 @@ def test_rows_that_share_their_first_tokens_attend_as_if_each_were_alone(
     if by_kernel:
         monkeypatch.setattr(attention, "_kernel_takes", lambda query: True)
         monkeypatch.setattr(attention, "varlen_attn", kernel)
-    lengths = (4, 5, 2)
+    lengths = (4, 5, 2, 4)
     query, key, value = (draw(1, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 1))
     value = value.expand(1, 2, 7, 8)
     segments = Segments.of(lengths, torch.device("cpu"), SHARED)
@@ -107,30 +109,31 @@ def kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    starts: torch.Tensor,
-    same: torch.Tensor,
-    longest: int,
-    as_long: int,
+    of_queries: torch.Tensor,
+    of_keys: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
     *,
     scale: float | None,
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What `varlen_attn` promises, row by row and token by token: all are [P, H, D]."""
-    assert starts is same
-    assert starts.dtype == torch.int32
-    assert longest == as_long == int(starts.diff().max())
+    """What `varlen_attn` promises, row by row and token by token: all are [P, H, D], or keys and values [R, H, D]; the
+    last query of a row stands at its last key."""
+    assert of_queries.dtype == of_keys.dtype == torch.int32
+    assert most_queries == int(of_queries.diff().max())
+    assert most_keys == int(of_keys.diff().max())
     assert window_size[1] == 0
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    output = torch.empty_like(query)
-    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        for token in range(start, end):
-            first = start if window_size[0] < 0 else max(start, token - window_size[0])
-            near = slice(first, token + 1)
-            scores = torch.einsum("hd,phd->hp", query[token], key[near]) * (scale or query.shape[-1] ** -0.5)
-            output[token] = torch.einsum("hp,phd->hd", scores.softmax(-1), value[near])
-    return output
+    output = []
+    for (start, end), (begin, last) in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
+        for place in range(start, end):
+            token = last - end + place
+            near = slice(begin if window_size[0] < 0 else max(begin, token - window_size[0]), token + 1)
+            scores = torch.einsum("hd,phd->hp", query[place], key[near]) * (scale or query.shape[-1] ** -0.5)
+            output.append(torch.einsum("hp,phd->hd", scores.softmax(-1), value[near]))
+    return torch.stack(output)
 
 
 @pytest.mark.parametrize("groups", [True, False])
