@@ -1,9 +1,9 @@
 """Whether a reward rises in whole runs, synchronous and asynchronous, as it does in one process, on GPUs.
 
-    python -m tests.gpu.learns OUT.json [--lags 0 4] [--steps 100] [--tokens 64] [--lr 3e-5] [--share] [--device cpu] …
+    python -m tests.gpu.learns OUT.json [--lags 0 4] [--steps 60] [--tokens 64] [--lr 1e-4] [--share] [--device cpu] …
 
-The reward is the share of words with an even number, half of them at first (`tests.gpu.words`). All begin with the
-same random weights. The reference is `tests.gpu.reference`: transformers and one process. Compared is the mean reward
+The reward is the share of words with an even number, half of them at first (`tests.gpu.words`), of a vocabulary of
+1,024: a word has to be sampled often before anybody can know what it is worth. All begin with the same random weights. The reference is `tests.gpu.reference`: transformers and one process. Compared is the mean reward
 of ten steps at a time, at equal numbers of samples; a run's rise must be at least nine tenths of the reference's.
 Exit code 1 unless it is.
 """
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.gpu import loop
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
+VOCABULARY = 1024
 WINDOW = 10
 """Steps over which rewards are averaged."""
 ENOUGH = 0.9
@@ -35,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--share", action="store_true", help="the server on the trainer's GPU")
     parser.add_argument("--seconds", type=float, default=250, help="for each of the runs, and for the reference")
     given = parser.parse_args(arguments)
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found["ways"] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        write_model(model, WORKLOADS[given.shape])
+        shape = WORKLOADS[given.shape]
+        write_model(model, replace(shape, model=shape.model | {"vocab_size": VOCABULARY}))
         subprocess.run([sys.executable, "-m", "tests.gpu.words", str(model)], check=True, timeout=loop.WRITE_SECONDS)
         for lag in given.lags:
             root = Path(folder) / str(lag)

@@ -1,6 +1,6 @@
 """GRPO in one process: transformers generates, torch trains, and nothing else: what a run's rewards are compared with.
 
-    python -m tests.gpu.reference OUT.json MODEL [--steps 100] [--tokens 64] [--lr 3e-5] [--seed 0]
+    python -m tests.gpu.reference OUT.json MODEL [--steps 60] [--tokens 64] [--lr 1e-4] [--seed 0]
 
 Owns a synchronous loop as one would write it: sample 16 prompts 8 times each, weigh each sample by its group's reward,
 one AdamW step, again. Parameters are float32, passes and sampling bfloat16. Each step is written once it is done.
@@ -69,9 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.manual_seed(given.seed)
