@@ -215,8 +215,49 @@ def _served(name: str, what: str, clients: str, rates: dict[str, float], base: s
     }
 
 
+def sharing() -> list[Row]:
+    """Steps that compute once what samples begin with."""
+    return [_shared(result, case) for result in _results("sharing").values() for case in result["cases"]]
+
+
+def _shared(result: Result, case: Result) -> Row:
+    packed, shared = case["ways"].values()
+    return {
+        "model": result["command"]["shape"].upper(),
+        "tokens of a prompt": str(case["prompt"]),
+        "of a completion": str(case["completion"]),
+        "s a step, packed": f"{packed['step_seconds']:.2f}",
+        "shared": f"{shared['step_seconds']:.2f}",
+        "of it": f"{shared['step_seconds'] / packed['step_seconds']:.2f}",
+        "peak GiB, packed": f"{packed['peak_bytes'] / 2**30:.1f}",
+        "shared ": f"{shared['peak_bytes'] / 2**30:.1f}",
+    }
+
+
+def learning() -> list[Row]:
+    """Rewards at equal numbers of samples, of whole runs and of one process."""
+    return [
+        _learned(name, result["command"], way, rewards)
+        for name, result in _results("learns").items()
+        for way, rewards in ((way, each["rewards"]) for way, each in result["ways"].items())
+    ]
+
+
+def _learned(name: str, asked: Result, way: str, rewards: list[float]) -> Row:
+    steps = asked["steps"]
+    starts = [round(part * (steps - 10) / 4) for part in range(5)]
+    titles = ("first ten", "a quarter on", "half way", "three quarters on", "last ten")
+    means = {
+        title: f"{statistics.mean(rewards[start : start + 10]):.3f}"
+        for title, start in zip(titles, starts, strict=True)
+    }
+    return {"raw file": name, "way": way, "learning rate": f"{asked['lr']:g}", "steps": str(steps), **means}
+
+
 TABLES = {
     "loops": loops,
+    "learning": learning,
+    "sharing": sharing,
     "staleness": staleness,
     "tails": tails,
     "faults": faults,

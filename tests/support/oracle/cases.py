@@ -88,11 +88,11 @@ def policy_spec(path: Path, **changed: Any) -> ModelSpec:
 
 
 def make_rows(name: str = "grpo") -> list[Row]:
-    """Nine ragged rows of three prompts, each of two or three tokens: one row is no more than that, one counts nothing,
-    one has several turns, one an advantage for each token."""
+    """Ten ragged rows of three prompts, each of two or three tokens: one row is no more than that, one counts nothing,
+    one has several turns, one an advantage for each token, and the last has the tokens of another."""
     recipe, draw = RECIPES[name], np.random.default_rng(3)
     rows: list[Row] = []
-    for index, length in enumerate((3, 11, 2, 7, 5, 9, 4, 6, 8)):
+    for index, length in enumerate((3, 11, 2, 7, 5, 9, 4, 6, 8, 6)):
         mask = np.ones(length, np.uint8)
         mask[: 1 + index % 2] = 0
         if index == 4:
@@ -100,7 +100,9 @@ def make_rows(name: str = "grpo") -> list[Row]:
         if index == 5:
             mask[3:6] = 0
         tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
-        if index % 3:
+        if index == 9:
+            tokens = rows[7].tokens
+        elif index % 3:
             alike = 3 if index > 2 else 2
             tokens[:alike] = rows[-1].tokens[:alike]
         of_tokens = draw.normal(size=(5, length)).astype(np.float32)
@@ -114,7 +116,7 @@ def make_rows(name: str = "grpo") -> list[Row]:
             reference=of_tokens[3] * 0.7 - 3,
             values=of_tokens[4] if recipe.model == "critic" else None,
             returns=of_tokens[2] + of_tokens[4] if recipe.model == "critic" else None,
-            prompt=index // 3,
+            prompt=min(index // 3, 2),
         )
         rows.append(row)
     return rows

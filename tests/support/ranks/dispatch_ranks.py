@@ -46,7 +46,7 @@ def calls_accumulate_until_the_step(dispatch: Dispatch, path: Path) -> None:
     dispatch.forward_backward("policy", batch, GRPO)
     (whole, _) = dispatch.pass_through("policy", gradients)
     fresh(dispatch, path)
-    for part in ([0, 5, 7], [1, 2, 3, 4, 6, 8]):
+    for part in ([0, 5, 7], [1, 2, 3, 4, 6, 8, 9]):
         dispatch.forward_backward("policy", batch.take(part), GRPO)
     (added, _) = dispatch.pass_through("policy", gradients)
     for name, slope in whole.items():
