@@ -9,8 +9,9 @@
 Both go on from the weights of the demo's warm start, with 32 prompts of 8 samples a step, and both may use two threads
 at most for each process. Rollcall's side is the demo as a user starts it, without evaluations: launcher, agents, Redis,
 a vLLM server, actor, preprocessor and trainer, asynchronous with the demo's `max_lag`. TRL's is one process in which
-transformers generates, then trains. They take turns. Samples/s are counted after the eleventh step; the mean reward of
-the last ten steps says that both learn. Exits with 1 unless Rollcall makes at least as many samples/s, by the medians.
+transformers generates, then trains. They take turns, and who begins changes too. Samples/s are counted after the
+eleventh step; the mean reward of the last ten steps says that both learn. Exits with 1 unless Rollcall makes at least
+as many samples/s, by the medians.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -33,6 +35,7 @@ from tests.bench.tables import judge, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED, THREADS = 10, 2
+OURS_ALONE = ("name", "output", "model.path", "model.init", "training.steps", "training.eval_every")
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,10 @@ def run_theirs(folder: Path, model: Path, config: RunConfig, given: argparse.Nam
     }
     (folder / "asked.json").write_text(json.dumps(asked))
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(
-        [given.trl, str(Path(__file__).with_name("trl_grpo.py")), str(folder / "asked.json")],
-        check=True,
-        timeout=900,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = [given.trl, str(Path(__file__).with_name("trl_grpo.py")), str(folder / "asked.json")]
+    done = subprocess.run(command, timeout=900, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"TRL's side ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
     found = json.loads((folder / "trl.json").read_text())
     pace = Pace.of(found["ends"], found["rewards"], training.prompts_per_step * rollout.samples)
     return pace, f"TRL {found['trl']}, transformers {found['transformers']}"
@@ -121,6 +120,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--output", type=Path, default=None, help="keep the runs there")
     given, overrides = parser.parse_known_args()
+    if given.steps < SKIPPED + 2 or given.rounds < 1:
+        parser.error(f"expected at least one round of at least {SKIPPED + 2} steps")
+    if ours_alone := [each for each in overrides if each.partition("=")[0] in OURS_ALONE]:
+        parser.error(f"{', '.join(ours_alone)} would change one side only, or nothing: --steps sets the steps")
     if not given.trl:
         print("skipped: give a Python that has TRL, made by: python -m venv trl && trl/bin/pip install trl; --trl")
         return 0
@@ -132,9 +135,12 @@ def main() -> int:
         assert config is not None
         ours, theirs = [], []
         for number in range(given.rounds):
-            ours.append(run_ours(output, f"round-{number}", model, given, overrides))
-            pace, versions = run_theirs(folder, model, config, given)
-            theirs.append(pace)
+            for side in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
+                if side == "ours":
+                    ours.append(run_ours(output, f"round-{number}", model, given, overrides))
+                else:
+                    pace, versions = run_theirs(folder, model, config, given)
+                    theirs.append(pace)
     rows = [
         (number + 1, name, pace.seconds, pace.samples, pace.reward, pace.samples / pair[1].samples)
         for number, pair in enumerate(zip(ours, theirs, strict=True))

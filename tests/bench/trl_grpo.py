@@ -65,6 +65,7 @@ def main(asked: dict[str, Any]) -> None:
         epsilon=asked["clip"],
         loss_type="bnpo",
         temperature=1.0,
+        shuffle_dataset=False,
         **settings,
     )
     clock = Clock()

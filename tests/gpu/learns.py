@@ -1,11 +1,12 @@
 """Whether a reward rises in whole runs, synchronous and asynchronous, as it does in one process, on GPUs.
 
-    python -m tests.gpu.learns OUT.json [--lags 0 4] [--steps 60] [--tokens 64] [--lr 1e-4] [--share] [--device cpu] …
+    python -m tests.gpu.learns OUT.json [key=value …] [--lags 0 4] [--steps 60] [--tokens 64] [--lr 1e-4] [--share]
 
 The reward is the share of words with an even number, half of them at first (`tests.gpu.words`), of a vocabulary of
-1,024: a word has to be sampled often before anybody can know what it is worth. All begin with the same random weights. The reference is `tests.gpu.reference`: transformers and one process. Compared is the mean reward
-of ten steps at a time, at equal numbers of samples; a run's rise must be at least nine tenths of the reference's.
-Exit code 1 unless it is.
+1,024: a word has to be sampled often before anybody can know what it is worth. All begin with the same random weights.
+The reference is `tests.gpu.reference`: transformers and one process. Compared is the mean reward of ten steps at a
+time, at equal numbers of samples; a run's rise must be at least nine tenths of the reference's. Exit code 1 unless it
+is, and unless each way ended well.
 """
 
 import argparse
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--share", action="store_true", help="the server on the trainer's GPU")
     parser.add_argument("--seconds", type=float, default=250, help="for each of the runs, and for the reference")
-    given = parser.parse_args(arguments)
+    parser.add_argument("overrides", nargs="*", help="further keys of the runs' config")
+    given = parser.parse_intermixed_args(arguments)
     found: dict[str, Any] = {"command": {name: value for name, value in vars(given).items() if name != "out"}}
     found["ways"] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +67,7 @@ def run(root: Path, model: Path, lag: int, given: argparse.Namespace) -> dict[st
     (root / "model").symlink_to(model)
     asked = ["--shape", given.shape, "--device", given.device, "--lag", str(lag), "--steps", str(given.steps)]
     asked += ["--tokens", str(given.tokens), "--seconds", str(given.seconds), *(["--share"] if given.share else [])]
-    keys = ["model.init=pretrained", f"optim.lr={given.lr}"]
+    keys = ["model.init=pretrained", f"optim.lr={given.lr}", *given.overrides]
     ran = loop.run(root, loop.asked_for([str(given.out), *asked, *keys]), stepped=lambda _: None)
     rows = [row for row in loop.rows_of(root / "runs" / "loop" / "metrics.jsonl") if row["kind"] == "train"]
     if ran["exit"]:
@@ -102,9 +104,9 @@ def report(ways: dict[str, Any]) -> int:
     untrained = statistics.mean(way["rewards"][0] for way in ways.values())
     rises = {name: each[-1] - untrained for name, each in means.items()}
     print(f"\nrises since the first step: {', '.join(f'{name} {rise:.3f}' for name, rise in rises.items())}")
-    return judge(
-        f"at least {ENOUGH} of the rise in one process", min(rises.values()) >= ENOUGH * rises["one process"] > 0
-    )
+    risen = min(rises.values()) >= ENOUGH * rises["one process"] > 0
+    ended = not any(way["exit"] for way in ways.values())
+    return judge(f"all ended, and rose by at least {ENOUGH} of what one process did", risen and ended)
 
 
 if __name__ == "__main__":
