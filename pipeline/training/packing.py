@@ -74,6 +74,10 @@ class Kin:
         return Kin(self.rows[first:end], (0, *self.shared[first + 1 : end]))
 
 
+Units = list[Kin]
+"""What one micro-batch, or one rank, holds."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the tokens of a micro-batch's rows lie in its B × T rectangle.
@@ -153,20 +157,16 @@ def overlap(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
 def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[Kin] = ()) -> list[Bins]:
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
-    Ranks are balanced by tokens that are computed, and so are the micro-batches of a rank when packed, if the budget
-    allows it. `kin`, if given, have every row once, and stay together as far as balance and the number of micro-batches
-    allow it. All ranks get the same number of these, about as few as the budget allows; some may be empty. Raises
+    Ranks are balanced by tokens that are computed. `kin`, if given, have every row once; they stay together as far as
+    that takes no more micro-batches, and leaves no more to the rank that computes most, than to deal them row by row.
+    All ranks get the same number of micro-batches, about as few as the budget allows; some may be empty. Raises
     `TrainingError` for a row that no micro-batch can hold.
     """
     _check(lengths, budget)
-    dealt = _deal(kin or [Kin((index,)) for index in range(len(lengths))], lengths, ranks, budget)
-    count = 1
-    while True:
-        bins = [_cut(share, lengths, budget, count) for share in dealt]
-        most = max(len(each) for each in bins)
-        if most == count:
-            return bins
-        count = most
+    dealt = _deals(kin or [Kin((index,)) for index in range(len(lengths))], lengths, ranks, budget)
+    ways = [_cut_alike(shares, lengths, budget) for shares in dealt]
+    best = min(ways, key=lambda ranks: (len(ranks[0]), max(_computed(bins, lengths) for bins in ranks)))
+    return [[sorted(row for unit in one for row in unit.rows) for one in bins] for bins in best]
 
 
 def shares_of(rank: int, ranks: int, size: int, shares: int) -> range:
@@ -204,18 +204,13 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _deal(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget) -> list[list[Kin]]:
-    """What each rank gets: kin whole, or in as many parts as leave least to the fullest rank."""
-    dealt: list[list[Kin]] = []
-    fullest, parts, most = -1, 1, max((len(each.rows) for each in kin), default=1)
-    while not dealt or (ranks > 1 and parts < 2 * most):
+def _deals(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget) -> Iterator[list[Units]]:
+    """What each rank may get: kin whole; in 2, 4, 8 … parts; at last row by row. Balanced by what is computed."""
+    parts, most = 1, max((len(each.rows) for each in kin), default=1)
+    while parts == 1 or (ranks > 1 and parts < 2 * most):
         units = [part for each in kin for part in _parts(each, parts, lengths, budget)]
-        found = _balance(units, ranks, [unit.size(lengths) for unit in units])
-        load = max(sum(unit.size(lengths) for unit in share) for share in found)
-        if fullest < 0 or load < fullest:
-            dealt, fullest = found, load
+        yield _balance(units, ranks, [unit.size(lengths) for unit in units])
         parts *= 2
-    return dealt
 
 
 def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[Kin]:
@@ -231,10 +226,10 @@ def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> Iter
     yield kin.part(first, len(kin.rows))
 
 
-def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[list[Kin]]:
+def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[Units]:
     """Largest first, each to the bin that has least by then (then fewest rows, then lowest number)."""
     loads = [(0, 0, number) for number in range(bins)]
-    filled: list[list[Kin]] = [[] for _ in range(bins)]
+    filled: list[Units] = [[] for _ in range(bins)]
     for place in sorted(range(len(units)), key=lambda place: (-sizes[place], units[place].rows[0])):
         size, rows, number = loads[0]
         filled[number].append(units[place])
@@ -242,27 +237,39 @@ def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[list
     return filled
 
 
-def _cut(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
-    """The micro-batches of a rank, rows ascending in each: at least `least`, the last ones perhaps empty.
+def _cut_alike(shares: Sequence[Sequence[Kin]], lengths: Sequence[int], budget: Budget) -> list[list[Units]]:
+    """The micro-batches of each rank, as many of each."""
+    count = 1
+    while True:
+        cut = [_cut(share, lengths, budget, count) for share in shares]
+        most = max(len(bins) for bins in cut)
+        if most == count:
+            return cut
+        count = most
 
-    Padded, rows of like length lie together, so that little is padded. Packed, kin stay whole; or if it takes fewer
-    micro-batches, they are cut where one is full; or nobody heeds them.
+
+def _cut(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[Units]:
+    """The micro-batches of a rank: at least `least`, some perhaps empty.
+
+    Padded, rows of like length lie together, so that little is padded. Packed, kin stay whole, or are cut where a
+    micro-batch is full, or nobody heeds them: what takes fewest micro-batches, then what computes least.
     """
-    rows = [row for unit in share for row in unit.rows]
+    alone = [Kin((row,)) for unit in share for row in unit.rows]
     if not budget.packed:
-        return _in_order(sorted(rows, key=lambda row: (lengths[row], row)), lengths, budget, least)
+        return _in_order(sorted(alone, key=lambda one: (lengths[one.rows[0]], one.rows)), lengths, budget, least)
     ways = [_balanced(share, lengths, budget, least)]
-    if len(rows) > len(share):
-        ways.append(_in_order(rows, lengths, budget, least))
-        ways.append(_balanced([Kin((row,)) for row in rows], lengths, budget, least))
-    return min(ways, key=len)
+    if len(alone) > len(share):
+        ways.append(_in_order(share, lengths, budget, least))
+        ways.append(_balanced(alone, lengths, budget, least))
+    return min(ways, key=lambda bins: (len(bins), _computed(bins, lengths)))
 
 
-def _rows(units: Sequence[Kin]) -> list[int]:
-    return sorted(row for unit in units for row in unit.rows)
+def _computed(bins: Sequence[Units], lengths: Sequence[int]) -> int:
+    """Tokens that a rank computes."""
+    return sum(unit.size(lengths) for one in bins for unit in one)
 
 
-def _balanced(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
+def _balanced(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[Units]:
     """At least `least` bins of whole units: balanced by what they compute, or if one does not hold its rows then, by
     these."""
     whole = [sum(lengths[row] for row in unit.rows) for unit in units]
@@ -270,25 +277,31 @@ def _balanced(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, leas
     count = max(least, -(-sum(whole) // budget.tokens))
     while True:
         for sizes in (computed, whole) if computed != whole else (whole,):
-            bins = [_rows(held) for held in _balance(units, count, sizes)]
-            too_full = sum(not _holds(budget, len(rows), sum(lengths[row] for row in rows)) for rows in bins)
+            bins = _balance(units, count, sizes)
+            rows = [[lengths[row] for unit in one for row in unit.rows] for one in bins]
+            too_full = sum(not _holds(budget, len(one), sum(one)) for one in rows)
             if not too_full:
                 return bins
         count += -(-too_full // 2)
 
 
-def _in_order(order: Sequence[int], lengths: Sequence[int], budget: Budget, least: int) -> Bins:
-    """At least `least` bins, the last ones perhaps empty: one is filled after the other."""
-    bins: Bins = [[]]
-    used = 0
-    for row in order:
-        rows = len(bins[-1]) + 1
-        used = used + lengths[row] if budget.packed else rows * lengths[row]
-        if not _holds(budget, rows, used):
-            bins.append([])
-            used = lengths[row]
-        bins[-1].append(row)
-    return [sorted(one) for one in bins] + [[] for _ in range(least - len(bins))]
+def _in_order(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[Units]:
+    """At least `least` bins, the last ones perhaps empty: one is filled after the other, and units are cut between
+    them. Padded, rows have to come with ascending lengths."""
+    bins: list[Units] = [[]]
+    rows = tokens = 0
+    for unit in units:
+        first = 0
+        for place, row in enumerate(unit.rows):
+            rows += 1
+            tokens = tokens + lengths[row] if budget.packed else rows * lengths[row]
+            if not _holds(budget, rows, tokens):
+                if first < place:
+                    bins[-1].append(unit.part(first, place))
+                bins.append([])
+                first, rows, tokens = place, 1, lengths[row]
+        bins[-1].append(unit.part(first, len(unit.rows)))
+    return bins + [[] for _ in range(least - len(bins))]
 
 
 def _holds(budget: Budget, rows: int, tokens: int) -> bool:

@@ -73,7 +73,8 @@ class Segments:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, where: NDArray[np.int64] | None = None) -> "Segments":
         """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
-        which place of the line each of their tokens has.
+        which place of the line each of their tokens has. As `packing.overlap` lays them: what is a row's own is the end
+        of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other places.
 
         The host makes what is as long as the line, or as the rows; the rectangle, which one long row among many short
         ones makes far larger, is filled in on the device, where 16 bits never read it.
@@ -137,7 +138,7 @@ def _attend_lengths(
     """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if segments.line_R is not None:
-        key, value = (cast(Tensor, _Repeated.apply(x, segments.line_R)) for x in (key, value))  # type: ignore[no-untyped-call]
+        key, value = (_repeat(x, segments.line_R, 0) for x in (key, value))
     heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
     if grouped and not _GROUPS:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
@@ -158,22 +159,24 @@ def _attend_lengths(
     return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
 
 
-class _Repeated(torch.autograd.Function):
-    """Rows of a table by their index, any of them several times: `table.index_select(0, index)`, whose gradients add up
-    in float32."""
-
+class _Repeat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, table: Tensor, index: Tensor, dim: int) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.rows = table.shape[0]
-        return table.index_select(0, index)
+        ctx.shape, ctx.dim = table.shape, dim
+        return table.index_select(dim, index)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
         (index,), (slope,) = ctx.saved_tensors, slopes
         exact = slope.to(torch.promote_types(slope.dtype, torch.float32))
-        total = exact.new_zeros((ctx.rows, *slope.shape[1:])).index_add_(0, index, exact)
-        return total.to(slope.dtype), None
+        total = exact.new_zeros(ctx.shape).index_add_(ctx.dim, index, exact)
+        return total.to(slope.dtype), None, None
+
+
+def _repeat(table: Tensor, index: Tensor, dim: int) -> Tensor:
+    """`table.index_select(dim, index)`, whose gradients add up in float32: many rows may read one token."""
+    return cast(Tensor, _Repeat.apply(table, index, dim))  # type: ignore[no-untyped-call]
 
 
 def _attend_packed(
@@ -190,7 +193,7 @@ def _unpack(packed: Tensor, line_SL: Tensor) -> Tensor:
     """[1, H, P, D] → [S, H, L, D]."""
     rows, longest = line_SL.shape
     heads, _, size = packed.shape[1:]
-    return packed[0].index_select(1, line_SL.flatten()).view(heads, rows, longest, size).transpose(0, 1)
+    return _repeat(packed[0], line_SL.flatten(), 1).view(heads, rows, longest, size).transpose(0, 1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -118,31 +118,27 @@ def test_kin_land_once_within_the_budget_and_as_often_on_every_rank(
         assert budget.rows is None or len(one) <= budget.rows
 
 
-@given(alike(), rank_counts)
-def test_the_fullest_rank_computes_no_more_than_if_nothing_were_shared(
-    rows: list[NDArray[np.int32]], ranks: int
+@given(alike(), rank_counts, budgets)
+def test_sharing_takes_no_more_micro_batches_and_then_computes_no_more(
+    rows: list[NDArray[np.int32]], ranks: int, budget: Budget
 ) -> None:
     lengths = [len(row) for row in rows]
-    together, alone = (split_rows(lengths, ranks, Budget(10_000), kin) for kin in (kin_of(rows), []))
+    shared, alone = (split_rows(lengths, ranks, budget, kin) for kin in (kin_of(rows), []))
 
     def computed(one: list[int]) -> int:
         return sum(each.size([lengths[i] for i in one]) for each in kin_of([rows[i] for i in one]))
 
-    shared = max(sum(computed(one) for one in bins) for bins in together)
-    assert shared <= max(sum(lengths[i] for one in bins for i in one) for bins in alone)
+    fullest = max(sum(computed(one) for one in bins) for bins in shared)
+    assert (len(shared[0]), fullest) <= (
+        len(alone[0]),
+        max(sum(lengths[i] for one in bins for i in one) for bins in alone),
+    )
 
 
 def test_kin_stay_together_where_there_is_room() -> None:
     lengths, kin = [9, 5, 9, 5, 9, 5], [Kin((0, 2, 4), (0, 8, 8)), Kin((1, 3, 5), (0, 4, 4))]
     assert split_rows(lengths, 2, Budget(100), kin) == [[[0, 2, 4]], [[1, 3, 5]]]
     assert split_rows(lengths, 1, Budget(30), kin) == [[[0, 2, 4], [1, 3, 5]]]
-
-
-@given(alike(), budgets)
-def test_sharing_takes_no_more_micro_batches(rows: list[NDArray[np.int32]], budget: Budget) -> None:
-    lengths = [len(row) for row in rows]
-    shared, alone = (len(split_rows(lengths, 1, budget, kin)[0]) for kin in (kin_of(rows), []))
-    assert shared <= alone
 
 
 def test_kin_are_cut_where_a_micro_batch_is_full() -> None:
@@ -246,7 +242,7 @@ def test_each_row_goes_to_the_bin_that_has_least_by_then(lengths: list[int], bin
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         min(filled, key=lambda one: (sum(lengths[i] for i in one), len(one))).append(index)
     units = [Kin((index,)) for index in range(len(lengths))]
-    assert [packing._rows(one) for one in packing._balance(units, bins, lengths)] == [sorted(one) for one in filled]
+    assert [[unit.rows[0] for unit in one] for one in packing._balance(units, bins, lengths)] == filled
 
 
 def test_many_rows_in_many_micro_batches_are_cut_in_one_pass_over_the_rows() -> None:
