@@ -1,6 +1,7 @@
 """The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
 
-Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation` and `tinker` are shown.
+Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `tinker`, `sharing` and `learns`
+are shown.
 It measures nothing. With `--check` it fails if the page has other tables than it would write; pictures are not
 compared, since every release of matplotlib draws a little differently.
 """
@@ -14,12 +15,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.learns import means
+from tests.gpu.sharing import PACKED, SHARED
+
 HERE = Path(__file__).parent
 PAGE, RAW = HERE / "performance.md", HERE / "performance"
 BEGIN, END = "<!-- made by python -m docs.performance: {} -->\n", "<!-- end -->\n"
 SHOWN_SECONDS = 40.0
 """Of a run, in its pictures."""
 STEPS_SHOWN = 4
+STAGES = ("first ten", "a quarter on", "half way", "three quarters on", "last ten")
+"""Steps over which rewards are averaged."""
 DRAWN = "loop-4b-4xh200"
 """The run in the pictures."""
 MOST_LAG = "loop-0.6b-2xh200"
@@ -221,7 +227,7 @@ def sharing() -> list[Row]:
 
 
 def _shared(result: Result, case: Result) -> Row:
-    packed, shared = case["ways"].values()
+    packed, shared = (case["ways"][name] for name in (PACKED, SHARED))
     return {
         "model": result["command"]["shape"].upper(),
         "tokens of a prompt": str(case["prompt"]),
@@ -230,28 +236,21 @@ def _shared(result: Result, case: Result) -> Row:
         "shared": f"{shared['step_seconds']:.2f}",
         "of it": f"{shared['step_seconds'] / packed['step_seconds']:.2f}",
         "peak GiB, packed": f"{packed['peak_bytes'] / 2**30:.1f}",
-        "shared ": f"{shared['peak_bytes'] / 2**30:.1f}",
+        "peak GiB, shared": f"{shared['peak_bytes'] / 2**30:.1f}",
     }
 
 
 def learning() -> list[Row]:
     """Rewards at equal numbers of samples, of whole runs and of one process."""
     return [
-        _learned(name, result["command"], way, rewards)
-        for name, result in _results("learns").items()
-        for way, rewards in ((way, each["rewards"]) for way, each in result["ways"].items())
+        {"learning rate": f"{result['command']['lr']:g}", "way": way, **dict(zip(STAGES, _shown(rewards), strict=True))}
+        for result in _results("learns").values()
+        for way, rewards in means(result["ways"])[1].items()
     ]
 
 
-def _learned(name: str, asked: Result, way: str, rewards: list[float]) -> Row:
-    steps = asked["steps"]
-    starts = [round(part * (steps - 10) / 4) for part in range(5)]
-    titles = ("first ten", "a quarter on", "half way", "three quarters on", "last ten")
-    means = {
-        title: f"{statistics.mean(rewards[start : start + 10]):.3f}"
-        for title, start in zip(titles, starts, strict=True)
-    }
-    return {"raw file": name, "way": way, "learning rate": f"{asked['lr']:g}", "steps": str(steps), **means}
+def _shown(rewards: list[float]) -> list[str]:
+    return [f"{reward:.3f}" for reward in rewards]
 
 
 TABLES = {
@@ -279,7 +278,7 @@ def _gpus(asked: Result) -> str:
 
 
 def _written(rows: Sequence[Row]) -> str:
-    """A table; every column but the first holds numbers."""
+    """A table; all columns but the first stand on the right."""
     lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

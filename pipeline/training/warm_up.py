@@ -99,19 +99,18 @@ def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int
     return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
 
 
-def empty_row(length: int, vocabulary: int, number: int = 0, begin: Sequence[int] | NDArray[np.int32] = ()) -> Row:
-    """A row that any loss takes; rows of several numbers share only what they are said to begin with, as far as there
-    are words for that."""
+def empty_row(length: int, vocabulary: int, number: int = 0, prefix: Sequence[int] | NDArray[np.int32] = ()) -> Row:
+    """A row that any loss takes; rows of several numbers share only their prefix, as far as words suffice."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
-    tokens[: len(begin)] = begin
+    tokens[: len(prefix)] = prefix
     return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
 
 
 def alike_rows(count: int, length: int, vocabulary: int, number: int) -> list[Row]:
-    """A row of half the length, and others that begin with it: the longest is not laid whole, so that the sizes of what
-    is laid and of what attention reads differ."""
+    """A row of half the length, and others that begin with it: what is laid of the longest is shorter than what
+    attention reads of it, so a kernel sees two sizes."""
     first = empty_row(length // 2, vocabulary, number)
     return [first, *(empty_row(length, vocabulary, number + more, first.tokens) for more in range(1, count))]
 

@@ -6,13 +6,14 @@ the same time, each on the GPUs that its half of the run has.
 
 import json
 import os
-import subprocess
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from tests.gpu import children
 from tests.gpu.pulse import tokens_made
 from tests.gpu.traffic import PROCESSES, Traffic
 from tests.gpu.weights import SECRET, servers, visible_gpus
@@ -90,17 +91,30 @@ def ask(halves: Halves, endpoint: str, concurrency: int) -> float:
         return (tokens_made(endpoint) - before) / (time.monotonic() - began)
 
 
+def time_ways(
+    ways: Sequence[str],
+    out: Path,
+    ranks: int,
+    asked: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, dict[str, Any]]:
+    """What `tests.gpu.speed` says of each of these ways. Raises `RuntimeError` if it does not end, or one fails."""
+    command = children.torchrun(ranks, "tests.gpu.speed", str(out), *asked, "--ways", *ways)
+    code = children.call(command, seconds, environment=environment)
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text()) if out.exists() else {}
+    trouble = [way["error"] for way in found.values() if "error" in way]
+    if code or trouble:
+        raise RuntimeError(trouble[0] if trouble else f"tests.gpu.speed ended with exit code {code}")
+    return found
+
+
 def train(halves: Halves, out: Path, devices: list[int]) -> dict[str, float]:
     """Samples a second of the trainer, and of a plain loop, on rows as long as a sample is on average."""
     length = PROMPT + round(halves.mean)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(halves.trainers), "-m", "tests.gpu.speed", str(out), "--shape", halves.shape]
-    command += ["--length", str(length), "--rows", str(halves.samples), "--ways", *WAYS]
+    asked = ["--shape", halves.shape, "--length", str(length), "--rows", str(halves.samples)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-    subprocess.run(command, env=environment, timeout=TRAINING_SECONDS, check=True)
-    found = json.loads(out.read_text())
-    if trouble := [way["error"] for way in found.values() if "error" in way]:
-        raise RuntimeError(trouble[0])
+    found = time_ways(WAYS, out, halves.trainers, asked, TRAINING_SECONDS, environment)
     plain, worker = (halves.samples / found[way]["step_seconds"] for way in WAYS)
     return {
         "plain_training_samples_per_second": plain,

@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.gpu import children
 from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.pulse import pulse, servers_below
 from tests.gpu.words import write_model
@@ -31,11 +33,13 @@ SAMPLES, PROMPTS = 8, 16
 SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
 WRITE_SECONDS = 300
+END_SECONDS = 120.0
+"""For a run that is told to end."""
 LOOK_SECONDS = 5.0
 """Between two looks at how much memory the run's processes hold."""
 ENVIRONMENT = {**os.environ, "HYDRA_FULL_ERROR": "1"}
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "trainer": signal.SIGKILL}
-"""What a server gets, or all ranks of the trainer."""
+"""What a server gets; `trainer`: what all ranks of the trainer get."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,10 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return {name: value for name, value in whole.items() if name != "pulse"}
 
         ran = run(root, chosen, stepped=write)  # whatever ends this process, what was measured is safe
-        logs = logs_of(root / "runs" / "loop")
-        if ran["exit"]:
-            print(*(f"--- {name}\n" + "\n".join(text.splitlines()[-25:]) for name, text in logs.items()), sep="\n")
         if chosen.logs:
+            logs = logs_of(root / "runs" / "loop")
             chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
         said = write(ran | {"gpu_mib_left": memory_left()})
     print(json.dumps(said, indent=1))
@@ -157,11 +159,10 @@ def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any
     """The run's exit code, how long it took, and the most host memory that its processes held.
 
     `stepped` gets the same whenever there are new steps, without an exit code yet. A run that ends because its trainer
-    was struck is submitted again, as it asks for.
+    was struck is submitted again, as it asks for. Of one that fails the ends of its logs are printed.
     """
     command = [sys.executable, "launchers/submit.py", *overrides(root, chosen)]
     started, peak, own = time.monotonic(), dict[str, int](), os.getpid()
-    process = subprocess.Popen(command, env=ENVIRONMENT)
     code: int | None = None
     struck: list[dict[str, Any]] = []
     endpoints: list[str] = []
@@ -176,17 +177,21 @@ def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any
             "pulse": taken.beats,
         }
 
-    with pulse(own) as taken:
+    with pulse(own) as taken, ExitStack() as stack:
+
+        def submit() -> subprocess.Popen[bytes]:
+            submitted = children.started(command, environment=ENVIRONMENT, end_seconds=END_SECONDS)
+            return stack.enter_context(submitted)
+
+        process = submit()
         while code is None and time.monotonic() - started < chosen.seconds:
-            try:
-                code = process.wait(LOOK_SECONDS)
-            except subprocess.TimeoutExpired:
-                for name, held in memory_of(own).items():
-                    peak[name] = max(peak.get(name, 0), held)
+            code = children.wait(process, LOOK_SECONDS)
+            for name, held in memory_of(own).items():
+                peak[name] = max(peak.get(name, 0), held)
             done = steps_done(root)
             if code and struck and struck[-1]["fault"] == "trainer" and "exit" not in struck[-1]:
                 struck[-1]["exit"] = code
-                process, code, endpoints = subprocess.Popen(command, env=ENVIRONMENT), None, []
+                process, code, endpoints = submit(), None, []
             elif code is None and (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
                 endpoints = endpoints or sorted(servers_below(own))
                 seen = strike(own, chosen.fault[due], endpoints[due % len(endpoints)] if endpoints else "")
@@ -195,15 +200,16 @@ def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any
                 stepped(found())
                 told = done
         if code is None:
-            process.send_signal(signal.SIGINT)
-            code = process.wait(120) or 124
+            code = children.end(process, END_SECONDS) or children.OUT_OF_TIME
+    if code:
+        tails = {name: "\n".join(log.splitlines()[-25:]) for name, log in logs_of(root / "runs" / "loop").items()}
+        print(*(f"--- {name}\n{tail}" for name, tail in tails.items()), sep="\n")
     return found()
 
 
 def steps_done(root: Path) -> int:
     """The last step that was trained."""
-    rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
-    return max((row["step"] for row in rows if row["kind"] == "train"), default=0)
+    return max((row["step"] for row in trained(root)), default=0)
 
 
 def strike(pid: int, fault: str, endpoint: str) -> list[dict[str, Any]]:
@@ -218,7 +224,8 @@ def strike(pid: int, fault: str, endpoint: str) -> list[dict[str, Any]]:
         server = servers_below(pid).get(endpoint)
         struck, named = [*reversed(server.children(recursive=True)), server] if server else [], {"server": endpoint}
     for each in struck:
-        each.send_signal(FAULTS[fault])
+        with suppress(psutil.NoSuchProcess):  # torchrun ends its other ranks as soon as one is gone
+            each.send_signal(FAULTS[fault])
     return [{"fault": fault, **named, "time": time.time()}] if struck else []
 
 
@@ -273,7 +280,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         f"training.prompts_per_step={PROMPTS}",
         f"training.max_lag={chosen.lag}",
         "training.eval_every=0",
-        "training.checkpoint_every=100000",
+        f"training.checkpoint_every={10 if 'trainer' in chosen.fault else 100_000}",
         "optim.lr=1e-5",
         f"rollout.samples={SAMPLES}",
         f"rollout.max_tokens={chosen.tokens}",
@@ -294,6 +301,11 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
 
 def rows_of(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def trained(root: Path) -> list[dict[str, Any]]:
+    """The rows of the steps of the run."""
+    return [row for row in rows_of(root / "runs" / "loop" / "metrics.jsonl") if row["kind"] == "train"]
 
 
 def rates(rows: Sequence[dict[str, Any]], began: float) -> dict[str, float]:

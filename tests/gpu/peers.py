@@ -21,7 +21,7 @@ from typing import Any
 from tests.bench import bench_laptop
 from tests.bench.bench_laptop import Pace
 from tests.bench.tables import judge, markdown
-from tests.gpu import loop
+from tests.gpu import children, loop
 from tests.gpu.ceilings import PROMPT
 from tests.gpu.words import Words, WordsOptions, write_model
 from tests.gpu.workload import WORKLOADS
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240, help="for each side")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
     given = parser.parse_intermixed_args(arguments)
+    if min(given.steps, given.their_steps) < bench_laptop.SKIPPED + 2:
+        parser.error(f"expected at least {bench_laptop.SKIPPED + 2} steps of each side")
     found: dict[str, Any] = {"command": {name: value for name, value in vars(given).items() if name != "out"}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -55,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paces = {name: Pace.of(found[name]["ends"], found[name]["rewards"], samples()) for name in ("ours", "theirs")}
     rows = [(name, pace.seconds, pace.samples, pace.reward) for name, pace in paces.items()]
     print(markdown(("", "s a step", "samples/s", "reward, last ten steps"), rows), f"\n\n{versions}")
-    ratio = paces["ours"].samples / paces["theirs"].samples
-    return judge(f"{ratio:.2f} times their samples/s, at least {GOAL:g}", ratio >= GOAL)
+    ratio, ended = paces["ours"].samples / paces["theirs"].samples, not found["ours"]["exit"]
+    return judge(f"ended well, and {ratio:.2f} times their samples/s, at least {GOAL:g}", ended and ratio >= GOAL)
 
 
 def samples() -> int:
@@ -89,7 +91,8 @@ def theirs(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     (folder / "asked.json").write_text(json.dumps(asked))
     command = [sys.executable, str(SCRIPT), str(folder / "asked.json")]
     environment = os.environ | {"VLLM_PLUGINS": ""}  # their vLLM as it comes, without our plugin
-    subprocess.run(command, check=True, timeout=given.seconds, env=environment)
+    if code := children.call(command, given.seconds, environment=environment):
+        raise SystemExit(f"TRL's side ended with exit code {code}")
     return json.loads((folder / "trl.json").read_text())
 
 
@@ -98,9 +101,7 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     asked += ["--tokens", str(given.tokens), "--seconds", str(given.seconds)]
     chosen = loop.asked_for([*asked, "model.init=pretrained", f"optim.lr={LR}", *given.overrides])
     ran = loop.run(folder, chosen, stepped=lambda _: None)
-    rows = [row for row in loop.rows_of(folder / "runs" / "loop" / "metrics.jsonl") if row["kind"] == "train"]
-    if ran["exit"]:
-        print(*(f"--- {name}\n{text[-2000:]}" for name, text in loop.logs_of(folder / "runs" / "loop").items()))
+    rows = loop.trained(folder)
     return {
         "exit": ran["exit"],
         "ends": [row["time"] for row in rows],

@@ -1,9 +1,10 @@
 """GRPO in one process: transformers generates, torch trains, and nothing else: what a run's rewards are compared with.
 
-    python -m tests.gpu.reference OUT.json MODEL [--steps 60] [--tokens 64] [--lr 1e-4] [--seed 0]
+    python -m tests.gpu.reference OUT.json MODEL [--steps 60] [--tokens 64] [--lr 1e-4] [--seed 0] [--device cuda]
 
 Owns a synchronous loop as one would write it: sample 16 prompts 8 times each, weigh each sample by its group's reward,
-one AdamW step, again. Parameters are float32, passes and sampling bfloat16. Each step is written once it is done.
+one AdamW step, again. Parameters are float32; passes and sampling are bfloat16 on a GPU, as a run's are there, and
+float32 on CPUs. Each step is written once it is done.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def add_gradients(model: PreTrainedModel, rows_NT: Tensor, prompt: int, advantag
     counted_NT = (sampled_NT == END).cumsum(1) - (sampled_NT == END).long() == 0
     weights_NT = counted_NT * advantages_N[:, None] / counted_NT.sum()
     for rows, weights in zip(rows_NT.chunk(PARTS), weights_NT.chunk(PARTS), strict=True):
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
             logits = model(input_ids=rows[:, :-1], use_cache=False).logits[:, prompt - 1 :]
         surprise = cross_entropy(logits.float().flatten(0, 1), rows[:, prompt:].flatten(), reduction="none")
         (weights.flatten() * surprise).sum().backward()
@@ -73,11 +74,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     given = parser.parse_args()
     torch.manual_seed(given.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype = given.device, torch.bfloat16 if given.device == "cuda" else torch.float32
     trained = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device)
-    sampler = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).to(device)
+    sampler = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     optim = OptimConfig(lr=given.lr)
     adamw = torch.optim.AdamW(

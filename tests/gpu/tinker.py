@@ -13,8 +13,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,11 +32,13 @@ from pipeline.world.plan import World
 from slurm.launch.compose import compose_config
 from slurm.launch.serve import with_base
 from tests.bench.tables import markdown
+from tests.gpu import children
 from tests.gpu.loop import logs_of
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
-ROUNDS, SAMPLES, START_SECONDS = 2, 8, 300.0
+ROUNDS, SAMPLES, END_SECONDS = 60.0
+START_SECONDS = 2, 8, 300.0
 Write = Callable[[str, int, str, float], None]
 """Notes what was measured (`training` or `sampling`), with how many clients, the way, and tokens a second."""
 
@@ -166,29 +166,23 @@ def serving(config: RunConfig, overrides: Sequence[str], chosen: argparse.Namesp
     paths = RunPaths(config.directory.resolve())
     log = chosen.out.with_suffix(".log")
     base = [f"model.path={config.model.path}", "model.init=pretrained"]
-    with log.open("wb") as out:
-        command = [sys.executable, "launchers/serve.py", *overrides, *base]
-        launcher = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"HYDRA_FULL_ERROR": "1"})
-    try:
+    command = [sys.executable, "launchers/serve.py", *overrides, *base]
+    environment = os.environ | {"HYDRA_FULL_ERROR": "1"}
+    with log.open("wb") as out, children.started(command, out, environment, END_SECONDS) as launcher:
 
         def there() -> bool:
             assert launcher.poll() is None, log.read_text()
             return files.read_document(address_file(paths.api), Address) is not None
 
-        wait_for("the front", there, START_SECONDS, missing=log.read_text)
-        address = files.read_document(address_file(paths.api), Address)
-        assert address is not None
-        yield address, (paths.api / "key").read_text()
-    except BaseException:
-        for name, text in {"launcher": log.read_text(), **logs_of(paths.root)}.items():
-            print(f"--- {name}", *text.splitlines()[-25:], sep="\n", flush=True)
-        raise
-    finally:
-        launcher.send_signal(signal.SIGINT)
         try:
-            launcher.wait(60)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
+            wait_for("the front", there, START_SECONDS, missing=log.read_text)
+            address = files.read_document(address_file(paths.api), Address)
+            assert address is not None
+            yield address, (paths.api / "key").read_text()
+        except BaseException:
+            for name, text in {"launcher": log.read_text(), **logs_of(paths.root)}.items():
+                print(f"--- {name}", *text.splitlines()[-25:], sep="\n", flush=True)
+            raise
 
 
 def measure(

@@ -12,7 +12,6 @@ time left, does not keep the others from running. Exit code 1 unless all parts p
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.bench.tables import markdown
+from tests.gpu import children
 from tests.gpu.jobs import config_of, look_at, write_queue
 from tests.gpu.speed import WAYS
 from tests.gpu.workload import WORKLOADS
@@ -53,16 +51,10 @@ class Run:
         seconds = min(most, self.ends - time.monotonic())
         if seconds < 1:
             return "no time left"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
-        with (self.out / f"{name}.log").open("w") as log:
-            child = subprocess.Popen([*command, "-m", module, *arguments], stdout=log, stderr=log)
-            try:
-                code = child.wait(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                for process in [*psutil.Process(child.pid).children(recursive=True), child]:
-                    process.kill()
-                child.wait()
-                return f"not done after {seconds:.0f} s"
+        with (self.out / f"{name}.log").open("wb") as log:
+            code = children.call(children.torchrun(self.ranks, module, *arguments), seconds, log)
+        if code == children.OUT_OF_TIME:
+            return f"not done after {seconds:.0f} s"
         return "" if code == 0 else f"exit code {code}, see {name}.log"
 
 

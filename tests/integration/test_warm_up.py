@@ -96,12 +96,14 @@ def kernel(
     value: Tensor,
     of_queries: Tensor,
     of_keys: Tensor,
-    *_: object,
+    *longest: int,
     scale: float,
-    **__: object,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
 ) -> Tensor:
     """What `varlen_attn` computes, in a way that can be captured on CPUs: all are [P, H, D], or keys and values
     [R, H, D]."""
+    assert window_size == (-1, 0)
     places, tokens = torch.arange(query.shape[0]), torch.arange(key.shape[0])
     of_place, of_token = (
         torch.searchsorted(bounds, each.to(bounds.dtype), right=True)
