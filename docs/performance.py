@@ -243,10 +243,15 @@ def _shared(result: Result, case: Result) -> Row:
 def learning() -> list[Row]:
     """Rewards at equal numbers of samples, of whole runs and of one process."""
     return [
-        {"learning rate": f"{result['command']['lr']:g}", "way": way, **dict(zip(STAGES, _shown(rewards), strict=True))}
+        {**_asked_to_learn(result["command"], way), **dict(zip(STAGES, _shown(rewards), strict=True))}
         for result in _results("learns").values()
         for way, rewards in means(result["ways"])[1].items()
     ]
+
+
+def _asked_to_learn(asked: Result, way: str) -> Row:
+    where = f"{asked['shape'].upper()}, {'GPU' if asked['device'] == 'cuda' else 'CPU'}"
+    return {"way": way, "model": where, "learning rate": f"{asked['lr']:g}"}
 
 
 def _shown(rewards: list[float]) -> list[str]:
