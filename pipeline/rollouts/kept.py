@@ -111,7 +111,7 @@ class KeptSamples:
 
     def _write_all(self) -> None:
         """Write a segment whenever there is enough for one, or when its first row has waited long enough."""
-        schema()  # imports Arrow, which takes a while, before anybody waits for the end
+        table_of([])  # imports Arrow, and what that imports, before there is work or anybody waits for the end
         remove_parts(self._folder)
         rows, size, since = list[Row](), 0, time.monotonic()
         got: list[Row] | None = []
@@ -149,15 +149,13 @@ class KeptSamples:
 
 def write_segment(folder: Path, attempt: str, rows: Sequence[Row]) -> Path:
     """Write one segment, named by now, and return its path."""
-    import pyarrow as pa
     from pyarrow import parquet
 
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{time.time_ns():020d}-{attempt}{SUFFIX}"
     part = target.with_name(f".{target.name}.part")
-    table = pa.Table.from_pylist(list(rows), schema=schema())
     try:
-        parquet.write_table(table, part, compression="zstd", use_dictionary=True)
+        parquet.write_table(table_of(rows), part, compression="zstd", use_dictionary=True)
         part.rename(target)
     finally:
         part.unlink(missing_ok=True)
@@ -169,6 +167,13 @@ def remove_parts(folder: Path) -> None:
     for part in folder.glob(f".*{SUFFIX}.part"):
         with suppress(OSError):
             part.unlink()
+
+
+def table_of(rows: Sequence[Row]) -> Any:
+    """An Arrow table of rows."""
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(list(rows), schema=schema())
 
 
 def schema() -> Any:
