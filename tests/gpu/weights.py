@@ -2,10 +2,10 @@
 
     python -m tests.gpu.weights OUT.json [--shape 0.6b] [--servers 1] [--tensor 1] [--per-gpu 1] [--requests 256] …
 
-Needs two GPUs: this process sends from the first one, the servers generate on the others. Every token's log-probability
-has one of a few values under weights A and one of a few others under weights B, and depends on the MLPs of all layers,
-on embedding and head: a step that saw a mixture of both would show. Those of attention do not show, since its output is
-zero.
+This process sends from the first GPU, the servers generate on the others, or with `--share` from that one on. Every
+token's log-probability has one of a few values under weights A and one of a few others under weights B, and depends on
+the MLPs of all layers, on embedding and head: a step that saw a mixture of both would show. Those of attention do not
+show, since its output is zero.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--share", action="store_true", help="servers on the sender's GPU")
+    parser.add_argument("--requests", type=int, default=256, help="at a time, to the first server")
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--api", type=int, default=4)
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
         model = Path(folder) / "model"
         WORKLOADS[chosen.shape].write_model(model)
-        places = [1 + index // chosen.per_gpu * chosen.tensor for index in range(chosen.servers)]
+        first = 0 if chosen.share else 1
+        places = [first + index // chosen.per_gpu * chosen.tensor for index in range(chosen.servers)]
         endpoints = started.enter_context(servers(model, places, chosen.tensor, chosen.api, chosen.per_gpu))
         config = InferenceConfig(update_seconds=60)
         holder = started.enter_context(process.hold_port())
