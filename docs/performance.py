@@ -1,7 +1,7 @@
 """The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
 
-Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `tinker`, `sharing` and `learns`
-are shown.
+Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `tinker`, `sharing`, `learns` and
+`peers` are shown.
 It measures nothing. With `--check` it fails if the page has other tables than it would write; pictures are not
 compared, since every release of matplotlib draws a little differently.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.learns import means
+from tests.gpu.peers import paces
 from tests.gpu.sharing import PACKED, SHARED
 
 HERE = Path(__file__).parent
@@ -24,6 +25,8 @@ BEGIN, END = "<!-- made by python -m docs.performance: {} -->\n", "<!-- end -->\
 SHOWN_SECONDS = 40.0
 """Of a run, in its pictures."""
 STEPS_SHOWN = 4
+RECOVERED = 6
+"""Steps after a fault until they take as long as before."""
 STAGES = ("first ten", "a quarter on", "half way", "three quarters on", "last ten")
 """Steps over which rewards are averaged."""
 DRAWN = "loop-4b-4xh200"
@@ -132,7 +135,8 @@ def faults() -> list[Row]:
 
 
 def _faults(result: Result) -> list[Row]:
-    """A row for each fault of a run, of what lies between the faults before and after it."""
+    """A row for each fault of a run, of what lies between the faults before and after it; none where the run ended
+    soon after."""
     asked, steps = result["command"], _steps(result)
     named = isinstance(asked["fault"], list)  # runs of a single fault say only when it was
     strikes = [each if named else {"fault": asked["fault"], "time": each} for each in result["struck"]]
@@ -142,6 +146,8 @@ def _faults(result: Result) -> list[Row]:
         fault, struck = strike["fault"], strike["time"]
         before = [row["seconds/step"] for row in steps if begin < row["time"] < struck][5:]
         after = [row for row in steps if struck < row["time"] < end]
+        if len(after) <= RECOVERED:
+            continue
         rows.append(
             {
                 "model": asked["shape"].upper(),
@@ -149,10 +155,10 @@ def _faults(result: Result) -> list[Row]:
                 "struck": "trainer killed" if fault == "trainer" else f"server {fault}",
                 "after step": str(strike.get("step") or sum(row["time"] < struck for row in steps)),
                 "steps done": str(len(steps)),
-                "attempts": str(len({row["attempt"] for row in steps})),
+                "attempts": str(1 + sum(each["fault"] == "trainer" for each in strikes)),
                 "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
-                "s a step before": f"{statistics.mean(before):.2f}",
-                "s a step afterwards": f"{statistics.mean(row['seconds/step'] for row in after[6:]):.2f}",
+                "s a step before": f"{statistics.mean(before):.2f}" if before else "–",
+                "s a step afterwards": f"{statistics.mean(row['seconds/step'] for row in after[RECOVERED:]):.2f}",
                 "exit": str(result["exit"]),
                 "MiB left on the GPUs": ", ".join(map(str, result.get("gpu_mib_left", ()))) or "–",
             }
@@ -240,6 +246,28 @@ def _shared(result: Result, case: Result) -> Row:
     }
 
 
+def peers() -> list[Row]:
+    """Whole runs beside another framework on the same GPU."""
+    return [row for result in _results("peers").values() for row in _peers(result)]
+
+
+def _peers(result: Result) -> list[Row]:
+    paced, asked = paces(result), result["command"]
+    names = {"ours": "Rollcall", "theirs": f"TRL {result['theirs']['trl']}"}
+    return [
+        {
+            "": names[side],
+            "model": asked["shape"].upper(),
+            "completions": str(asked["tokens"]),
+            "s a step": f"{pace.seconds:.2f}",
+            "samples/s": f"{pace.samples:.1f}",
+            "of TRL": f"{pace.samples / paced['theirs'].samples:.2f}",
+            "reward, last ten steps": f"{pace.reward:.3f}",
+        }
+        for side, pace in paced.items()
+    ]
+
+
 def learning() -> list[Row]:
     """Rewards at equal numbers of samples, of whole runs and of one process."""
     return [
@@ -260,6 +288,7 @@ def _shown(rewards: list[float]) -> list[str]:
 
 TABLES = {
     "loops": loops,
+    "peers": peers,
     "learning": learning,
     "sharing": sharing,
     "staleness": staleness,

@@ -53,8 +53,8 @@ class Pace:
     reward: float
 
     @classmethod
-    def of(cls, ends: list[float], rewards: list[float], samples: int) -> "Pace":
-        seconds = (ends[-1] - ends[SKIPPED]) / (len(ends) - 1 - SKIPPED)
+    def of(cls, ends: list[float], rewards: list[float], samples: int, skipped: int = SKIPPED) -> "Pace":
+        seconds = (ends[-1] - ends[skipped]) / (len(ends) - 1 - skipped)
         return cls(seconds, samples / seconds, statistics.mean(rewards[-10:]))
 
 

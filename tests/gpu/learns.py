@@ -15,7 +15,6 @@ keys must be at least nine tenths of the reference's. Exit code 1 unless it is, 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 from tests.bench.tables import judge, markdown
 from tests.gpu import children, loop
-from tests.gpu.words import write_model
+from tests.gpu.words import write_whole_model
 from tests.gpu.workload import WORKLOADS
 
 VOCABULARY = 1024
@@ -61,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         shape = WORKLOADS[given.shape]
-        write_model(model, replace(shape, model=shape.model | {"vocab_size": VOCABULARY}))
-        subprocess.run([sys.executable, "-m", "tests.gpu.words", str(model)], check=True, timeout=loop.WRITE_SECONDS)
+        write_whole_model(model, replace(shape, model=shape.model | {"vocab_size": VOCABULARY}))
         plans = [(lag, keys) for keys in ([], *given.also) for lag in given.lags if lag or not keys]
         for number, (lag, keys) in enumerate(plans):
             root = Path(folder) / str(number)

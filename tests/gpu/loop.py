@@ -26,13 +26,12 @@ import psutil
 from tests.gpu import children
 from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.pulse import pulse, servers_below
-from tests.gpu.words import write_model
+from tests.gpu.words import write_model, write_whole_model
 from tests.gpu.workload import WORKLOADS
 
 SAMPLES, PROMPTS = 8, 16
 SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
-WRITE_SECONDS = 300
 END_SECONDS = 120.0
 """For a run that is told to end."""
 LOOK_SECONDS = 5.0
@@ -47,17 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"command": asked(chosen)}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write_model(root / "model", WORKLOADS[chosen.shape], chosen.ends)
-        if chosen.adapter:
-            # In a process of its own: the GPU has to be free when the run begins.
-            command = [sys.executable, "-m", "tests.gpu.words", str(root / "model")]
-            subprocess.run(command, check=True, timeout=WRITE_SECONDS)
+        write = write_whole_model if chosen.adapter else write_model
+        write(root / "model", WORKLOADS[chosen.shape], chosen.ends)
         if chosen.ceilings:
             result["alone"] = measure(halves(chosen), root / "model")
             print(json.dumps(result["alone"]), flush=True)
         began = time.time()
 
-        def write(ran: dict[str, Any]) -> dict[str, Any]:
+        def note(ran: dict[str, Any]) -> dict[str, Any]:
             """The result's file, as far as the run has come; what it says, less what is long."""
             rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
             whole = with_efficiency(result | ran | rates(rows, began))
@@ -66,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             beside.replace(chosen.out)
             return {name: value for name, value in whole.items() if name != "pulse"}
 
-        ran = run(root, chosen, stepped=write)  # whatever ends this process, what was measured is safe
+        ran = run(root, chosen, stepped=note)  # whatever ends this process, what was measured is safe
         if chosen.logs:
             logs = logs_of(root / "runs" / "loop")
             chosen.logs.write_text("".join(f"--- {name}\n{text}\n" for name, text in logs.items()))
-        said = write(ran | {"gpu_mib_left": memory_left()})
+        said = note(ran | {"gpu_mib_left": memory_left()})
     print(json.dumps(said, indent=1))
     return int(said["exit"])
 

@@ -96,16 +96,18 @@ def measure(sender: WeightSender, endpoints: Sequence[str], model: Path, chosen:
         version += 1
         began = time.monotonic()
         report = sender.publish(version, values)
-        if report.failures or len(report.servers) != len(endpoints):
-            raise RuntimeError(f"version {version}: {report.failures}")
+        if report.failures or (version > 1 and len(report.servers) != len(endpoints)):
+            raise RuntimeError(f"version {version}: {report.failures or f'only {[*report.servers]} have it'}")
         took = time.monotonic() - began
         if took > SLOW_SECONDS or version <= 3:
             print(f"{time.monotonic() - started:.0f} s: version {version} took {took:.2f} s", flush=True)
         return took
 
     print("the servers are ready", flush=True)
-    joined = update(first)
-    wait_for("all servers", lambda: set(sender.versions().values()) == {version}, 120)
+    begun = time.monotonic()
+    update(first)  # the first server to join ends it
+    wait_for("all servers", lambda: [*sender.versions().values()] == [version] * len(endpoints), 120)
+    joined = time.monotonic() - begun
     traffic = Traffic(endpoints[0], SECRET, chosen.requests, chosen.seconds, chosen.tokens, greedy=True)
     calm = {name: alone(update, values, traffic) for name, values in (("A", first), ("B", second))}
     legal = {name: sorted(answers.logprobs) for name, answers in calm.items()}

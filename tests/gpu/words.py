@@ -4,6 +4,7 @@ Random weights and a vocabulary of 32,000 words: what is measured is how fast th
 download. The reward can be had from the text alone, and rises when training works.
 """
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeline.tasks.protocol import Prompt, Task, TaskOptions, ask
 from tests.gpu.workload import Workload
 
 PAD, END = 0, 2
+WRITE_SECONDS = 300
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -70,8 +72,16 @@ def write_model(path: Path, workload: Workload, ends: int = 1) -> None:
     GenerationConfig(eos_token_id=[*range(END, END + ends)], pad_token_id=PAD).save_pretrained(path)
 
 
+def write_whole_model(path: Path, workload: Workload, ends: int = 1) -> None:
+    """`write_model`, and random weights: those who have to begin alike read them, and adapters need a base.
+
+    In a process of its own: the GPU is free when this returns.
+    """
+    write_model(path, workload, ends)
+    subprocess.run([sys.executable, "-m", __name__, str(path)], check=True, timeout=WRITE_SECONDS)
+
+
 def write_weights(path: Path) -> None:
-    """Random weights for the config that `write_model` wrote: adapters need a base that servers can read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
