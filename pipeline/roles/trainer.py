@@ -67,7 +67,8 @@ def session_of(context: RoleContext, dispatch: "Dispatch") -> "Controller":
 
 def main(arguments: list[str]) -> None:
     from pipeline.system import heartbeat, logs, process
-    from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
+    from pipeline.training.dispatch.dispatch import Dispatch
+    from pipeline.training.dispatch.lead import lead_or_serve_as
     from pipeline.training.dispatch.ranks import end_with_lost_ranks
 
     process.die_with_parent()

@@ -43,7 +43,8 @@ def export_command(run: RunPaths, name: str, target: Path) -> list[str]:
 
 def export_commit(config: RunConfig, checkpoint: Checkpoint, target: Path) -> None:
     """Write the policy of a commit as `target`; of a run with adapters, its adapter."""
-    from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+    from pipeline.training.dispatch.dispatch import Dispatch
+    from pipeline.training.dispatch.lead import lead_or_serve
     from pipeline.training.dispatch.saving import load_models
     from pipeline.training.packing import Budget
     from pipeline.training.spec import ModelSpec

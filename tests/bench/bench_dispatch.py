@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.training.dispatch.dispatch import Answers, Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Answers, Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec

@@ -24,7 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import InferenceConfig, ModelConfig
 from pipeline.system.process import hold_port
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.packing import Budget
 from pipeline.training.spec import ModelSpec

@@ -27,7 +27,8 @@ from typing import Any
 
 from pipeline.config import RunConfig, load_config
 from pipeline.training.conversations import Conversations
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve_as
 from pipeline.training.jobs import SftJob, jobs_of
 from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.spec import models_of

@@ -23,7 +23,8 @@ from pipeline.config import LossConfig
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.training.commits import Commits
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row
 from tests.fakes.configs import make_config

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import RunConfig, load_config
-from pipeline.training.dispatch.dispatch import lead_or_serve_as
+from pipeline.training.dispatch.lead import lead_or_serve_as
 from pipeline.training.standalone.execute import execute_jobs
 from pipeline.training.standalone.packed import write_packed
 from tests.fakes.configs import make_config

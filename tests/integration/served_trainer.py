@@ -10,7 +10,8 @@ from pipeline.api.records import Facts
 from pipeline.config import RunConfig
 from pipeline.system import logs, process
 from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.packing import Budget
 from pipeline.training.service.engine import Engine

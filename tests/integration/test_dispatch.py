@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import ModelConfig, OptimConfig
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.dispatch.ranks import Deadlines, joined_world
 from pipeline.training.packing import Budget
 from pipeline.training.rows import Batch, Row

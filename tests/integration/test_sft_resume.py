@@ -18,7 +18,8 @@ from pipeline.roles.session import RunSession
 from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import RunPaths
 from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve_as
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve_as
 from pipeline.training.jobs import Job
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun

@@ -3,7 +3,8 @@
 import pytest
 
 from pipeline.errors import ForgedError
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.dispatch.ranks import Deadlines, Site
 from pipeline.training.packing import Budget
 from tests.support.ranks.forked_ranks import run_ranks

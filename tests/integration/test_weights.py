@@ -1,7 +1,6 @@
 """Weights on their way from a trainer to real vLLM servers: what is served afterwards, and what survives a fault."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -20,13 +18,14 @@ import pytest
 from pipeline.errors import WeightSyncError
 from pipeline.roles.inference import is_healthy
 from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import ROUTE, Completion, _Choice
+from pipeline.rollouts.server import Completion, _Choice
 from pipeline.system.process import hold_port, tail
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import ServerControl
 from pipeline.weights.sender import WeightSender
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
+from tests.support.servers.answers import answers_of, versions_told
 from tests.support.servers.traffic import (
     APART,
     CLOSE,
@@ -345,49 +344,6 @@ def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
         nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
         with nobody as sender, refused:
             sender.publish(0, [])
-
-
-ASKED: list[dict[str, Any]] = [
-    {"logprobs": 0},
-    {"logprobs": 0, "n": 3},
-    {"logprobs": 0, "temperature": 0},
-    {"logprobs": 0, "max_tokens": 1},
-    {"logprobs": 3},
-    {"logprobs": 0, "prompt_logprobs": 1},
-    {"logprobs": 0, "stop_token_ids": [3, 4, 5, 6, 7]},
-    {"logprobs": 0, "flat_logprobs": True},
-    {},
-]
-
-
-def answers_of(served: Served) -> list[Any]:
-    """What a server says to `ASKED`, without its names and times."""
-    address, _, port = served.endpoint.rpartition(":")
-    link, answers = HTTPConnection(address, int(port), timeout=60), []
-    for asked in ASKED:
-        sampling = {"seed": 11, "max_tokens": 40, "temperature": 1.0, "detokenize": False, **asked}
-        body = json.dumps({"model": "policy", "token_ids": [1, 5, 6, 7], "sampling_params": sampling})
-        link.request("POST", ROUTE, body, {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"})
-        answer = json.loads(link.getresponse().read())
-        if not asked.get("logprobs"):
-            forget_repetition(answer)
-        answers.append({key: answer[key] for key in ("choices", "prompt_logprobs")})
-    link.close()
-    return answers
-
-
-def forget_repetition(answer: Any) -> None:
-    """Who asks for no alternatives is told by vLLM the sampled token once more."""
-    for choice in answer["choices"]:
-        for entry in (choice["logprobs"] or {}).get("content") or ():
-            entry["top_logprobs"] = []
-
-
-def versions_told(answers: list[Any]) -> list[tuple[Any, Any]]:
-    """What our plugin adds to the answers, taken out of them, of each choice with log-probabilities; and what this
-    release says itself."""
-    choices = [choice for answer in answers for choice in answer["choices"] if choice["logprobs"]]
-    return [(choice["logprobs"].pop("weight_versions", None), choice["weight_versions"]) for choice in choices]
 
 
 def test_servers_that_differ_in_their_way_for_log_probabilities_answer_alike(servers: list[Served]) -> None:

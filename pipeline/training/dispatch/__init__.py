@@ -2,6 +2,7 @@
 
 | module | owns |
 |---|---|
+| `lead` | which process leads, and which serve it |
 | `dispatch` | the controller's handle, and models by name |
 | `control` | how a call is ordered, and what is known between two of them |
 | `residency` | what each operation needs on the device, and what has to move for it |

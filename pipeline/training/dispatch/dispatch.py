@@ -15,7 +15,7 @@ result depends on it. Must not know tasks, rewards, or when to step.
             ...
         dispatch.finish_weight_sync("policy")
 
-    lead_or_serve(algorithm, Budget(tokens=16384))      # in every process of torchrun
+    lead_or_serve(algorithm, Budget(tokens=16384))      # in every process of torchrun; see `lead`
 
 Rows that several operations take are staged; see `staging`. Where models are colocated, each leaves the device when
 another computes; see `residency`.
@@ -27,7 +27,6 @@ over a thread that beats, because those two would also hide a controller that ha
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
@@ -38,13 +37,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.checkpoints.background import Saver
-from pipeline.config import LossConfig, OptimConfig, RunConfig
+from pipeline.config import LossConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.losses import Level, Objective, measures
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.training.dispatch import operations, residency, staging
 from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import Allowance, Deadlines, Device, Site, joined_world
+from pipeline.training.dispatch.ranks import Deadlines, Site
 from pipeline.training.dispatch.residency import Needs
 from pipeline.training.dispatch.staging import CutBatch, Staged, Values
 from pipeline.training.packing import Budget
@@ -52,10 +51,8 @@ from pipeline.training.rows import Batch, Column, refuse_unsampled
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.likeness import packs
 from pipeline.training.workers.offload import Memory
-from pipeline.training.workers.sizes import sizes_of
 from pipeline.training.workers.worker import ModelInfo, ModelWorker
 from pipeline.weights.wire import WeightLayout
-from pipeline.world.memory import trainer_allowance
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -358,44 +355,6 @@ class Dispatch:
         self._models.pop(name, None)
         self._sizes.pop(name, None)
         self._control.states = residency.without(self._control.states, name)
-
-
-def lead_or_serve(
-    algorithm: Callable[[Dispatch], None],
-    budget: Budget,
-    *,
-    device: Device = "cpu",
-    patience: Deadlines | None = None,
-    colocated: bool = False,
-    secret: str = "",
-    allowance: Allowance | None = None,
-) -> None:
-    """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
-
-    `secret` is what strangers do not know, `allowance` what each process may have of its device: see `joined_world`.
-    """
-    with joined_world(device, patience or Deadlines(), secret, allowance) as site:
-        if site.rank != 0:
-            site.serve()
-            return
-        dispatch = Dispatch(site, budget, colocated)
-        try:
-            algorithm(dispatch)
-        finally:
-            dispatch.close()
-
-
-def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispatch], None]) -> None:
-    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
-    share, each process keeps to what they leave: `ConfigError` if that is too little."""
-    training, resources = config.training, config.resources
-    most = training.micro_batch_tokens, training.micro_batch_rows or None
-    budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
-    shared = resources.share_gpus and config.has_servers
-    allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
-    lead_or_serve(
-        algorithm, budget, device=resources.device, colocated=training.offload, secret=secret, allowance=allowance
-    )
 
 
 def _nothing(worker: ModelWorker) -> None:

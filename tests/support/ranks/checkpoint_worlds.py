@@ -26,7 +26,8 @@ from pipeline.losses import SFT, ValueObjective
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import wait_for
 from pipeline.training.commits import LAST_SECONDS, Commits
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.dispatch.ranks import Deadlines, Site
 from pipeline.training.dispatch.saving import await_save, start_save
 from pipeline.training.jobs import Job, jobs_of

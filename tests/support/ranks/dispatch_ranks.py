@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import OptimConfig
 from pipeline.losses import SFT
 from pipeline.system.waiting import wait_for
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.rows import Batch, Row
 from pipeline.training.spec import ModelSpec
 from pipeline.training.workers.model import build_model

@@ -7,7 +7,8 @@ import os
 import time
 
 from pipeline.system import heartbeat, process
-from pipeline.training.dispatch.dispatch import Dispatch, lead_or_serve
+from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.lead import lead_or_serve
 from pipeline.training.dispatch.ranks import end_with_lost_ranks
 from pipeline.training.packing import Budget
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.training.dispatch.dispatch import lead_or_serve_as
+from pipeline.training.dispatch.lead import lead_or_serve_as
 from pipeline.training.dispatch.ranks import Deadlines, joined_world
 from pipeline.training.workers.sizes import sizes_of
 from pipeline.world.memory import GIB, trainer_allowance
