@@ -15,6 +15,7 @@ from pipeline.config.identity import flatten
 from pipeline.errors import one_line
 from pipeline.report.attempts import attempt_table
 from pipeline.report.charts import Chart, all_charts
+from pipeline.report.findings import find
 from pipeline.report.gallery import gallery
 from pipeline.report.history import Attempt, History
 from pipeline.report.state import State, current, reason_of, state_of
@@ -40,6 +41,7 @@ def page(history: History) -> str:
         _head(history),
         _tiles(tiles(history)),
         _failure(history),
+        _findings(history),
         f'<h2>Numbers</h2><div class="charts">{"".join(_figure(chart) for chart in all_charts(history))}</div>',
         _samples(history),
         _timelines(history),
@@ -184,6 +186,15 @@ def _failure(history: History) -> str:
         return _first_failure(last.failure)
     reason = reason_of(last)
     return f'<section class="failure"><h2>The job stopped</h2><p>{escape(reason)}</p></section>' if reason else ""
+
+
+def _findings(history: History) -> str:
+    """What the numbers say should be changed; empty if nothing."""
+    found = find(history.config, history.rows)
+    lines = "".join(
+        f"<li>{escape(each.seen)} <b>{escape(each.change)}</b> <span>{escape(each.page)}</span></li>" for each in found
+    )
+    return f'<section class="findings"><h2>What to change</h2><ul>{lines}</ul></section>' if found else ""
 
 
 def _first_failure(failure: FirstFailure) -> str:

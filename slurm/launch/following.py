@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from pipeline.checkpoints import tell_newest
 from pipeline.config.kept import kept_config
@@ -28,6 +29,8 @@ from slurm.launch.signals import exit_code
 from slurm.registry import runs
 from slurm.watch.view import follow_run
 
+LINE = 100
+"""Characters of a line."""
 CANCELLED = "CANCELLED"
 MAY_BE_FINISHED = ("COMPLETED", "UNKNOWN")
 """Slurm's words for a job whose run finished: the second when it has forgotten the job."""
@@ -102,15 +105,21 @@ def _outcome(attempt: AttemptPaths) -> Outcome | None:
 def conclude_run(
     paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = ""
 ) -> int:
-    """Say how the run ended and where to look, then write the report; the exit code, which a report cannot change.
+    """Say how the run ended and where to look, then write the report, and what it says should be changed; the exit
+    code, which a report cannot change.
 
     `interrupted` are the signals that ended it from here, `job_state` Slurm's word for the end of the job.
     """
     code = _tell_end(paths, attempt, interrupted, job_state)
     try:
+        from pipeline.report.findings import find
         from pipeline.report.page import write_report  # with it come charts, as slow to import as all else together
 
-        print(f"  report      {write_report(read_history(paths.root, alive=False))}", flush=True)
+        history = read_history(paths.root, alive=False)
+        print(f"  report      {write_report(history)}", flush=True)
+        for found in find(history.config, history.rows):
+            said = f"  to change   {found.seen} {found.change} {found.page}"
+            print(fill(said, LINE, subsequent_indent=" " * 14, break_on_hyphens=False), flush=True)
     except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
         reason = one_line(error)
         print(f"warning: the report could not be written: {reason}", file=sys.stderr)

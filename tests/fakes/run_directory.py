@@ -97,8 +97,11 @@ class FakeAttempt:
         if state in ("starting", "ready"):
             files.write_document(self.paths.status(name), Status(state=state, pid=1, time=self.run.now, detail=detail))
 
-    def train(self, job: str, steps: Iterable[int], seconds: float = 0.4, eval_every: int = 0) -> None:
-        """The trainer goes on from the commit before these steps and logs them, an evaluation every `eval_every`."""
+    def train(
+        self, job: str, steps: Iterable[int], seconds: float = 0.4, eval_every: int = 0, **numbers: float
+    ) -> None:
+        """The trainer goes on from the commit before these steps and logs them, an evaluation every `eval_every`; with
+        these `numbers` in each."""
         steps = list(steps)
         roll_back(self.run.paths.metrics, job, min(steps, default=1) - 1)
         with MetricSinks(self.run.paths.metrics, self.paths.attempt, clock=lambda: self.run.now) as sinks:
@@ -107,7 +110,7 @@ class FakeAttempt:
                 if eval_every and step % eval_every == 0:
                     sinks.log("eval", job, step, {"eval/accuracy": _skill(step)})
                 if step > 0:
-                    sinks.log("train", job, step, _numbers(job, step))
+                    sinks.log("train", job, step, _numbers(job, step) | numbers)
 
     def tell(self, name: EventName, by: str, detail: str = "") -> None:
         slot = 1 + len(list(self.paths.events.glob("[!.]*.json")))

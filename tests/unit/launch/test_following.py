@@ -19,6 +19,7 @@ from slurm.launch.following import called, conclude_job, conclude_run, follow_jo
 from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
 
 
@@ -42,6 +43,24 @@ def test_the_end_is_told_before_the_report_is_tried(
     run.report.rmdir()
     assert conclude_run(run, attempt, []) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"  report      {run.report}"
+
+
+def test_at_the_end_of_a_run_it_is_told_what_its_numbers_say_should_be_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = {"steps": 40, "prompts_per_step": 4, "max_lag": 4}
+    run = FakeRun(tmp_path / "run", make_config(training=training))
+    attempt = run.attempt("a-0")
+    attempt.train("rl", range(1, 41), clip_fraction=0.27)
+    run.finish(40)
+    assert conclude_run(run.paths, attempt.paths, []) == 0
+    *_, report, first, second, third = capsys.readouterr().out.splitlines()
+    assert report == f"  report      {run.paths.report}"
+    assert first.startswith("  to change   The clip holds 27% of the tokens")
+    assert "loss.proximal=recompute" in second
+    assert third.startswith(" " * 14)
+    assert third.endswith(" docs/algorithms.md#lag")
+    assert "<b>Set loss.proximal=recompute" in run.paths.report.read_text()
 
 
 def test_no_checkpoint_is_promised_where_there_is_none(

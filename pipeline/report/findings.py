@@ -1,0 +1,130 @@
+"""What the numbers of a run say should be changed.
+
+Owns the rules, each of a few metrics of RL. Promises that a finding is of most of a run's settled steps, never of a
+single one, and names the keys that mend it. Pure: a config and rows in, words out; the report and the launcher say the
+same.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.rundir.metrics import Row
+
+SETTLED, ENOUGH = 10, 20
+"""Steps that are left out at the beginning; steps after them without which nothing is said."""
+CLIPPED, CUT, REFUSED, IDLE, BUSY = 0.05, 0.25, 0.1, 0.25, 0.05
+"""Shares from which on there is something to change; `BUSY`: up to which idle time of the other half. Measured, a clip
+that holds 0.07 of the tokens slows learning to less than half, and one that holds 0.01 little."""
+
+CLIPS = ("ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp")
+"""Losses in which a token that the clip holds has no gradient. In `gspo` whole samples are held, many by design."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to change.
+
+    Attributes:
+        seen: what the numbers say, a sentence.
+        change: what to set, a sentence.
+        page: where the documentation says more.
+    """
+
+    seen: str
+    change: str
+    page: str
+
+
+def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
+    """What to change in a run of RL, given its config, if it is readable, and the rows of its metrics; empty while
+    there are few steps."""
+    if config is None or not config.has_rollouts or config.training.jobs:
+        return []
+    steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SETTLED:]
+    if len(steps) < ENOUGH:
+        return []
+    rules = (_not_finite, _cut, _clipped, _refused, _idle)
+    return [finding for rule in rules for finding in rule(config, steps)]
+
+
+def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    skipped = sum(_values(steps, "skipped"))
+    if skipped:
+        yield Finding(
+            f"{skipped:.0f} optimizer steps changed nothing, since their gradient was not finite.",
+            "Lower optim.lr, or lengthen optim.warmup_steps.",
+            "docs/algorithms.md#gradients-that-are-not-finite",
+        )
+
+
+def _cut(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    cut = _median(steps, "samples/cut")
+    if cut >= CUT and config.training.overlong != "mask":
+        yield Finding(
+            f"{cut:.0%} of the samples are cut off at rollout.max_tokens: their rewards are of unfinished answers.",
+            "Raise rollout.max_tokens and model.max_length, or leave them out of the loss: training.overlong=mask.",
+            "docs/algorithms.md#which-samples-count",
+        )
+
+
+def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    clipped, over_behaviour = _median(steps, "clip_fraction"), config.loss.proximal == "behaviour"
+    if clipped >= CLIPPED and config.loss.name in CLIPS and over_behaviour and config.training.max_lag:
+        yield Finding(
+            f"The clip holds {clipped:.0%} of the tokens: the policy has moved too far from the one that sampled them.",
+            "Set loss.proximal=recompute loss.correction=truncate, or lower optim.lr or training.max_lag.",
+            "docs/algorithms.md#lag",
+        )
+
+
+def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    refused = sum(_values(steps, "groups/stale")) / (config.training.prompts_per_step * len(steps))
+    if refused >= REFUSED:
+        mask = "" if config.training.stale == "mask" else ", or count their young tokens: training.stale=mask"
+        yield Finding(
+            f"For every 100 groups that were trained, {100 * refused:.0f} were sampled in vain: they came too old.",
+            f"Raise training.max_lag{mask}.",
+            "docs/algorithms.md#long-samples",
+        )
+
+
+def _idle(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    """Which half waits for the other; only where each has GPUs of its own, and computes nothing meanwhile."""
+    if config.resources.device != "cuda" or config.resources.share_gpus:
+        return
+    trainer, servers, held = (_median(steps, f"idle/{name}") for name in ("trainer", "servers", "actor"))
+    if trainer >= IDLE and not config.training.max_lag:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time, as one half always does with max_lag=0.",
+            "Set training.max_lag=1 or more: samples of the next step are made while this one is trained.",
+            "docs/algorithms.md#lag",
+        )
+    elif trainer >= IDLE and held >= IDLE:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time, while training.max_lag holds new ones back.",
+            "Raise training.max_lag, or train more samples a step.",
+            "docs/performance.md#the-bound-that-staleness-sets",
+        )
+    elif trainer >= IDLE and servers <= BUSY:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time: the servers are the slower half.",
+            "Give them more GPUs, and the trainer fewer: resources.inference, resources.trainer.",
+            "docs/gpus.md",
+        )
+    elif servers >= IDLE and trainer <= BUSY:
+        yield Finding(
+            f"The servers have nothing to do {servers:.0%} of the time: the trainer is the slower half.",
+            "Give it more GPUs, and the servers fewer: resources.trainer, resources.inference.",
+            "docs/gpus.md",
+        )
+
+
+def _values(steps: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in steps if row.get(name) is not None]
+
+
+def _median(steps: Sequence[Row], name: str) -> float:
+    """Over the steps that have it; 0 if none does."""
+    return statistics.median(_values(steps, name) or [0.0])

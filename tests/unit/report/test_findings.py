@@ -1,0 +1,122 @@
+"""`pipeline.report.findings`: what a run's numbers say should be changed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.config.identity import flatten
+from pipeline.report.findings import ENOUGH, SETTLED, find
+from pipeline.rundir.metrics import Row
+from tests.fakes.configs import make_config
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 4}
+ASYNCHRONOUS = {"training": TRAINING}
+MASKED = {"training": TRAINING | {"overlong": "mask"}}
+SFT_ALONE = {"training": TRAINING | {"steps": 0, "warm_start": {"steps": 20}}}
+RECOMPUTED = ASYNCHRONOUS | {"loss": {"name": "grpo", "proximal": "recompute"}}
+GSPO = ASYNCHRONOUS | {"loss": {"name": "gspo"}}
+GPUS = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 2}}
+SYNCHRONOUS = GPUS | {"training": TRAINING | {"max_lag": 0}}
+ONE_GPU = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 1, "share_gpus": True}}
+CALM = {
+    "skipped": 0.0,
+    "samples/cut": 0.1,
+    "clip_fraction": 0.01,
+    "groups/stale": 0.0,
+    "idle/trainer": 0.1,
+    "idle/servers": 0.1,
+    "idle/actor": 0.1,
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
+    "gradients": (ASYNCHRONOUS, {"skipped": 1.0}, "20 optimizer steps changed nothing"),
+    "cut": (ASYNCHRONOUS, {"samples/cut": 0.4}, "40% of the samples are cut off"),
+    "clip": (ASYNCHRONOUS, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
+    "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were sampled in vain"),
+    "synchronous": (SYNCHRONOUS, {"idle/trainer": 0.6}, "as one half always does with max_lag=0"),
+    "held back": (GPUS, {"idle/trainer": 0.6, "idle/actor": 0.5}, "training.max_lag holds new ones back"),
+    "servers": (GPUS, {"idle/trainer": 0.6, "idle/servers": 0.0}, "the servers are the slower half"),
+    "trainer": (GPUS, {"idle/trainer": 0.0, "idle/servers": 0.4}, "the trainer is the slower half"),
+}
+SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "nothing stands out": (ASYNCHRONOUS, {}),
+    "cut samples are left out": (MASKED, {"samples/cut": 0.4}),
+    "ratios over the trainer's own policy": (RECOMPUTED, {"clip_fraction": 0.3}),
+    "a clip that holds whole samples": (GSPO, {"clip_fraction": 0.3}),
+    "halves that share a GPU": (ONE_GPU, {"idle/trainer": 0.6, "idle/actor": 0.5}),
+    "no GPUs": (ASYNCHRONOUS, {"idle/trainer": 0.6, "idle/servers": 0.0}),
+}
+
+
+HELD, VAIN, SERVERS = "max_lag holds new ones back", "were sampled in vain", "the servers are the slower half"
+MEASURED: dict[str, list[str]] = {
+    "lag-0.6b-1": [HELD],
+    "lag-0.6b-2": [HELD],
+    "tails-0.6b-2xh200": [VAIN, HELD],
+    "loop-0.6b-2xh200": [SERVERS],
+    "loop-1.7b-2xh200": [],
+    "loop-4b-4xh200": [],
+}
+"""Runs on GPUs, and what limited each, as docs/performance.md found."""
+
+
+def steps(count: int, **numbers: float) -> list[Row]:
+    return [{"kind": "train", "job": "rl", "step": step, "time": 0.0} | CALM | numbers for step in range(1, count + 1)]
+
+
+def of(given: dict[str, Any]) -> RunConfig:
+    return make_config(**given)
+
+
+@pytest.mark.parametrize(("given", "numbers", "seen"), CASES.values(), ids=CASES)
+def test_a_number_that_stands_out_is_told_with_keys_that_exist(
+    given: dict[str, Any], numbers: dict[str, float], seen: str
+) -> None:
+    config = of(given)
+    (found,) = find(config, steps(SETTLED + ENOUGH, **numbers))
+    assert seen in found.seen
+    keys = flatten(config.model_dump(mode="json"))
+    named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", found.change)
+    assert named
+    assert all(any(f"{key}.".startswith(f"{name}.") for key in keys) for name in named), named
+
+
+@pytest.mark.parametrize(("run", "limits"), MEASURED.items())
+def test_runs_that_were_measured_are_told_what_limited_them(run: str, limits: list[str]) -> None:
+    measured = json.loads((ROOT / "docs" / "performance" / f"{run}.json").read_text())
+    training = TRAINING | {"max_lag": measured["command"]["lag"], "prompts_per_step": 16}
+    rows = measured["rows"] * 2  # some were short
+    found = [each.seen for each in find(of(GPUS | {"training": training}), rows) if "cut off" not in each.seen]
+    assert all(limit in seen for limit, seen in zip(limits, found, strict=True)), found
+
+
+@pytest.mark.parametrize(("given", "numbers"), SILENT.values(), ids=SILENT)
+def test_nothing_is_told_without_need(given: dict[str, Any], numbers: dict[str, float]) -> None:
+    assert find(of(given), steps(SETTLED + ENOUGH, **numbers)) == []
+
+
+def test_a_few_steps_say_nothing() -> None:
+    config, strange = of(ASYNCHRONOUS), {"clip_fraction": 0.5}
+    assert find(config, steps(SETTLED + ENOUGH - 1, **strange)) == []
+    beginning, rest = steps(SETTLED, **strange), steps(ENOUGH)
+    assert find(config, [*beginning, *rest]) == []
+    assert find(config, [*steps(SETTLED), *steps(ENOUGH // 2 - 1, **strange), *rest]) == [], "most steps decide"
+
+
+def test_a_run_whose_config_is_lost_or_that_has_no_rl_says_nothing() -> None:
+    rows = steps(SETTLED + ENOUGH, clip_fraction=0.5)
+    assert find(None, rows) == []
+    assert find(of(SFT_ALONE), rows) == []
+    assert find(of(ASYNCHRONOUS), [row | {"job": "sft"} for row in rows]) == []
+
+
+@pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
+def test_the_page_that_is_named_has_that_part(given: dict[str, Any], numbers: dict[str, float]) -> None:
+    (found,) = find(of(given), steps(SETTLED + ENOUGH, **numbers))
+    name, _, part = found.page.partition("#")
+    titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE)
+    assert not part or part in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
