@@ -82,7 +82,8 @@ def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
 def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
     refused = sum(_values(steps, "groups/stale")) / (config.training.prompts_per_step * len(steps))
     if refused >= REFUSED:
-        mask = "" if config.training.stale == "mask" else ", or count their young tokens: training.stale=mask"
+        maskable = config.training.max_lag and config.training.stale != "mask"
+        mask = ", or count their young tokens: training.stale=mask" if maskable else ""
         yield Finding(
             f"For every 100 groups that were trained, {100 * refused:.0f} were sampled in vain: they came too old.",
             f"Raise training.max_lag{mask}.",
