@@ -15,10 +15,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
@@ -53,6 +54,7 @@ class Way:
 
 WAYS = {
     "plain loop, compiled": Way(plain=True, compile=True),
+    "plain loop, compiled, padded": Way(plain=True, compile=True, packed=False),
     "worker, compiled": Way(compile=True),
     "worker, compiled, rows staged": Way(compile=True, staged=True),
     "worker, compiled, rows staged, sharded again": Way(compile=True, staged=True, reshard=True),
@@ -80,11 +82,26 @@ def plain_micro_batches(batch: Batch, load: Workload, rank: int, ranks: int) -> 
     return [batch.take(bins) for bins in packing.split_rows(batch.lengths, ranks, Budget(load.budget))[rank]]
 
 
-def run_plain(site: Site, model: str, load: Workload, compiled: bool, steps: int) -> list[tuple[float, float]]:
+def padded(batch: Batch) -> Batch:
+    """The same rows, all as long as the longest: what is added counts for nothing, and has to be computed."""
+    longest = max(batch.lengths)
+    rows = [
+        replace(
+            row,
+            tokens=np.pad(row.tokens, (0, longest - len(row))),
+            mask=np.pad(row.mask, (0, longest - len(row))),
+            behaviour=None if row.behaviour is None else np.pad(row.behaviour, (0, longest - len(row))),
+        )
+        for row in batch.rows
+    ]
+    return replace(batch, rows=rows)
+
+
+def run_plain(site: Site, model: str, load: Workload, way: Way, steps: int) -> list[tuple[float, float]]:
     """On every rank: seconds of each step, and this rank's share of its loss."""
     batch, device = load.make_batch(), torch.device(site.device)
-    mine = plain_micro_batches(batch, load, site.rank, site.ranks)
-    step = plain_step(Path(model), mine, load.budget, device, site.ranks, compiled)
+    mine = plain_micro_batches(batch if way.packed else padded(batch), load, site.rank, site.ranks)
+    step = plain_step(Path(model), mine, load.budget, device, site.ranks, way.compile)
     return [timed(step, device) for _ in range(WARM_UP + steps)]
 
 
@@ -140,7 +157,7 @@ def measure(task: Task, way: Way) -> dict[str, float]:
     everywhere = Dispatch(task.site, Budget(task.load.budget))
     everywhere.on_sites(reset_memory)
     if way.plain:
-        settings = (str(task.model), task.load, way.compile, task.steps)
+        settings = (str(task.model), task.load, way, task.steps)
         of_ranks = everywhere.on_sites(run_plain, *settings)
         taken = [(shares[0][0], sum(loss for _, loss in shares)) for shares in zip(*of_ranks, strict=True)]
     else:

@@ -42,6 +42,7 @@ class Traffic:
         group: requests of one prompt that are asked at once, and the next ones when all of them are answered, as a run
             does. Where completions end one by one and the next is asked for each, nearly every step of the engine has
             a prompt in it, and is not one of its recorded graphs.
+        last: token ids, one of which each prompt ends with; empty: any.
     """
 
     endpoint: str
@@ -53,6 +54,7 @@ class Traffic:
     logprobs: bool = True
     ends: int = 0
     group: int = 1
+    last: tuple[int, ...] = ()
 
     @contextmanager
     def running(self) -> Iterator[Answers]:
@@ -118,6 +120,7 @@ async def _all(traffic: Traffic, requests: int, draw: random.Random) -> tuple[in
             nonlocal tokens
             while time.monotonic() - started < traffic.seconds:
                 prompt = [draw.randrange(3, 1000) for _ in range(16)]
+                prompt[-1] = draw.choice(traffic.last or prompt[-1:])
                 for answer in await asyncio.gather(*(generate(session, traffic, prompt) for _ in range(traffic.group))):
                     tokens += len(answer["token_ids"])
                     if traffic.greedy:

@@ -45,6 +45,8 @@ SHOWN = 40
 """Different log-probabilities of each row, in what is written."""
 EMBEDDING, WEIGHT, SUMMANDS = 2**-8, 2**-3, 16
 """Of the weights that are sent: log-probabilities near those of even chances, where each weight shows."""
+LIKELIER, OTHER = (0, 1), 3
+"""Token ids that greedy sampling draws, one of the two under each of the weights; and one that it never does."""
 PAUSES = (1.0, 0.3, 0.05)
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -136,8 +138,10 @@ def measure(sender: WeightSender, endpoints: Sequence[str], model: Path, chosen:
 
 
 def alone(update: Callable[[NamedTensors], float], values: NamedTensors, traffic: Traffic) -> Answers:
-    """What a server says under these weights alone, with few requests at a time and with many: kernels differ."""
+    """What a server says under these weights alone, with few requests at a time and with many: kernels differ. After
+    each of the likelier tokens and after others: while weights change, the token before may be the other weights'."""
     update(values)
+    traffic = replace(traffic, last=(*LIKELIER, OTHER))
     with replace(traffic, requests=PROCESSES, seconds=1.0, tokens=32).running() as few:
         pass
     with traffic.running() as many:
@@ -256,8 +260,8 @@ def weights(path: Path, seed: int) -> NamedTensors:
             parameter.zero_()
         elif "embed" in name or "lm_head" in name:
             parameter.copy_(EMBEDDING * signs(inputs).expand_as(parameter))
-            parameter[0] *= 3
-            parameter[1] *= -3
+            for token, times in zip(LIKELIER, (3, -3), strict=True):
+                parameter[token] *= times
         else:
             at = torch.randint(inputs, (outputs, SUMMANDS), generator=generator, device="cuda")
             parameter.zero_().scatter_(1, at, WEIGHT * signs(outputs, SUMMANDS))
