@@ -1,7 +1,7 @@
 """The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
 
-Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `tinker`, `sharing`, `learns`
-and `peers` are shown. It measures nothing. With `--check` it fails if the page has other tables than it would write;
+Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `tinker`, `sharing`,
+`learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other tables than it would write;
 pictures are not compared, since every release of matplotlib draws a little differently.
 """
 
@@ -177,7 +177,7 @@ def weights() -> list[Row]:
 def _weights(result: Result, rows: list[Result]) -> Row:
     return {
         "model": result["command"]["shape"].upper(),
-        "GPUs of the server": str(result["command"]["tensor"]),
+        "servers": _servers(result["command"]),
         "GB": f"{result['bytes'] / 1e9:.2f}",
         "ms, idle": f"{statistics.median(result['idle_update_ms']):.0f}",
         "ms, under load": f"{statistics.median(row['update_ms'] for row in rows):.0f}",
@@ -187,6 +187,12 @@ def _weights(result: Result, rows: list[Result]) -> Row:
         "tokens looked at": f"{sum(row['tokens'] for row in rows):,}",
         "torn": str(result["torn"]),
     }
+
+
+def _servers(asked: Result) -> str:
+    """How many, where they are if not on GPUs of their own, and what they are on."""
+    where = ", on the sender's GPU" if asked.get("share") else ""
+    return f"{asked['servers']}{where}" + (f" × {asked['tensor']} GPUs" if asked["tensor"] > 1 else "")
 
 
 def generation() -> list[Row]:
@@ -223,6 +229,26 @@ def _served(name: str, what: str, clients: str, rates: dict[str, float], base: s
         "tokens/s alone": f"{rates[base] / 1e3:.1f}k",
         "through the API": f"{rates['served'] / 1e3:.1f}k",
         "ratio": f"{rates['served'] / rates[base]:.2f}",
+    }
+
+
+def training() -> list[Row]:
+    """Steps of the trainer beside those of a plain loop, in the order of each call."""
+    return [
+        _step(way, found, next(iter(result.values())))
+        for result in _results("speed").values()
+        for way, found in result.items()
+    ]
+
+
+def _step(way: str, found: Result, first: Result) -> Row:
+    return {
+        "way": way,
+        "s a step": f"{found['step_seconds']:.3f}",
+        "tokens/s": f"{found['tokens_per_second'] / 1e3:.0f}k",
+        "MFU": f"{found['mfu']:.2f}",
+        "peak GiB": f"{found['peak_bytes'] / 2**30:.1f}",
+        "of the loop": f"{found['tokens_per_second'] / first['tokens_per_second']:.2f}",
     }
 
 
@@ -289,6 +315,7 @@ TABLES = {
     "loops": loops,
     "peers": peers,
     "learning": learning,
+    "training": training,
     "sharing": sharing,
     "staleness": staleness,
     "tails": tails,
