@@ -1,8 +1,8 @@
 """The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
 
 Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `tinker`, `sharing`,
-`learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other tables than it would write;
-pictures are not compared, since every release of matplotlib draws a little differently.
+`learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other tables than it would
+write; pictures are not compared, since every release of matplotlib draws a little differently.
 """
 
 import argparse

@@ -77,7 +77,7 @@ class LossConfig(Section):
     proximal: Literal["behaviour", "recompute"] = Field(
         "behaviour",
         description="Policy that the ratio is taken over: the one that sampled, or the trainer's own at the start of "
-        "the step, whose log-probabilities are then computed anew.",
+        "the step, whose log-probabilities are computed anew where a batch takes several optimizer steps.",
     )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",

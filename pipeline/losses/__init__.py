@@ -18,6 +18,8 @@ Must not know models, ranks, or how rows were packed.
     metrics = measures.means(sums, counted)
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from pipeline.config import LossConfig
@@ -81,7 +83,10 @@ def _supervised(tokens: LossTokens) -> Terms:
 
 
 def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
-    """All terms of an RL loss, of each token: [N]."""
+    """All terms of an RL loss, of each token: [N]. Tokens without a proximal policy that are to have one are on the
+    first optimizer step of theirs: the policy is still what it was."""
+    if config.proximal == "recompute" and tokens.proximal_N is None:
+        tokens = replace(tokens, proximal_N=tokens.logprobs_N.detach())
     loss_N, watched = _policy_loss(config.name)(tokens, config)
     loss_N, mismatch = corrected(loss_N, tokens, config)
     watched |= mismatch | _basics(tokens)

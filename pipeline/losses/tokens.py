@@ -21,7 +21,8 @@ class LossTokens:
         weights_N: factor of each token in the global loss; carries the normalisation, so a loss only sums.
         advantages_N: advantage of each token.
         behaviour_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` in supervised rows.
-        proximal_N: log-probability under the policy that the ratio is taken over; `behaviour_N` where unknown.
+        proximal_N: log-probability under the policy that the ratio is taken over; None: as `LossConfig.proximal` says,
+            `behaviour_N` or `logprobs_N.detach()`.
         rows_N: int64, row of each token, 0 … rows − 1.
         rows: R.
         reference_N: log-probability under the reference model, or None.

@@ -39,7 +39,8 @@ class Row:
         advantages: one number for the whole row, or float32[T].
         behaviour: float32[T], log-probability (nats, at the sampling temperature) of each counted token under the
             policy that sampled it; None for supervised rows.
-        proximal: float32[T], the same under the policy that the ratio is taken over; None: `behaviour`.
+        proximal: float32[T], the same under the policy that the ratio is taken over; None: what `LossConfig.proximal`
+            says, `behaviour` or the policy's own in the pass that trains the row.
         reference: float32[T], the same under the reference model; None when no KL is asked for.
         values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
             a critic.

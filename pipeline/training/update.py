@@ -3,9 +3,9 @@
 Owns the algorithm. It knows nothing of ranks (`dispatch`), of where samples come from, nor of where weights go:
 
     1. the samples are cut into mini-batches by prompt, and their weights in the loss are fixed
-    2. what the models say as the step begins: the policy's own log-probabilities (`loss.proximal=recompute`, or a KL in
-       the reward), the reference model's (`loss.kl`; a teacher's come with the
-       rows), the critic's values (`loss.advantage=gae`)
+    2. what the models say as the step begins: the policy's own log-probabilities (a KL in the reward, or
+       `loss.proximal=recompute` with several optimizer steps: a single one has them in its own pass), the reference
+       model's (`loss.kl`; a teacher's come with the rows), the critic's values (`loss.advantage=gae`)
     3. what each token deserves (`credit`)
     4. `update_epochs` times over the mini-batches, optimizer steps: first all of the critic, then all of the policy
 
@@ -152,8 +152,9 @@ class PolicyUpdate:
     @property
     def _asked(self) -> list[str]:
         """The models that say something of the rows before any is trained."""
+        several = self._config.training.update_epochs * self._config.training.mini_batches > 1
         asked = {
-            "policy": self._loss.proximal == "recompute" or credit.is_taxed(self._loss),
+            "policy": (self._loss.proximal == "recompute" and several) or credit.is_taxed(self._loss),
             "reference": self._config.has_reference,
             "critic": self._loss.advantage == "gae",
         }

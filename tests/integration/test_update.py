@@ -101,6 +101,29 @@ def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: Dispatch, model: Pat
     assert metrics["optimizer_steps"] == 1
 
 
+def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: Dispatch, model: Path) -> None:
+    loss = {"name": "grpo", "proximal": "recompute", "correction": "truncate", "correction_cap": 1.1}
+    config, rows = a_config(model, loss), some_rows()
+    update = begun(dispatch, config)
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dispatch, "forward_each", lambda names, _: calls.extend(names))
+        metrics = update.run(rows, 0)
+    assert not calls
+    found = parameters(dispatch)
+
+    begun(dispatch, config)
+    said = dispatch.forward("policy", Batch.of(rows, temperature=config.rollout.temperature))
+    complete = [replace(row, proximal=proximal) for row, proximal in zip(rows, said, strict=True)]
+    whole = Batch.of(complete, temperature=config.rollout.temperature)
+    expected = dispatch.forward_backward("policy", whole, config.loss)
+    dispatch.optim_step("policy")
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert 0 < metrics["correction_fraction"] < 1
+    for name, tensor in parameters(dispatch).items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at_its_begin(
     dispatch: Dispatch, model: Path, offload: bool
