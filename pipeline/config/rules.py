@@ -188,7 +188,7 @@ def _what_is_set_is_read(config: RunConfig) -> None:
     for key, value, reader in unread(config):
         found = f"{reader.key}={value_of(config, reader.key)}"
         expected = f"its default ({default_of(key)!r}), since {found} does not read it"
-        raise ConfigError(key, value, expected, f"leave it out, or set {reader}")
+        raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
 def _kl_has_a_gradient(config: RunConfig) -> None:

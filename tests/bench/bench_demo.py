@@ -79,7 +79,7 @@ def measure(rows: list[dict[str, Any]], seconds: float, way: str, seed: int) -> 
         "samples/s": sum(row["samples"] for row in train) / (train[-1]["time"] - train[0]["time"]),
         "idle trainer": mean(row["idle/trainer"] for row in train),
         "idle servers": mean(row["idle/servers"] for row in train if "idle/servers" in row),
-        "log ratio at lag 0": f"{train[0]['log_ratio']:.1e}",
+        "log ratio at lag 0": f"{train[0].get('mismatch', train[0]['log_ratio']):.1e}",
     }
 
 
