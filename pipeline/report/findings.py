@@ -1,8 +1,8 @@
 """What the numbers of a run say should be changed.
 
-Owns the rules, each of a few metrics of RL. Promises that a finding is of most of a run's settled steps, never of a
-single one, and names the keys that mend it. Pure: a config and rows in, words out; the report and the launcher say the
-same.
+Owns the rules, each of a few metrics of RL. Promises that no finding rests on a single step of a run, or on its
+first ones, and that each names the keys that mend it. Pure: a config and rows in, words out; the report and the
+launcher say the same.
 """
 
 import statistics
@@ -51,7 +51,7 @@ def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
 
 def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
     skipped = sum(_values(steps, "skipped"))
-    if skipped:
+    if skipped > 1:
         yield Finding(
             f"{skipped:.0f} optimizer steps changed nothing, since their gradient was not finite.",
             "Lower optim.lr, or lengthen optim.warmup_steps.",
@@ -80,8 +80,10 @@ def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
-    refused = sum(_values(steps, "groups/stale")) / (config.training.prompts_per_step * len(steps))
-    if refused >= REFUSED:
+    stale = _values(steps, "groups/stale") or [0.0]
+    trained = config.training.prompts_per_step * len(steps)
+    refused = sum(stale) / trained
+    if refused - max(stale) / trained >= REFUSED:  # a server that was lost for a while is the trouble of a single step
         maskable = config.training.max_lag and config.training.stale != "mask"
         mask = ", or count their young tokens: training.stale=mask" if maskable else ""
         yield Finding(

@@ -107,6 +107,12 @@ def test_a_few_steps_say_nothing() -> None:
     assert find(config, [*steps(SETTLED), *steps(ENOUGH // 2 - 1, **strange), *rest]) == [], "most steps decide"
 
 
+@pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
+def test_a_single_step_says_nothing(given: dict[str, Any], numbers: dict[str, float]) -> None:
+    many = {"groups/stale": 999.0} if "groups/stale" in numbers else {}
+    assert find(of(given), [*steps(SETTLED + ENOUGH), *steps(1, **numbers | many)]) == []
+
+
 def test_a_run_whose_config_is_lost_or_that_has_no_rl_says_nothing() -> None:
     rows = steps(SETTLED + ENOUGH, clip_fraction=0.5)
     assert find(None, rows) == []
