@@ -55,14 +55,14 @@ class Measured(NamedTuple):
         return settings_of(self.model) | {"tie_word_embeddings": True} | small
 
 
-_SAVED = ("reshard", "activation_checkpointing")
+SAVED = ("reshard", "activation_checkpointing")
 MEASURED = (
     Measured("0.6B", 1, 15_600, 39.4),
-    Measured("0.6B", 1, 15_600, 9.1, _SAVED),
+    Measured("0.6B", 1, 15_600, 9.1, SAVED),
     Measured("0.6B", 2, 13_000, 24.1, ("compile",)),
     Measured("0.6B", 2, 13_000, 23.3, ("compile", "reshard")),
-    Measured("4B", 2, 15_600, 34.6, ("compile", *_SAVED)),
-    Measured("8B", 2, 15_600, 63.4, ("compile", *_SAVED)),
+    Measured("4B", 2, 15_600, 34.6, ("compile", *SAVED)),
+    Measured("8B", 2, 15_600, 63.4, ("compile", *SAVED)),
 )
 
 
@@ -81,8 +81,10 @@ def sizes_from(settings: dict[str, Any]) -> Sizes:
         return sizes_of(ModelConfig(path=folder, init="random", dtype="bfloat16"))
 
 
-def config_of(*ways: str, processes: int = 1, gpus: int = 1, tokens: int = TOKENS) -> RunConfig:
-    """A run on GPUs, with these keys of `training` set, and servers of so many GPUs."""
+def config_of(
+    *ways: str, processes: int = 1, gpus: int = 1, tokens: int = TOKENS, memory: str = "", **training: str
+) -> RunConfig:
+    """A run on GPUs of so much memory, with these keys of `training` set, and servers of so many GPUs."""
     return load_config(
         {
             "name": "memory",
@@ -92,10 +94,17 @@ def config_of(*ways: str, processes: int = 1, gpus: int = 1, tokens: int = TOKEN
             "loss": {"name": "grpo"},
             "resources": {
                 "device": "cuda",
+                "gpu_memory": memory,
                 "trainer": {"processes": processes, "gpus": 1},
                 "inference": {"gpus": gpus},
             },
-            "training": {"steps": 1, "prompts_per_step": 64, "micro_batch_tokens": tokens, **dict.fromkeys(ways, True)},
+            "training": {
+                "steps": 1,
+                "prompts_per_step": 64,
+                "micro_batch_tokens": tokens,
+                **dict.fromkeys(ways, True),
+                **training,
+            },
         }
     )
 
@@ -135,14 +144,15 @@ _HEADS = (
 
 
 def _trainer_rows(name: str, sizes: Sizes) -> Iterator[str]:
-    for ways, words in (((), ", all kept"), (_SAVED, ", sharded again and recomputed")):
-        config = config_of("compile", *ways)
+    saved = ", sharded again and recomputed"
+    for ways, place, words in (((), "gpu", ", all kept"), (SAVED, "gpu", saved), (SAVED, "host", f"{saved}, host")):
+        config = config_of("compile", *ways, publish_from=place)
         totals = [trainer_need(config, sizes, ranks).total / GIB for ranks in _RANKS]
         yield f"| {name}{words} | " + " | ".join(f"{total:.0f}" for total in totals) + " |"
 
 
 def _server_rows(name: str, sizes: Sizes) -> Iterator[str]:
-    for gpus in (1, 2, 4):
+    for gpus in (1, 2, 4, 8):
         config = config_of(gpus=gpus)
         need = server_need(config, sizes)
         parts = [need.parts["weights"], need.parts["weights that arrive"], need.total]

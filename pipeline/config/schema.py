@@ -202,6 +202,11 @@ class TrainingConfig(Section):
     offload: bool = Field(
         False, description="Keep on the device only the model that computes; the others wait in host memory or on disk."
     )
+    publish_from: Literal["gpu", "host"] = Field(
+        "gpu",
+        description="Where weights wait until servers on GPUs have them: in memory of the trainer's first GPU, or in "
+        "that of its host, which takes longer.",
+    )
     metrics: Literal["none", "basic", "with_entropy"] = Field(
         "basic", description="What is measured of each batch; see docs/metrics.md."
     )

@@ -60,7 +60,8 @@ class Peers:
         meeting = MeetingPoint(place.address, place.ports[1], context.world.password)
         patience, told = config.cluster.startup_seconds, self._board.post_server
         device = self._dispatch.device if config.weights_backend == "nccl" else CPU
-        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device)
+        on_host = config.training.publish_from == "host"
+        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device, on_host)
 
     @property
     def crowded(self) -> bool:

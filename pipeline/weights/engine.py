@@ -12,7 +12,9 @@ buffer), that the model changes at once or not at all, and that no wait is longe
 import logging
 import os
 import signal
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -46,6 +48,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
         layout: `WeightLayout.plain()` of every update.
         adapter: what the tensors are: the settings of an adapter, or nothing for a whole model's weights.
         gpu: the GPU that the trainer sends from; none over gloo.
+        at_once: whether it sends a whole layout in one chunk; over gloo it always does.
     """
 
     host: str
@@ -56,6 +59,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
     layout: list[list[Any]]
     adapter: dict[str, Any]
     gpu: str
+    at_once: bool
 
 
 @dataclass
@@ -156,21 +160,28 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         return AdapterFolder(self.model, self.model_config.model, settings, names) if settings else None
 
     def _load(self) -> None:
-        """Replace the adapter or every weight. A model left half replaced must not serve: then this process ends."""
+        """Replace the adapter or every weight."""
         tensors = self._layout.views(self._staging)
         if self._adapter is not None:
             self._adapter.replace(tensors)
             return
-        try:
+        with ends_if_it_fails("the weights could not be loaded"):
             reload_model(self.model, self.model_config, tensors)
-        except BaseException:
-            log.critical("the weights could not be loaded; this server ends, its model is incomplete", exc_info=True)
-            logging.shutdown()
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise
 
 
-def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Tensor]]) -> None:
+@contextmanager
+def ends_if_it_fails(what: str) -> Iterator[None]:
+    """A model that was left half replaced must not serve: any error within the block ends this process."""
+    try:
+        yield
+    except BaseException:
+        log.critical("%s; this server ends, its model is incomplete", what, exc_info=True)
+        logging.shutdown()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+
+
+def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load checkpoint tensors into a vLLM model that already serves."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

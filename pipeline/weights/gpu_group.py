@@ -1,23 +1,51 @@
 """What two members on GPUs tell each other through the store, before and after bytes travel.
 
-Owns the words of a group (`GpuGroup`) and which way a group takes: over nccl between two GPUs, out of each other's
-memory on one. Promises that every wait has a deadline and that what is said is read as it was meant, or a
-`WeightSyncError` says why not. Must not know vLLM's engine, HTTP, or what the tensors mean.
+Owns what a server says of a process that receives (`Receiver`), the words of a group (`GpuGroup`) and which way a group
+takes: over nccl between two GPUs, out of each other's memory on one. Promises that every wait has a deadline and that
+what is said is read as it was meant, or a `WeightSyncError` says why not. Must not know vLLM's engine, HTTP, or what
+the tensors mean.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from pipeline.errors import ForgedError, WeightSyncError
 from pipeline.system.waiting import Deadline
+from pipeline.weights.shards import Slice
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.0005
+
+
+class Receiver(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a server, as it announces itself.
+
+    Attributes:
+        gpu: on which it is, as `gpu_of` says it.
+        slices: its shard of the weights, as `Shard.plain` says it.
+    """
+
+    gpu: str
+    slices: list[Slice]
+
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def parse(cls, said: str) -> "Receiver":
+        """What `text()` said; `WeightSyncError` for anything else."""
+        try:
+            return msgspec.json.decode(said, type=cls)
+        except msgspec.MsgspecError as error:
+            raise WeightSyncError(f"the server says of itself what cannot be read: {error}") from error
 
 
 class GpuGroup(ABC):
@@ -60,6 +88,14 @@ class GpuGroup(ABC):
             return read(self._store.get(key))
         except (RuntimeError, ValueError, ForgedError) as error:
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
+
+
+def await_event(event: torch.cuda.Event, deadline: Deadline) -> None:
+    """Wait until the device has come to this event; `WeightSyncError` if it does not in time."""
+    while not event.query():  # type: ignore[no-untyped-call]
+        if deadline.passed:
+            raise WeightSyncError(str(deadline.error()))
+        time.sleep(_POLL_SECONDS)
 
 
 def gpu_of(device: torch.device) -> str:

@@ -7,7 +7,6 @@ not.
 Must not know vLLM's engine, HTTP, or what the tensors mean.
 """
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
-from pipeline.weights.gpu_group import GpuGroup
-
-_POLL_SECONDS = 0.0005
+from pipeline.weights.gpu_group import GpuGroup, await_event
 
 
 class Mapping(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,10 +96,7 @@ class IpcGroup(GpuGroup):
                 done.record(self._stream)
         except RuntimeError as error:
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
-        while not done.query():  # type: ignore[no-untyped-call]
-            if deadline.passed:
-                raise WeightSyncError(str(deadline.error()))
-            time.sleep(_POLL_SECONDS)
+        await_event(done, deadline)
 
 
 def _share(version: int, buffer: Tensor) -> Mapping:

@@ -23,20 +23,20 @@ On GPUs a server whose requests go on is not paused: its `update` is a few copie
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
 from pipeline.system.waiting import Deadline, wait_for
 from pipeline.weights.control import Gone, RefusedByServer, ServerControl
-from pipeline.weights.gpu_group import GpuGroup, gpu_of, join_gpu_group
-from pipeline.weights.wire import TRAINER, TransferGroup, WeightLayout, announced_gpu, is_announced, visit_store
+from pipeline.weights.gpu_group import GpuGroup, Receiver, await_event, gpu_of, join_gpu_group
+from pipeline.weights.payload import Gatherer, Payload
+from pipeline.weights.shards import Shard
+from pipeline.weights.wire import TRAINER, TransferGroup, announced, is_announced, visit_store
 
 log = logging.getLogger(__name__)
 
@@ -65,21 +65,6 @@ def next_link_state(state: LinkState, event: LinkEvent) -> LinkState:
         return TRANSITIONS[state, event]
     except KeyError:
         raise TransitionError("link", state, event) from None
-
-
-@dataclass(frozen=True)
-class Payload:
-    """One version of the weights as bytes; never changed, so that late servers may still get it.
-
-    `adapter` says what they are: an adapter with these settings, or, when empty, a whole model. On a GPU `ready` passes
-    once the buffer is filled.
-    """
-
-    version: int
-    layout: WeightLayout
-    buffer: Tensor
-    adapter: Mapping[str, Any]
-    ready: torch.cuda.Event | None = None
 
 
 def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
@@ -121,6 +106,8 @@ class Link:
     state: LinkState
     version: int | None
     _groups: Sequence[TransferGroup | GpuGroup] = ()
+    _shards: Sequence[Shard] = ()
+    _gatherer: Gatherer | None = None
     _paused: bool = False
 
     def bring(self, payload: Payload) -> None:
@@ -135,7 +122,7 @@ class Link:
         try:
             with ServerControl(self.server, self._meeting.password) as control:
                 if joining:
-                    self._groups = self._meet(control, payload, deadline)
+                    self._meet(control, payload, deadline)
                 self._transfer(control, payload, deadline)
                 self._swap(control, payload, deadline)
             self._step("succeed")
@@ -168,13 +155,13 @@ class Link:
         """Take the group down on both sides; `WeightSyncError` when the server did not do its part in time."""
         met = bool(self._groups)
         self._step("close")
-        self._groups = ()
+        self._drop()
         if met:
             deadline = Deadline(f"{self.server} to leave its group", seconds)
             with ServerControl(self.server, self._meeting.password) as control:
                 _ask(control, "leave_weights", deadline)
 
-    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> list[TransferGroup | GpuGroup]:
+    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
         """New groups with the server's processes, one each, whatever became of earlier ones."""
         processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
@@ -188,27 +175,33 @@ class Link:
                 "group": name,
                 "address": self.server.rpartition(":")[0],
                 "seconds": self._config.update_seconds,
-                "gpu": gpu_of(payload.buffer.device),
+                "gpu": gpu_of(payload.device),
                 "layout": payload.layout.plain(),
+                "at_once": payload.at_once,
                 "adapter": dict(payload.adapter),
             },
         )
-        groups = [self._join(control, payload, f"{name}/{rank}", store, deadline) for rank in range(processes)]
+        met = [self._join(control, payload, f"{name}/{rank}", store, deadline) for rank in range(processes)]
+        self._groups, self._shards = [group for group, _ in met], [shard for _, shard in met]
+        self._gatherer = Gatherer(payload.device)
         control.end(deadline)
-        return groups
 
     def _join(
         self, control: ServerControl, payload: Payload, name: str, store: Store, deadline: Deadline
-    ) -> TransferGroup | GpuGroup:
+    ) -> tuple[TransferGroup | GpuGroup, Shard]:
+        """A group with one process, and what it needs."""
         wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
         if not is_announced(store, name):
             control.end(deadline)  # it says why not
-        if payload.buffer.is_cuda:
-            return join_gpu_group(store, name, TRAINER, payload.buffer.device, announced_gpu(store, name), deadline)
-        return TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
+        if payload.device.type != "cuda":
+            group = TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
+            return group, Shard.whole(payload.layout)
+        receiver = Receiver.parse(announced(store, name))
+        shard = Shard.parse(payload.layout, receiver.slices)
+        return join_gpu_group(store, name, TRAINER, payload.device, receiver.gpu, deadline), shard
 
     def _transfer(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
-        if not self._groups:
+        if self._gatherer is None:
             raise WeightSyncError(f"{self.server}: no group")
         try:
             control.post("/start_weight_update", deadline)
@@ -216,15 +209,19 @@ class Link:
             control.post("/finish_weight_update", deadline)
             control.post("/start_weight_update", deadline)
         if payload.ready is not None:
-            wait_for(deadline.awaited, payload.ready.query, deadline.left)
-        for group in self._groups:
-            group.send(payload.version, payload.buffer, deadline)
+            await_event(payload.ready, deadline)
+        for group, shard in zip(self._groups, self._shards, strict=True):
+            for chunk in shard.chunks(payload.at_once):
+                group.send(payload.version, self._gatherer.gather(payload, shard, chunk, deadline), deadline)
+
+    def _drop(self) -> None:
+        self._groups, self._shards, self._gatherer = (), (), None
 
     def _swap(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
         """Change the model of a server that has the bytes; over gloo, or for other reasons, it is paused meanwhile."""
         mode, recompute = self._config.update, self._config.recompute_kv
         clear = recompute or mode != "keep"
-        pause = clear or not payload.buffer.is_cuda
+        pause = clear or payload.device.type != "cuda"
         if pause:
             self._paused = True
             control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
@@ -257,7 +254,7 @@ class Link:
 
         When it failed late, it has the new weights under the old version, so what it samples now must not be used.
         """
-        self._groups = ()
+        self._drop()
         self._step("fail")
         try:
             self._announce(None)

@@ -9,7 +9,6 @@ Must not know vLLM's engine, HTTP, or what the tensors mean.
 It is left by dropping it.
 """
 
-import time
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -20,10 +19,8 @@ from torch._C._distributed_c10d import Store
 
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
-from pipeline.weights.gpu_group import GpuGroup
+from pipeline.weights.gpu_group import GpuGroup, await_event
 from pipeline.weights.wire import SERVER, TRAINER
-
-_POLL_SECONDS = 0.0005
 
 
 class NcclGroup(GpuGroup):
@@ -108,8 +105,8 @@ class NcclGroup(GpuGroup):
         except RuntimeError as error:
             self.leave()
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
-        while not done.query():  # type: ignore[no-untyped-call]
-            if deadline.passed:
-                self.leave()
-                raise WeightSyncError(str(deadline.error()))
-            time.sleep(_POLL_SECONDS)
+        try:
+            await_event(done, deadline)
+        except WeightSyncError:
+            self.leave()
+            raise

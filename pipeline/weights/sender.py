@@ -26,7 +26,8 @@ import torch
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
-from pipeline.weights.link import RESUME_SECONDS, Link, MeetingPoint, Payload, adapter_settings
+from pipeline.weights.link import RESUME_SECONDS, Link, MeetingPoint, adapter_settings
+from pipeline.weights.payload import HostMemory, Payload
 from pipeline.weights.wire import NamedTensors, WeightLayout, host_store
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class WeightSender:
         on_change: Callable[[str, int | None], None],
         lora: LoraConfig | None = None,
         device: torch.device = CPU,
+        on_host: bool = False,
     ) -> None:
         """Open the store at `meeting`; servers are met as they appear.
 
@@ -135,10 +137,10 @@ class WeightSender:
                 any more; called from the servers' threads. A server of which it cannot tell (a `RollcallError`, as of
                 streams that are lost) counts as failed, and is brought again; anything else ends the wait of `settle`.
             lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
-            device: where weights are packed: a GPU sends them over nccl, or out of its memory to a server on the same
-                GPU; a CPU over gloo.
+            device: which sends: a GPU over nccl, or out of its memory to a server on the same GPU; a CPU over gloo.
+            on_host: keep versions that wait in memory of the host, where a GPU sends them.
         """
-        self._device = device
+        self._device, self._host = device, HostMemory() if on_host and device.type == "cuda" else None
         self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())
         self._store = host_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
         self._seats = [_Seat(Link(server, meeting, config, on_change)) for server in servers]
@@ -172,12 +174,23 @@ class WeightSender:
         elif layout is None:
             parameters = list(parameters)
             layout = WeightLayout.of(parameters)
-        payload = Payload(version, layout, layout.pack(parameters, self._device), self._adapter, self._mark())
+        payload = self._packed(version, layout, parameters)
         with self._changed:
             self._payload = payload
             self._round = _Round(version, self._seats, self._config.update_seconds)
             self._round.held_up = time.monotonic() - started
             self._changed.notify_all()
+
+    def _packed(self, version: int, layout: WeightLayout, parameters: NamedTensors) -> Payload:
+        if self._host is None:
+            buffer = torch.empty(layout.bytes, dtype=torch.uint8, device=self._device)
+        else:
+            buffer = self._host.take(layout.bytes)
+        layout.pack(parameters, buffer)
+        payload = Payload(version, layout, buffer, self._adapter, self._device, self._mark())
+        if self._host is not None:
+            self._host.free_after(payload)
+        return payload
 
     def _mark(self) -> torch.cuda.Event | None:
         """What passes once everything that was begun on the device is done."""
@@ -216,7 +229,9 @@ class WeightSender:
         problems += [f"{thread.name} is still busy" for thread in self._threads if thread.is_alive()]
         for problem in problems:
             log.warning("closing: %s", problem)
-        self._payload = None  # on a GPU it has the size of the model
+        self._payload = None  # it has the size of the model
+        if self._host is not None:
+            self._host.close()
         return problems
 
     def __enter__(self) -> Self:

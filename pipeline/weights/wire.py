@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -44,8 +45,17 @@ class Parameter:
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return _dtype(self.dtype)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.torch_dtype.itemsize
+
+    @property
     def bytes(self) -> int:
-        return prod(self.shape) * _dtype(self.dtype).itemsize
+        return prod(self.shape) * self.width
 
 
 @dataclass(frozen=True)
@@ -71,34 +81,41 @@ class WeightLayout:
     @property
     def bytes(self) -> int:
         """Size of the buffer."""
-        return self._offsets()[-1]
+        return self.offsets[-1]
 
-    def pack(self, tensors: NamedTensors, device: torch.device | None = None) -> Tensor:
-        """uint8[bytes] on `device`: a copy of the tensors, which must have this layout; else `WeightSyncError`.
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins, and the end of the buffer."""
+        return list(accumulate((-(-p.bytes // ALIGNMENT) * ALIGNMENT for p in self.parameters), initial=0))
 
-        Reads them one by one, so an iterator that makes each of them needs memory for one.
+    def pack(self, tensors: NamedTensors, buffer: Tensor | None = None) -> Tensor:
+        """uint8[bytes], `buffer` or a new one: a copy of the tensors, which must have this layout; else
+        `WeightSyncError`.
+
+        Reads them one by one, so an iterator that makes each of them needs memory for one. Where a GPU copies them, to
+        its own memory or to pinned memory of the host, they are there once its current stream has come that far.
         """
-        buffer = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+        if buffer is None:
+            buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        asynchronous = buffer.is_cuda or buffer.is_pinned()
         expected = zip(self.parameters, self.views(buffer), strict=True)
         for name, tensor in tensors:
             parameter, (_, target) = next(expected, (None, ("", buffer)))
             if Parameter.of(name, tensor) != parameter:
                 raise _differ(f"{name!r} came", parameter)
-            target.copy_(tensor.detach(), non_blocking=buffer.is_cuda and tensor.is_cuda)
+            target.copy_(tensor.detach(), non_blocking=asynchronous and tensor.is_cuda)
         for parameter, _ in expected:
             raise _differ("no more came", parameter)
         return buffer
 
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """The named tensors in a buffer of this layout, without a copy."""
-        starts = self._offsets()
-        return [
-            (p.name, buffer[start : start + p.bytes].view(_dtype(p.dtype)).view(p.shape))
-            for p, start in zip(self.parameters, starts, strict=False)
-        ]
+        return [(parameter.name, self.view(index, buffer)) for index, parameter in enumerate(self.parameters)]
 
-    def _offsets(self) -> list[int]:
-        return list(accumulate((-(-p.bytes // ALIGNMENT) * ALIGNMENT for p in self.parameters), initial=0))
+    def view(self, index: int, buffer: Tensor) -> Tensor:
+        """One of them."""
+        start, parameter = self.offsets[index], self.parameters[index]
+        return buffer[start : start + parameter.bytes].view(parameter.torch_dtype).view(parameter.shape)
 
 
 def host_store(address: str, port: int, password: str, seconds: float) -> Store:
@@ -121,13 +138,13 @@ def visit_store(address: str, port: int, password: str, seconds: float) -> Store
     return SignedStore(store, password)
 
 
-def announce(store: Store, name: str, gpu: str = "") -> None:
-    """The server says that it is about to meet the trainer in group `name`, and on which GPU it is."""
-    store.set(f"{name}/announced", gpu)
+def announce(store: Store, name: str, said: str = "") -> None:
+    """The server says that it is about to meet the trainer in group `name`, and what the trainer must know of it."""
+    store.set(f"{name}/announced", said)
 
 
-def announced_gpu(store: Store, name: str) -> str:
-    """On which GPU the server is that announced itself; "" for a CPU. `WeightSyncError` when the store is lost."""
+def announced(store: Store, name: str) -> str:
+    """What the server said that announced itself; `WeightSyncError` when the store is lost."""
     try:
         return str(store.get(f"{name}/announced").decode())
     except (RuntimeError, ForgedError) as error:

@@ -31,6 +31,9 @@ ENGINE = 3 << 30
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 _PUBLISHED = 2
 """Versions that lie on rank 0 while one is packed: it, and the one before, which servers may still ask for."""
+WEIGHT_CHUNK = 1 << 27
+"""Most bytes of the weights that are brought together at a time for a process of a server; twice that for each server.
+"""
 _LOGIT = 12
 """Bytes a logit in the backward pass: itself, its slope, one of the two once more while it is made."""
 
@@ -98,7 +101,7 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
     always = {
         "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks),
         "other models": _others(config, sizes, ranks),
-        "weights for the servers": _PUBLISHED * sizes.weights if _sends(config) else 0,
+        "weights for the servers": _waiting(config, sizes) if _sends(config) else 0,
         "copies in compute type": _copies(config, sizes),
         "gradients": _shard(_GRADIENT * sizes.trained, ranks if config.training.reshard else 1),
         "CUDA": CONTEXT,
@@ -127,7 +130,7 @@ def server_need(config: RunConfig, sizes: Sizes) -> Need:
     return Need(
         {
             "weights": _shard(sizes.weights, _server_gpus(config)),
-            "weights that arrive": sizes.weights if _sends(config) else 0,
+            "weights that arrive": _shard(sizes.weights, _server_gpus(config)) if _sends(config) else 0,
             "one sequence": config.model.max_length * kv_bytes(config, sizes),
             "vLLM": ENGINE,
             "CUDA": CONTEXT,
@@ -177,11 +180,14 @@ def on_gpus_of(config: RunConfig, memory: int) -> RunConfig:
 
 
 def host_need(config: RunConfig, sizes: Sizes) -> Need:
-    """What a trainer process takes of its node's memory beside the few GiB that torch and CUDA take."""
+    """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
     ranks = trainer_ranks(config)
     state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks)
     moved = state + _others(config, sizes, ranks) if config.training.offload else 0
-    return Need({"a commit that is being written": state, "models that wait": moved})
+    published = _PUBLISHED * sizes.weights if _sends(config) and config.training.publish_from == "host" else 0
+    return Need(
+        {"a commit that is being written": state, "models that wait": moved, "weights for the servers": published}
+    )
 
 
 def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
@@ -313,9 +319,11 @@ def _mend_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
 
 
 _SAVINGS: Sequence[dict[str, Any]] = (
+    {"publish_from": "host"},
     {"reshard": True},
     {"activation_checkpointing": True},
     {"reshard": True, "activation_checkpointing": True},
+    {"publish_from": "host", "reshard": True, "activation_checkpointing": True},
 )
 
 
@@ -333,6 +341,15 @@ def _text(value: Any) -> str:
 
 def _shard(size: int, ranks: int) -> int:
     return -(-size // ranks)
+
+
+def _waiting(config: RunConfig, sizes: Sizes) -> int:
+    """What lies on rank 0's GPU for the servers: versions that wait there, and chunks that are brought together for
+    servers which do not take a version as it lies."""
+    on_host = config.training.publish_from == "host"
+    servers = config.resources.inference.nodes * config.resources.inference.servers
+    gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
+    return gathering + (0 if on_host else _PUBLISHED * sizes.weights)
 
 
 def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:

@@ -103,6 +103,7 @@ class WeightServer(HttpServer):
         layout: list[list[Any]],
         adapter: dict[str, Any],
         gpu: str,
+        at_once: bool,
     ) -> None:
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
         self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)

@@ -14,7 +14,8 @@ from pipeline.config import InferenceConfig
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline
 from pipeline.weights.control import ServerControl
-from pipeline.weights.link import Link, MeetingPoint, Payload
+from pipeline.weights.link import Link, MeetingPoint
+from pipeline.weights.payload import Payload
 from pipeline.weights.wire import WeightLayout, host_store
 from tests.support.servers.vllm import SECRET, TRAINER, a_model, parameters, port_of
 
@@ -28,7 +29,8 @@ def main(point: str, server: str, model: str) -> None:
         meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
         store = host_store(TRAINER, meeting.port, SECRET, 60)
         link = Link(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
-        (group,) = link._meet(control, Payload(1, layout, layout.pack(tensors), {}), deadline)
+        link._meet(control, Payload(1, layout, layout.pack(tensors), {}, torch.device("cpu")), deadline)
+        (group,) = link._groups
         control.post("/start_weight_update", deadline)
         if point == "sending":
             group.send(1, torch.zeros(layout.bytes // 2, dtype=torch.uint8), deadline)

@@ -17,7 +17,7 @@ from pipeline.system.waiting import Deadline
 from pipeline.weights import gpu_group, ipc
 from pipeline.weights.ipc import IpcGroup, Mapping
 from pipeline.weights.nccl import NcclGroup
-from pipeline.weights.wire import SERVER, TRAINER, announce, announced_gpu
+from pipeline.weights.wire import SERVER, TRAINER, announce, announced
 from tests.patience import WAIT_SECONDS
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def test_members_on_one_gpu_share_its_memory_and_others_use_nccl(
     store = HashStore()
     announce(store, "g", gpus[1])
     monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[0])
-    trainer = gpu_group.join_gpu_group(store, "g", TRAINER, CPU, announced_gpu(store, "g"), soon())
+    trainer = gpu_group.join_gpu_group(store, "g", TRAINER, CPU, announced(store, "g"), soon())
     monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[1])
     server = gpu_group.join_gpu_group(store, "g", SERVER, CPU, gpus[0], soon())
     assert type(trainer) is type(server) is kind
