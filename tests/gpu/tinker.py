@@ -37,8 +37,8 @@ from tests.gpu.loop import logs_of
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
-ROUNDS, SAMPLES, END_SECONDS = 60.0
-START_SECONDS = 2, 8, 300.0
+ROUNDS, SAMPLES = 2, 8
+START_SECONDS, END_SECONDS = 300.0, 60.0
 Write = Callable[[str, int, str, float], None]
 """Notes what was measured (`training` or `sampling`), with how many clients, the way, and tokens a second."""
 
