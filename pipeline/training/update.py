@@ -18,7 +18,7 @@ the same; and that a batch without a counted token trains nothing and harms noth
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,8 @@ class PolicyUpdate:
     def _cut(self, rows: Sequence[Row], step: int) -> list[MiniBatch]:
         """The mini-batches that have counted tokens. Weights are decided over each whole one."""
         refuse_unsampled(rows)
+        if self._loss.proximal == "recompute":  # the policy as this step begins, not one of when a file was written
+            rows = [replace(row, proximal=None) for row in rows]
         found: list[MiniBatch] = []
         for places in cut_by_prompt(rows, self._config.training.mini_batches, [self._config.seed, step]):
             batch = Batch.of(

@@ -124,6 +124,14 @@ def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: Di
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_rows_say_of_the_policy_of_a_step_is_not_believed(dispatch: Dispatch, model: Path, epochs: int) -> None:
+    config = a_config(model, {"name": "grpo", "proximal": "recompute"}, update_epochs=epochs)
+    of_a_file = [replace(row, proximal=np.full(len(row), -9.0, np.float32)) for row in some_rows()]
+    found, expected = (begun(dispatch, config).run(rows, 0) for rows in (of_a_file, some_rows()))
+    assert found == expected
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at_its_begin(
     dispatch: Dispatch, model: Path, offload: bool
