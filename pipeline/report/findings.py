@@ -50,10 +50,10 @@ def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
-    skipped = sum(_values(steps, "skipped"))
-    if skipped > 1:
+    skipped = [count for count in _values(steps, "skipped") if count]
+    if len(skipped) > 1:
         yield Finding(
-            f"{skipped:.0f} optimizer steps changed nothing, since their gradient was not finite.",
+            f"{sum(skipped):.0f} optimizer steps changed nothing, since their gradient was not finite.",
             "Lower optim.lr, or lengthen optim.warmup_steps.",
             "docs/algorithms.md#gradients-that-are-not-finite",
         )
@@ -97,7 +97,10 @@ def _idle(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
     """Which half waits for the other; only where each has GPUs of its own, and computes nothing meanwhile."""
     if config.resources.device != "cuda" or config.resources.share_gpus:
         return
-    trainer, servers, held = (_median(steps, f"idle/{name}") for name in ("trainer", "servers", "actor"))
+    names = ("idle/trainer", "idle/servers", "idle/actor")
+    if not all(_values(steps, name) for name in names):
+        return
+    trainer, servers, held = (_median(steps, name) for name in names)
     if trainer >= IDLE and not config.training.max_lag:
         yield Finding(
             f"The trainer waits for samples {trainer:.0%} of the time, as one half always does with max_lag=0.",

@@ -109,8 +109,14 @@ def test_a_few_steps_say_nothing() -> None:
 
 @pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_a_single_step_says_nothing(given: dict[str, Any], numbers: dict[str, float]) -> None:
-    many = {"groups/stale": 999.0} if "groups/stale" in numbers else {}
+    many = {name: 999.0 for name in ("groups/stale", "skipped") if name in numbers}
     assert find(of(given), [*steps(SETTLED + ENOUGH), *steps(1, **numbers | many)]) == []
+
+
+@pytest.mark.parametrize("name", ["idle/servers", "idle/actor"])
+def test_nothing_is_told_of_a_half_whose_idle_time_is_not_known(name: str) -> None:
+    rows = [row | {name: None} for row in steps(SETTLED + ENOUGH, **{"idle/trainer": 0.6, "idle/servers": 0.0})]
+    assert find(of(GPUS), rows) == []
 
 
 def test_a_run_whose_config_is_lost_or_that_has_no_rl_says_nothing() -> None:
