@@ -175,7 +175,7 @@ def assert_whole(launched: Launched) -> None:
     rows = launched.rows()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["lag/max"] for row in rows) <= 2
-    assert rows[0]["log_ratio_max"] < 1e-4, "trainer and servers disagree on the first batch, which has no lag"
+    assert rows[0]["mismatch_max"] < 1e-4, "trainer and servers disagree on the first batch, which has no lag"
     assert [row["step"] for row in launched.rows("eval")] == [0, STEPS]
     settled = sorted(json.loads(line)["position"] for line in launched.run.ledger.read_text().splitlines())
     assert len(settled) == len(set(settled)) == STEPS * PROMPTS
