@@ -5,6 +5,7 @@
 | `sender`, `link` | every server kept at the trainer's newest weights; the way to one of them |
 | `control` | the HTTP routes that pause a server and change its weights |
 | `wire` | weights over TCP, through a store |
+| `payload`, `shards` | a version where it waits; what a process needs of it, in chunks |
 | `gpu_group`, `nccl`, `ipc` | two members on GPUs; bytes between two GPUs, and on one that both share |
 | `plugin`, `releases`, `extension` | what vLLM loads first; what older releases lack; what is asked of its processes |
 | `shared_gpu` | the size of a server's cache where its GPU is shared |
