@@ -1,5 +1,6 @@
 """Settings of all tests, and the order in which they run."""
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -7,6 +8,10 @@ import pytest
 from hypothesis import settings
 
 from tests.support.servers.redis_binaries import redis_servers
+
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Before torch is loaded, here and in what tests start. The models are too small to share among threads, and threads
+that wait for each other spin: beside other files of tests that took six times the CPU time."""
 
 settings.register_profile("rollcall", deadline=None)
 settings.load_profile("rollcall")

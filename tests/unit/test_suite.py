@@ -1,4 +1,4 @@
-"""What is tried again, and what is not."""
+"""What is tried again, and what is not; and with how many threads tests compute."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.integration
 
@@ -77,3 +78,7 @@ def test_a_file_that_cannot_be_read_fails_the_suite(tmp_path: Path, workers: int
     ended = run_suite(tmp_path, "import nothing_of_this_name", workers)
     assert ended.returncode in (1, 2)
     assert "once more" not in ended.stdout
+
+
+def test_torch_was_loaded_after_it_was_told_to_use_one_thread() -> None:
+    assert torch.get_num_threads() == 1
