@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -81,20 +81,26 @@ def hold_port() -> socket.socket:
 
 
 def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker, unless it runs, and keep the signal mask as it is.
+    """Start multiprocessing's resource tracker, unless it runs, and let no signal through meanwhile.
 
     Python 3.11 unblocks TERM in whoever starts it (python/cpython#127586, mended in later ones), which everybody does
-    who spawns a process: that would end the shield of the role and of what it spawns. One that runs is left alone.
+    who spawns a process: that would end the shield of the role and of what it spawns, and the role itself, if TERM came
+    at any time before. So it is told that it has no masks. One that runs is left alone.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    masks = vars(resource_tracker)
+    had = masks["_HAVE_SIGMASK"]
+    with _blocked({signal.SIGINT, signal.SIGTERM}):  # the tracker ignores both, once it can
+        masks["_HAVE_SIGMASK"] = False
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            masks["_HAVE_SIGMASK"] = had
 
 
 @contextmanager
-def _shielded() -> Iterator[None]:
-    """Children forked in the block have `spawn.SHIELDED` blocked from their first instruction on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, spawn.SHIELDED)
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Children forked in the block have these signals blocked from their first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
@@ -111,7 +117,7 @@ class Leader:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: int, output: int) -> None:
         """Start `argv` with exactly the environment `env`, and with these descriptors; `output` is error output too."""
         wrapper = [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid())]
-        with _shielded():
+        with _blocked(spawn.SHIELDED):
             self._process = subprocess.Popen(
                 [*wrapper, *argv],
                 stdin=stdin,

@@ -31,7 +31,7 @@ from slurm.node.vitals import Vitals
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
-from tests.support.processes import runs
+from tests.support.processes import gone, runs
 from tests.support.ranks import idle_ranks
 from tests.support.runs.attempts import an_attempt
 from tests.support.servers.redis_attempts import a_redis
@@ -58,6 +58,11 @@ def below(pid: int) -> int | None:
     """The one child of a process, once there is one."""
     children = psutil.Process(pid).children()
     return children[0].pid if children else None
+
+
+def lives(pid: int, log: Path) -> bool:
+    assert not gone(pid), tail(log)
+    return True
 
 
 def living(processes: set[psutil.Process]) -> set[psutil.Process]:
@@ -191,7 +196,7 @@ def test_a_server_outlives_storms_while_it_starts_and_serves_and_ends_with_its_a
         wait_for("its engine", lambda: len(family(child)) > 1, START_SECONDS)
         assert_deaf(child)
         storm(child)
-        wait_for("its health", healthy, START_SECONDS)
+        wait_for("its health", lambda: lives(child, tmp_path / "log") and healthy(), START_SECONDS)
         assert_deaf(child)
         storm(child)
         assert healthy()

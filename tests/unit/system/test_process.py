@@ -110,6 +110,22 @@ def test_a_signal_of_the_scheduler_before_the_role_is_itself_does_not_end_it(
     assert child.poll() is None
 
 
+def test_a_signal_that_came_before_the_resource_tracker_does_not_end_the_role(
+    log: Path, started: list[process.Child]
+) -> None:
+    code = f"""
+import os, signal
+from pipeline.system.process import start_resource_tracker
+os.kill(os.getpid(), signal.SIGTERM)
+start_resource_tracker()
+print("goes on", flush=True)
+{MASK}
+"""
+    started.append(process.Child(python(code), log, ENV))
+    wait_for("its end", lambda: started[-1].poll() is not None, 20)
+    assert log.read_text().splitlines() == ["goes on", " ".join(SHIELDED)]
+
+
 def test_the_agent_itself_hears_the_signals_that_its_roles_do_not(log: Path, started: list[process.Child]) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     started.append(process.Child(["sleep", "600"], log, ENV))
