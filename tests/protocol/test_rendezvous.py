@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from pipeline.system.directory import FileDirectory
+from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Card, World
 from slurm.rendezvous import beacon as beacons
 from slurm.rendezvous.beacon import CALLERS, Beacon, find_addresses
@@ -63,6 +64,15 @@ def hold(process: Rank) -> None:
     assert process.stdout.readline() == "holding\n"
 
 
+def led_by_a_holder(start: Start, directory: Path) -> tuple[Rank, list[Rank]]:
+    """A leader that is about to publish the world, and the others, who come after it has claimed to lead."""
+    leader = start(0, SHORT, hold="world.json")
+    wait_for("its claim", (directory / "claim-1.json").exists, BOUND)
+    others = [start(rank, SHORT) for rank in (1, 2, 3)]
+    hold(leader)
+    return leader, others
+
+
 def test_four_processes_agree_on_one_world(start, tmp_path):
     worlds = [world_of(process) for process in [start(rank) for rank in range(4)]]
     assert all(world == worlds[0] for world in worlds)
@@ -75,10 +85,8 @@ def test_four_processes_agree_on_one_world(start, tmp_path):
     assert left == {"cards", "claim-1.json", "lease-1.json", "world.json"}
 
 
-def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(start):
-    leader = start(0, SHORT, hold="world.json")
-    others = [start(rank, SHORT) for rank in (1, 2, 3)]
-    hold(leader)
+def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(start, tmp_path):
+    leader, others = led_by_a_holder(start, tmp_path / "7-0")
     leader.send_signal(signal.SIGKILL)
     leader.wait(BOUND)
     worlds = [world_of(process) for process in others]
@@ -88,10 +96,8 @@ def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(s
     assert {place.rank for place in worlds[0].placements} == {1, 2, 3}
 
 
-def test_a_leader_that_was_stopped_and_wakes_up_accepts_the_world_of_its_successor(start):
-    leader = start(0, SHORT, hold="world.json")
-    others = [start(rank, SHORT) for rank in (1, 2, 3)]
-    hold(leader)
+def test_a_leader_that_was_stopped_and_wakes_up_accepts_the_world_of_its_successor(start, tmp_path):
+    leader, others = led_by_a_holder(start, tmp_path / "7-0")
     leader.send_signal(signal.SIGSTOP)
     worlds = [world_of(process) for process in others]
     leader.send_signal(signal.SIGCONT)
