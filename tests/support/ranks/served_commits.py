@@ -69,7 +69,7 @@ def needed_at_once(dispatch: Dispatch, act: Callable[[], None]) -> int:
 
 
 def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Dispatch, path: Path) -> None:
-    for ranks in (1, 2, 3, 5):
+    for ranks in (1, 5):  # as many as there are now: the scenario before
         forget_models(dispatch)
         with tempfile.TemporaryDirectory() as folder:
             models = ServedModels(dispatch, config_of(path), Path(folder), "1-0")
