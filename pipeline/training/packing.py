@@ -158,7 +158,7 @@ def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
     Ranks are balanced by tokens that are computed. `kin`, if given, have every row once; they stay together as far as
-    that takes no more micro-batches, and leaves no more to the rank that computes most, than to deal them row by row.
+    that takes no more micro-batches, and leaves no more to the rank that computes most, than rows that share nothing.
     All ranks get the same number of micro-batches, about as few as the budget allows; some may be empty. Raises
     `TrainingError` for a row that no micro-batch can hold.
     """

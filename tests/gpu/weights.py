@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
     parser.add_argument("--share", action="store_true", help="servers on the sender's GPU")
+    parser.add_argument("--host", action="store_true", help="send out of the host's memory")
     parser.add_argument("--requests", type=int, default=256, help="at a time, to the first server")
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--seconds", type=float, default=8.0)
@@ -75,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         holder = started.enter_context(process.hold_port())
         meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
         device = torch.device("cuda", 0)
-        sender = started.enter_context(WeightSender(endpoints, meeting, config, 120, note, device=device))
+        sender = started.enter_context(
+            WeightSender(endpoints, meeting, config, 120, note, device=device, on_host=chosen.host)
+        )
         result = measure(sender, endpoints, model, chosen)
     result["gpu"], result["vllm"] = torch.cuda.get_device_name(), __import__("vllm").__version__
     chosen.out.write_text(json.dumps(result, indent=1))
