@@ -6,6 +6,7 @@ change as soon as `stage` returned, that at most one save is under way, and that
 
 On every rank, in the same order, with the one `Saver` of its `Site`:
 
+    saver.expect("policy", worker.state())                    # early: memory for the copies
     saver.stage("policy", worker.state())                     # only this holds training up
     saver.start(root, attempt, state, ["policy"], 2, group)   # returns at once; `group` is for saves alone
     …steps…
@@ -16,7 +17,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -29,10 +30,13 @@ from pipeline.checkpoints.sharded import Tensors, save
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.store import Checkpoint, prune
 from pipeline.errors import CheckpointError, one_line
+from pipeline.pinned import pinned_like
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 60.0
 """By how much the slowest rank may end a save later than the first."""
+MAKING_SECONDS = 600.0
+"""For memory that is still being made when it is needed."""
 
 
 class Saver:
@@ -47,6 +51,7 @@ class Saver:
         """Of each model that was in the newest save, or is staged for the next, by the place in its tree."""
         self._staged: dict[str, Tensors] = {}
         self._save: Future[Checkpoint] | None = None
+        self._making: list[threading.Thread] = []
         self.ended = 0.0
 
     @property
@@ -54,10 +59,28 @@ class Saver:
         """Whether no save is under way."""
         return self._save is None or self._save.done()
 
+    def expect(self, name: str, tensors: Tensors) -> None:
+        """Begin to make the memory for copies of a model on CUDA. Else the first `stage` does, and takes seconds for
+        every ten GB."""
+        buffers = self._buffers.setdefault(name, {})
+        shapes = {place: torch.empty_like(each, device="meta") for place, each in _places("", tensors) if each.is_cuda}
+
+        def make() -> None:
+            try:
+                for place, shape in shapes.items():
+                    if not _alike(buffers.get(place), shape):
+                        buffers[place] = _pinned(shape)
+            except Exception as error:  # noqa: BLE001 (the boundary of the thread: `stage` tries again, and raises it)
+                log.warning("memory for the copies of %s could not be made in time: %s", name, one_line(error))
+
+        self._making.append(threading.Thread(target=make, name="memory", daemon=True))
+        self._making[-1].start()
+
     def stage(self, name: str, tensors: Tensors) -> None:
         """Copy a model's tensors to host memory, into the buffers of the last time if they fit.
 
-        Waits for a save that is still under way: the ranks end one a moment after another.
+        Waits for a save that is still under way: the ranks end one a moment after another; and for what was begun by
+        `expect`.
         """
         self._settle()
         self._staged[name] = _copied("", tensors, self._buffers.setdefault(name, {}))
@@ -117,6 +140,12 @@ class Saver:
         self._staged.clear()
 
     def _settle(self) -> None:
+        until = time.monotonic() + MAKING_SECONDS
+        for thread in self._making:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                raise CheckpointError(f"memory for a commit is still being made after {MAKING_SECONDS:g} s")
+        self._making.clear()
         if self._save is None:
             return
         try:
@@ -134,12 +163,32 @@ def _copied(place: str, value: Any, buffers: dict[str, Tensor]) -> Any:
         return type(value)(_copied(f"{place}.{index}", inner, buffers) for index, inner in enumerate(value))
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    buffer = buffers.get(place)
-    if buffer is None or not _alike(buffer, value):
-        buffer = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.is_cuda)
-        buffers[place] = buffer
+    if not _alike(buffers.get(place), value):
+        buffers[place] = _pinned(value) if value.is_cuda else torch.empty_like(value, device="cpu", requires_grad=False)
+    buffer = buffers[place]
     _local(buffer).copy_(_local(value), non_blocking=True)
     return buffer
+
+
+def _places(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree and where they are, named as `_copied` names them."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, dict | list | tuple):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, each in inner:
+            yield from _places(f"{place}.{name}", each)
+
+
+def _pinned(value: Tensor) -> Tensor:
+    """Pinned memory for a copy; of a distributed tensor, for this rank's shard."""
+    memory = pinned_like(_local(value))
+    if not isinstance(value, DTensor):
+        return memory
+    whole = cast(Any, value)
+    names, spec = whole.__tensor_flatten__()
+    inner = {name: getattr(whole, name) for name in names} | {"_local_tensor": memory}
+    return cast(Tensor, whole.__tensor_unflatten__(inner, spec, value.shape, value.stride()))
 
 
 def _prune(checkpoint: Checkpoint, keep: int, group: dist.ProcessGroup | None) -> None:
@@ -160,6 +209,8 @@ def _local(tensor: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, tensor).to_local()) if isinstance(tensor, DTensor) else tensor
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(one: Tensor | None, other: Tensor) -> bool:
+    if one is None:
+        return False
     mine, theirs = _local(one), _local(other)
     return type(one) is type(other) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)

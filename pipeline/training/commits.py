@@ -36,7 +36,14 @@ from pipeline.system.journal import Journal, keep_lines
 from pipeline.system.waiting import wait_for
 from pipeline.training.conversations import Conversations
 from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.saving import await_save, forget_models, load_models, stage_models, start_save
+from pipeline.training.dispatch.saving import (
+    await_save,
+    expect_save,
+    forget_models,
+    load_models,
+    stage_models,
+    start_save,
+)
 from pipeline.training.jobs import Job, jobs_of
 from pipeline.training.spec import models_of
 
@@ -96,6 +103,12 @@ class Commits:
         self.fence.claim(submitted.job if submitted else "")
         folders.mend(self._run.model)
         folders.mend(self._run.best)
+        position = self._newest() or self._afresh()
+        expect_save(self._dispatch, self._dispatch.models)
+        return position
+
+    def _newest(self) -> JobPosition | None:
+        """Go on from the newest commit that is whole, if there is one."""
         found = committed(self._root)
         for checkpoint in found:
             try:
@@ -106,6 +119,9 @@ class Commits:
             else:
                 self.fence.keep([checkpoint.place, *(older.place for older in found)])
                 return position
+        return None
+
+    def _afresh(self) -> JobPosition:
         jobs = self._jobs(JOBS[0])
         self._make_models(jobs[0])
         self._roll_back(jobs[0], 0, 0)

@@ -10,7 +10,6 @@ the model.
         group.send(version, gatherer.gather(payload, shard, chunk, deadline), deadline)
 """
 
-import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.pinned import pinned
 from pipeline.system.waiting import Deadline
 from pipeline.weights.gpu_group import await_event
 from pipeline.weights.shards import Chunk, Shard, Slice
 from pipeline.weights.wire import ALIGNMENT, WeightLayout
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +56,11 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._pinned: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
         """uint8[size], a free one or a new one."""
         fitting = next((place for place, free in enumerate(self._free) if len(free) == size), None)
-        return self._new(size) if fitting is None else self._free.pop(fitting)
+        return pinned(size) if fitting is None else self._free.pop(fitting)
 
     def free_after(self, payload: Payload) -> None:
         """The payload's buffer may be used again once nobody holds the payload any more."""
@@ -71,22 +68,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Give back the buffers that are free."""
-        for buffer in self._free:
-            if any(buffer is each for each in self._pinned):
-                _cuda_runtime().cudaHostUnregister(buffer.data_ptr())
         self._free.clear()
-        self._pinned.clear()
-
-    def _new(self, size: int) -> Tensor:
-        """Memory that the kernel keeps in place, so that a GPU reads and writes it by itself. By torch's own allocator
-        it would have up to twice the size."""
-        buffer = torch.empty(size, dtype=torch.uint8)
-        code = int(_cuda_runtime().cudaHostRegister(buffer.data_ptr(), size, 0))
-        if code:
-            log.warning("host memory for the weights could not be pinned (CUDA error %d); copies take longer", code)
-        else:
-            self._pinned.append(buffer)
-        return buffer
 
 
 class Gatherer:
@@ -136,7 +118,3 @@ class Gatherer:
 def _room(buffer: Tensor, size: int) -> Tensor:
     """The buffer, or a larger one."""
     return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8, device=buffer.device)
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

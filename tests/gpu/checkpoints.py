@@ -4,7 +4,8 @@
 
 A world of N ranks commits step 3 of three models, goes on to step 6 while that is written, and is killed in its next
 commit; a second one, whose models take turns on the device, resumes and must take the same steps within 1e-5 (CUDA
-sums in no fixed order). Then the commits of a policy of Qwen3-0.6B's shape are timed.
+sums in no fixed order). Then the commits of a policy of Qwen3-0.6B's shape are timed, whose first step comes so many
+seconds (`--early`) after the models are there: in a run, servers start meanwhile.
 """
 
 import argparse
@@ -45,10 +46,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
+    parser.add_argument("--early", type=float, default=0.0)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         killed_and_resumed(Path(folder) / "run", asked.ranks, asked.device)
-        timed(Path(folder) / "large", asked.ranks, asked.device, asked.shape)
+        timed(Path(folder) / "large", asked.ranks, asked.device, asked.shape, asked.early)
 
 
 def killed_and_resumed(run: Path, ranks: int, device: str) -> None:
@@ -71,18 +73,19 @@ def killed_and_resumed(run: Path, ranks: int, device: str) -> None:
     assert max(distances) <= CLOSE
 
 
-def timed(run: Path, ranks: int, device: str, shape: str) -> None:
+def timed(run: Path, ranks: int, device: str, shape: str, early: float) -> None:
     write_tiny(run / "model", **SHAPES[shape], **HEADS)
-    finish(start(ranks, time_commits, run, device))
+    finish(start(ranks, time_commits, run, device, early))
 
 
-def time_commits(rank: int, run: Path, device: Any) -> None:
-    """Three commits: the first makes its buffers."""
+def time_commits(rank: int, run: Path, device: Any, early: float) -> None:
+    """Three commits: the first waits for its memory, as far as that is not made yet."""
     config = make_config(model={"path": str(run / "model"), "init": "random"})
 
     def lead(dispatch: Dispatch) -> None:
         commits = Commits(RunPaths(run).attempt("large-1", "1-0"), config, dispatch)
         job = commits.restore().job
+        time.sleep(early)
         draw = np.random.default_rng(0)
         row = Row(draw.integers(0, 17, 64).astype(np.int32), np.arange(64) > 0, 1.0, np.full(64, -3, np.float32))
         for step in (1, 2, 3):
@@ -92,9 +95,8 @@ def time_commits(rank: int, run: Path, device: Any) -> None:
             commits.commit(job, step, ())
             still = time.monotonic() - began
             commits.finish()
-            print(
-                f"commit {step}: stood still {still:.2f} s, durable after {time.monotonic() - began:.2f} s", flush=True
-            )
+            durable = time.monotonic() - began
+            print(f"commit {step}: stood still {still:.2f} s, durable after {durable:.2f} s", flush=True)
 
     lead_or_serve(lead, Budget(tokens=64), device=device)
 

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pipeline.checkpoints import TrainerState, newest_committed, sharded
+from pipeline import pinned
+from pipeline.checkpoints import TrainerState, background, newest_committed, sharded
 from pipeline.checkpoints.background import Saver
 from pipeline.errors import CheckpointError
 from pipeline.system.waiting import wait_for
+from tests.fakes.cuda_runtime import CudaRuntime
 from tests.patience import WAIT_SECONDS
 from tests.support.ranks.checkpoint_processes import Unsaveable
 
@@ -103,6 +108,89 @@ def test_the_buffers_of_the_last_time_are_used_again_as_long_as_they_fit(root: s
     save(saver, root, 3, policy=model(3.0) | {"w": torch.full((5, 3), 3.0)})
     await_idle(saver)
     assert saver._staged["policy"]["w"].shape == (5, 3)
+
+
+def test_memory_that_was_made_early_is_what_the_copies_lie_in(
+    root: str, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, live = CudaRuntime(), {"w": torch.full((4, 3), 1.0), "more": [{"v": torch.ones(2)}, torch.empty(0)]}
+    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    saver = Saver()
+    saver.expect("policy", live)
+    saver._settle()
+    assert sorted(runtime.pinned.values()) == [8, 48]
+    early = {*runtime.pinned}
+    save(saver, root, 1, policy=live)
+    assert saver._staged["policy"]["w"].data_ptr() in early
+    assert {*runtime.pinned} == early
+    live["w"].fill_(9.0)
+    held.release()
+    await_idle(saver)
+    monkeypatch.undo()
+    into = {"w": torch.zeros(4, 3), "more": [{"v": torch.zeros(2)}, torch.empty(0)]}
+    assert loaded(root, policy=into)["policy"]["w"].eq(1.0).all()
+
+
+def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CudaRuntime()
+    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        live = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        saver = Saver()
+        saver.expect("policy", {"w": live})
+        saver._settle()
+        assert [*runtime.pinned.values()] == [48]
+        save(saver, root, 1, policy={"w": live})
+        await_idle(saver)
+        copied = saver._staged["policy"]["w"]
+        assert isinstance(copied, DTensor)
+        assert (copied.placements, copied.shape) == (live.placements, live.shape)
+        assert {copied.to_local().data_ptr()} == {*runtime.pinned}
+        monkeypatch.undo()
+        into = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
+        assert loaded(root, policy={"w": into})["policy"]["w"].full_tensor().equal(torch.arange(12.0).view(4, 3))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_memory_that_cannot_be_made_early_is_told_and_made_when_it_is_needed(
+    root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = background.pinned_like
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    runtime = CudaRuntime()
+    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(background, "pinned_like", full)
+    saver = Saver()
+    saver.expect("policy", model(1.0))
+    saver._settle()
+    assert "memory for the copies of policy could not be made in time: " in caplog.text
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        saver.stage("policy", model(1.0))
+    monkeypatch.setattr(background, "pinned_like", made)
+    save(saver, root, 1, policy=model(1.0))
+    await_idle(saver)
+    assert saver.result().name == "rl-1"
+
+
+def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(background, "pinned_like", lambda tensor: done.wait(30))
+    monkeypatch.setattr(background, "MAKING_SECONDS", 0.1)
+    saver = Saver()
+    saver.expect("policy", model(1.0))
+    with pytest.raises(CheckpointError, match=r"memory for a commit is still being made after 0\.1 s"):
+        saver.stage("policy", model(1.0))
+    done.set()
 
 
 def test_what_was_copied_is_forgotten_once_the_save_ended(root: str) -> None:

@@ -5,6 +5,7 @@ parts are those of `ModelWorker.state`; clients' adapters have one of their own 
 Promises that models may change as soon as `stage_models` returned, and that a save is given up only after
 `Deadlines.commit`, however slow one of its parts is. Must not know jobs, ledgers, nor when to save.
 
+    expect_save(dispatch, dispatch.models)                 # early: memory for the copies is made meanwhile
     parts = stage_models(dispatch, state.models)           # only this holds training up
     start_save(dispatch, root, attempt, state, parts, keep)
     …
@@ -23,6 +24,12 @@ from pipeline.system import heartbeat
 from pipeline.system.waiting import wait_for
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
+
+
+def expect_save(dispatch: Dispatch, names: Iterable[str]) -> None:
+    """Begin to make the memory that copies of these models with their optimizers take; see `Saver.expect`."""
+    for name in names:
+        dispatch.on_sites(_expect, name, name, needs={name: "save_checkpoint"})
 
 
 def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:
@@ -69,12 +76,22 @@ def forget_models(dispatch: Dispatch) -> None:
             dispatch.remove_model(name)
 
 
+def _expect(site: Site, name: str, place: str) -> None:
+    """On every rank."""
+    for part, tensors in _parts(site, name, place).items():
+        site.saver.expect(part, tensors)
+
+
 def stage_model(site: Site, name: str, place: str) -> list[str]:
     """On every rank: copy a model for the next save, below `place`; the names of its parts."""
-    parts = {f"{place}/{part}": tensors for part, tensors in site.worker(name).state().items()}
+    parts = _parts(site, name, place)
     for part, tensors in parts.items():
         site.saver.stage(part, tensors)
     return list(parts)
+
+
+def _parts(site: Site, name: str, place: str) -> dict[str, Tensors]:
+    return {f"{place}/{part}": tensors for part, tensors in site.worker(name).state().items()}
 
 
 def _start(site: Site, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from pipeline.errors import TrainingError
+from pipeline.pinned import pinned
 
 Part = Literal["model", "optimizer"]
 
@@ -47,6 +48,7 @@ class Movable:
         self._tensors = tensors
         self._away: list[tuple[UntypedStorage, int]] = []
         self._kept: _Kept | None = None
+        self._host = _HostMemory()
 
     @property
     def resident(self) -> int:
@@ -60,7 +62,7 @@ class Movable:
         storages = self._storages()
         if not all(storage.resizable() for storage in storages):
             raise TrainingError("a tensor that numpy has a view of cannot be offloaded: copy it before `.numpy()`")
-        self._kept, self._away = _keep(storages), [(storage, storage.nbytes()) for storage in storages]
+        self._kept, self._away = self._keep(storages), [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         if all(storage.device.type == "cpu" for storage in storages):
@@ -82,9 +84,21 @@ class Movable:
         """Give all bytes back for good, wherever they are: the tensors hold nothing any more."""
         if self._kept is not None:
             self._kept.close()
-        self._kept, self._away = None, []
+        self._kept, self._away, self._host = None, [], _HostMemory()
         for storage in self._storages():
             storage.resize_(0)
+
+    def _keep(self, storages: Sequence[UntypedStorage]) -> "_Kept":
+        """A copy of all bytes elsewhere."""
+        kept: _Kept = self._host if any(storage.device.type == "cuda" for storage in storages) else _File()
+        try:
+            for storage in storages:
+                kept.put(_bytes(storage))
+            kept.wait()
+        except BaseException:
+            kept.close()
+            raise
+        return kept
 
     def _storages(self) -> list[UntypedStorage]:
         found = [local(tensor).untyped_storage() for tensor in self._tensors()]
@@ -128,15 +142,17 @@ class _Kept(Protocol):
 
 
 class _HostMemory:
-    """Pinned host memory, which torch keeps and hands out again."""
+    """Pinned host memory. It is kept for the next time, since to pin it takes seconds."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
         self._next = 0
 
     def put(self, data: Tensor) -> None:
-        self._parts.append(torch.empty(data.shape, dtype=data.dtype, pin_memory=True))
-        self._parts[-1].copy_(data, non_blocking=True)
+        if self._next == len(self._parts) or len(self._parts[self._next]) != len(data):
+            self._parts[self._next :] = [pinned(len(data))]
+        self._parts[self._next].copy_(data, non_blocking=True)
+        self._next += 1
 
     def take(self, target: Tensor) -> None:
         target.copy_(self._parts[self._next], non_blocking=True)
@@ -149,7 +165,7 @@ class _HostMemory:
         torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        self._parts.clear()
+        self.rewind()
 
 
 class _File:
@@ -180,19 +196,6 @@ class _File:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _keep(storages: Sequence[UntypedStorage]) -> _Kept:
-    """A copy of all bytes elsewhere."""
-    kept: _Kept = _HostMemory() if any(storage.device.type == "cuda" for storage in storages) else _File()
-    try:
-        for storage in storages:
-            kept.put(_bytes(storage))
-        kept.wait()
-    except BaseException:
-        kept.close()
-        raise
-    return kept
 
 
 def _view(data: Tensor) -> memoryview:

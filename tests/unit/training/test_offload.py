@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline import pinned
 from pipeline.errors import TrainingError
 from pipeline.training.workers.offload import Movable, _HostMemory
+from tests.fakes.cuda_runtime import CudaRuntime
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -93,3 +95,22 @@ def test_host_memory_that_was_read_in_part_is_read_again_from_its_start() -> Non
             kept.take(target)
     assert torch.equal(targets[0], draw(4))
     assert torch.equal(targets[1], draw(6))
+
+
+def test_host_memory_is_used_again_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CudaRuntime()
+    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    kept, places = _HostMemory(), list[list[int]]()
+    for value, sizes in enumerate([(4, 6, 2), (4, 6, 2), (4, 5)]):
+        for size in sizes:
+            kept.put(torch.full((size,), value, dtype=torch.uint8))
+        kept.rewind()
+        for size in sizes:
+            target = torch.zeros(size, dtype=torch.uint8)
+            kept.take(target)
+            assert target.eq(value).all()
+        kept.close()
+        assert sorted(runtime.pinned.values()) == sorted(sizes)
+        places.append([part.data_ptr() for part in kept._parts])
+    assert places[0] == places[1]
+    assert places[2][0] == places[1][0]

@@ -1,38 +1,22 @@
 """Versions that wait in the host's memory, with a CUDA that only writes down what is asked of it."""
 
 import gc
-import logging
 
 import pytest
 import torch
 
-from pipeline.weights import payload
+from pipeline import pinned
 from pipeline.weights.payload import HostMemory, Payload
 from pipeline.weights.wire import WeightLayout
+from tests.fakes.cuda_runtime import CudaRuntime
 
 LAYOUT = WeightLayout.of([("w", torch.zeros(64))])
 
 
-class Runtime:
-    """`pinned` has the addresses of memory that is registered; `code` is what registering answers."""
-
-    def __init__(self) -> None:
-        self.pinned, self.code = set[int](), 0
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if not self.code:
-            self.pinned.add(address)
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.pinned.remove(address)
-        return 0
-
-
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
-    monkeypatch.setattr(payload, "_cuda_runtime", lambda: made)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
+    made = CudaRuntime()
+    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: made)
     return made
 
 
@@ -43,7 +27,7 @@ def waiting(memory: HostMemory, version: int) -> Payload:
 
 
 def test_a_version_that_is_still_sent_is_not_overwritten_by_the_next_and_later_ones_are_pinned_no_more(
-    runtime: Runtime,
+    runtime: CudaRuntime,
 ) -> None:
     memory = HostMemory()
     first, second = waiting(memory, 1), waiting(memory, 2)
@@ -54,24 +38,13 @@ def test_a_version_that_is_still_sent_is_not_overwritten_by_the_next_and_later_o
     gc.collect()
     third = waiting(memory, 3)
     assert third.buffer.data_ptr() == address
-    assert runtime.pinned == before
+    assert runtime.pinned.keys() == before
 
 
-def test_memory_that_is_free_is_given_back_at_the_end_and_what_is_still_sent_is_not(runtime: Runtime) -> None:
+def test_memory_that_is_free_is_given_back_at_the_end_and_what_is_still_sent_is_not(runtime: CudaRuntime) -> None:
     memory = HostMemory()
     sent, done = waiting(memory, 1), waiting(memory, 2)
     del done
     gc.collect()
     memory.close()
-    assert runtime.pinned == {sent.buffer.data_ptr()}
-
-
-def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime.code = 2
-    memory = HostMemory()
-    with caplog.at_level(logging.WARNING):
-        assert len(memory.take(8)) == 8
-    assert "could not be pinned (CUDA error 2); copies take longer" in caplog.text
-    memory.close()
+    assert runtime.pinned.keys() == {sent.buffer.data_ptr()}
