@@ -139,10 +139,11 @@ def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeyp
     try:
         mesh = DeviceMesh("cpu", [0])
         live = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         saver = Saver()
-        saver.expect("policy", {"w": live})
-        saver._settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "is_cuda", True, raising=False)
+            saver.expect("policy", {"w": live})
+            saver._settle()
         assert [*runtime.pinned.values()] == [48]
         save(saver, root, 1, policy={"w": live})
         await_idle(saver)
@@ -150,7 +151,6 @@ def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeyp
         assert isinstance(copied, DTensor)
         assert (copied.placements, copied.shape) == (live.placements, live.shape)
         assert {copied.to_local().data_ptr()} == {*runtime.pinned}
-        monkeypatch.undo()
         into = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
         assert loaded(root, policy={"w": into})["policy"]["w"].full_tensor().equal(torch.arange(12.0).view(4, 3))
     finally:
