@@ -10,10 +10,10 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from docs.pictures import draw, steps_of
 from tests.gpu.learns import means
 from tests.gpu.peers import paces
 from tests.gpu.sharing import PACKED, SHARED
@@ -21,9 +21,6 @@ from tests.gpu.sharing import PACKED, SHARED
 HERE = Path(__file__).parent
 PAGE, RAW = HERE / "performance.md", HERE / "performance"
 BEGIN, END = "<!-- made by python -m docs.performance: {} -->\n", "<!-- end -->\n"
-SHOWN_SECONDS = 40.0
-"""Of a run, in its pictures."""
-STEPS_SHOWN = 4
 RECOVERED = 6
 """Steps after a fault until they take as long as before."""
 STAGES = ("first ten", "a quarter on", "half way", "three quarters on", "last ten")
@@ -50,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{PAGE.name} is not what docs/performance/ gives: python -m docs.performance writes it")
         return int(made != page)
     PAGE.write_text(made)
-    _draw(_results("loop")[DRAWN])
+    draw(_results("loop")[DRAWN], RAW)
     return 0
 
 
@@ -95,33 +92,37 @@ def _lag(result: Result) -> Row:
 
 def _beats(result: Result, name: str) -> list[float]:
     """What the servers said of a number from the tenth step to the last one."""
-    times = [row["time"] for row in _steps(result)]
+    times = [row["time"] for row in steps_of(result)]
     return [beat[name] for beat in result["pulse"] if times[9] <= beat["time"] <= times[-1]]
 
 
 def tails() -> list[Row]:
-    """Runs that differ in how long samples are."""
+    """Runs that differ in how long samples are, and in what becomes of those that are too old."""
     return [_tail(result) for result in [_results("loop")[MOST_LAG], *_results("tails").values()]]
 
 
 def _tail(result: Result) -> Row:
     times, tokens = _beats(result, "time"), _beats(result, "tokens")
+    asked, alone = result["command"], result.get("alone", {})
+    stale = next((key.partition("=")[2] for key in asked["overrides"] if key.startswith("training.stale=")), "refuse")
     return {
-        "completions": _completions(result["command"]),
-        "max_lag": str(result["command"]["lag"]),
+        "completions": _completions(asked),
+        "GPUs: train + serve": _gpus(asked),
+        "training.stale": stale,
         "samples/s": f"{result['samples_per_second']:.1f}",
         "tokens/s of the server": f"{(tokens[-1] - tokens[0]) / (times[-1] - times[0]) / 1e3:.1f}k",
         "samples at work, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
         "trainer idle": f"{result['idle/trainer']:.0%}",
-        "groups refused a step": _number(statistics.mean(_stale(result)), ".1f"),
-        "servers alone": _number(result["alone"]["generation_samples_per_second"], ".1f"),
-        "of the lower half": _number(result["efficiency"], ".2f"),
+        "groups refused a step": _number(_settled(result, "groups/stale"), ".1f"),
+        "tokens masked": f"{_settled(result, 'lag/masked'):.0%}",
+        "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
+        "of the lower half": _number(result.get("efficiency"), ".2f"),
     }
 
 
-def _stale(result: Result) -> list[float]:
-    """Groups that each step refused, from the tenth on; runs of before that was counted refused none."""
-    return [row.get("groups/stale", 0.0) for row in _steps(result)[10:]]
+def _settled(result: Result, name: str) -> float:
+    """Mean of a number from the tenth step on; of what runs did not tell yet there was none."""
+    return statistics.mean(row.get(name, 0.0) for row in steps_of(result)[10:])
 
 
 def _completions(asked: Result) -> str:
@@ -136,7 +137,7 @@ def faults() -> list[Row]:
 def _faults(result: Result) -> list[Row]:
     """A row for each fault of a run, of what lies between the faults before and after it; none where the run ended
     soon after."""
-    asked, steps = result["command"], _steps(result)
+    asked, steps = result["command"], steps_of(result)
     named = isinstance(asked["fault"], list)  # runs of a single fault say only when it was
     strikes = [each if named else {"fault": asked["fault"], "time": each} for each in result["struck"]]
     times = [0.0, *(each["time"] for each in strikes), steps[-1]["time"] + 1]
@@ -165,10 +166,6 @@ def _faults(result: Result) -> list[Row]:
     return rows
 
 
-def _steps(result: Result) -> list[Result]:
-    return [row for row in result["rows"] if row["kind"] == "train" and row["job"] == "rl"]
-
-
 def weights() -> list[Row]:
     """Updates while a server generates."""
     return [_weights(result, result["under_updates"]) for result in _results("weights").values()]
@@ -192,6 +189,7 @@ def _weights(result: Result, rows: list[Result]) -> Row:
 def _servers(asked: Result) -> str:
     """How many, where they are if not on GPUs of their own, and what they are on."""
     where = ", on the sender's GPU" if asked.get("share") else ""
+    where += ", out of its host's memory" if asked.get("host") else ""
     return f"{asked['servers']}{where}" + (f" × {asked['tensor']} GPUs" if asked["tensor"] > 1 else "")
 
 
@@ -354,47 +352,6 @@ def _replaced(page: str, name: str, body: str) -> str:
     if not found:
         raise SystemExit(f"{PAGE}: expected a line {begin.strip()!r} and after it {END.strip()!r}")
     return before + begin + body + END + after
-
-
-def _draw(result: Result) -> None:
-    """Both pictures of one run: what its server made over time, and a few steps of both GPUs."""
-    from matplotlib import pyplot
-
-    steps = _steps(result)
-    first = steps[len(steps) // 3]["time"]
-    last = min(first + SHOWN_SECONDS, steps[-1]["time"])
-    shown = [row for row in steps if first <= row["time"] <= last]
-    beats = [beat for beat in result["pulse"] if first <= beat["time"] <= last]
-    pairs = list(pairwise(beats))
-    rates = [(then["tokens"] - now["tokens"]) / (then["time"] - now["time"]) / 1e3 for now, then in pairs]
-    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 4.5), sharex=True, layout="constrained")
-    for row in shown:
-        upper.axvline(row["time"] - first, color="tab:orange", linewidth=0.8, alpha=0.7)
-    upper.plot([then["time"] - first for _, then in pairs], rates, color="tab:blue")
-    upper.set(ylabel="1,000 tokens/s", ylim=(0, None), title="The server; lines: new weights")
-    lower.plot([beat["time"] - first for beat in beats], [beat["running"] for beat in beats], color="tab:green")
-    lower.set(ylabel="samples at work", xlabel="seconds", ylim=(0, None))
-    figure.savefig(RAW / "tokens.svg", metadata={"Date": None})
-
-    figure, axes = pyplot.subplots(figsize=(9, 2.2), layout="constrained")
-    few = shown[:STEPS_SHOWN]
-    begin = few[0]["time"] - few[0]["seconds/step"]
-    for row in few:
-        start = row["time"] - row["seconds/step"] - begin
-        data, train, hand = row["seconds/data"], row["seconds/train"], row["sync/start_seconds"]
-        axes.broken_barh([(start, data)], (10, 8), color="lightgray")
-        axes.broken_barh([(start + data, train)], (10, 8), color="tab:blue")
-        axes.broken_barh([(start + data + train, hand)], (10, 8), color="tab:orange")
-        axes.axvline(row["time"] - begin, ymax=0.45, color="tab:orange", linewidth=0.8)
-    end = few[-1]["time"] - begin
-    axes.broken_barh([(0, end)], (0, 8), color="tab:green", alpha=0.6)
-    axes.set(xlim=(0, end), xlabel="seconds", yticks=(4, 14), yticklabels=("serves", "trains"))
-    colors = {"waits for rows": "lightgray", "trains": "tab:blue", "hands weights over": "tab:orange"}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    handles.append(pyplot.Rectangle((0, 0), 1, 1, color="tab:green", alpha=0.6))
-    names = [*colors, "generates, without a pause"]
-    axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=4, frameon=False)
-    figure.savefig(RAW / "steps.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

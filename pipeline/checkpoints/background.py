@@ -185,7 +185,7 @@ def _pinned(value: Tensor) -> Tensor:
     memory = pinned_like(_local(value))
     if not isinstance(value, DTensor):
         return memory
-    whole = cast(Any, value)
+    whole = cast(Any, value.detach())
     names, spec = whole.__tensor_flatten__()
     inner = {name: getattr(whole, name) for name in names} | {"_local_tensor": memory}
     return cast(Tensor, whole.__tensor_unflatten__(inner, spec, value.shape, value.stride()))
