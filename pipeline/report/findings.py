@@ -17,6 +17,8 @@ SETTLED, ENOUGH = 10, 20
 CLIPPED, CUT, REFUSED, IDLE, BUSY = 0.05, 0.25, 0.1, 0.25, 0.05
 """Shares from which on there is something to change; `BUSY`: up to which idle time of the other half. Measured, a clip
 that holds 0.07 of the tokens slows learning to less than half, and one that holds 0.01 little."""
+SEVERAL = 4
+"""Steps with groups that came too old: a server that was lost for a while is the trouble of one or two."""
 
 CLIPS = ("ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp")
 """Losses in which a token that the clip holds has no gradient. In `gspo` whole samples are held, many by design."""
@@ -50,13 +52,14 @@ def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
-    skipped = [count for count in _values(steps, "skipped") if count]
-    if len(skipped) > 1:
-        yield Finding(
-            f"{sum(skipped):.0f} optimizer steps changed nothing, since their gradient was not finite.",
-            "Lower optim.lr, or lengthen optim.warmup_steps.",
-            "docs/algorithms.md#gradients-that-are-not-finite",
-        )
+    for name, whose, rate in (("skipped", "", "optim.lr"), ("critic/skipped", " of the critic", "critic.lr")):
+        skipped = [count for count in _values(steps, name) if count]
+        if len(skipped) > 1:
+            yield Finding(
+                f"{sum(skipped):.0f} optimizer steps{whose} changed nothing, since their gradient was not finite.",
+                f"Lower {rate}, or lengthen optim.warmup_steps.",
+                "docs/algorithms.md#gradients-that-are-not-finite",
+            )
 
 
 def _cut(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
@@ -80,10 +83,9 @@ def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
-    stale = _values(steps, "groups/stale") or [0.0]
-    trained = config.training.prompts_per_step * len(steps)
-    refused = sum(stale) / trained
-    if refused - max(stale) / trained >= REFUSED:  # a server that was lost for a while is the trouble of a single step
+    stale = [count for count in _values(steps, "groups/stale") if count]
+    refused = sum(stale) / (config.training.prompts_per_step * len(steps))
+    if refused >= REFUSED and len(stale) >= SEVERAL:
         maskable = config.training.max_lag and config.training.stale != "mask"
         mask = ", or count their young tokens: training.stale=mask" if maskable else ""
         yield Finding(

@@ -1,4 +1,5 @@
-"""Commands that these benchmarks start: each has a deadline, and whatever ends it, no process of it is left."""
+"""Commands that these benchmarks start: each has a deadline, and of one that has to be ended no process is left. One
+that ends by itself is trusted to have ended what it started."""
 
 import os
 import signal

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.config.identity import flatten
-from pipeline.report.findings import ENOUGH, SETTLED, find
+from pipeline.report.findings import ENOUGH, SETTLED, SEVERAL, find
 from pipeline.rundir.metrics import Row
 from tests.fakes.configs import make_config
 
@@ -34,6 +34,7 @@ CALM = {
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
     "gradients": (ASYNCHRONOUS, {"skipped": 1.0}, "20 optimizer steps changed nothing"),
+    "the critic's": (ASYNCHRONOUS, {"critic/skipped": 1.0}, "20 optimizer steps of the critic changed nothing"),
     "cut": (ASYNCHRONOUS, {"samples/cut": 0.4}, "40% of the samples are cut off"),
     "clip": (ASYNCHRONOUS, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
     "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were sampled in vain"),
@@ -109,8 +110,14 @@ def test_a_few_steps_say_nothing() -> None:
 
 @pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_a_single_step_says_nothing(given: dict[str, Any], numbers: dict[str, float]) -> None:
-    many = {name: 999.0 for name in ("groups/stale", "skipped") if name in numbers}
+    many = {name: 999.0 for name in ("groups/stale", "skipped", "critic/skipped") if name in numbers}
     assert find(of(given), [*steps(SETTLED + ENOUGH), *steps(1, **numbers | many)]) == []
+
+
+def test_a_server_that_was_lost_for_a_few_steps_says_nothing() -> None:
+    lost = steps(SEVERAL - 1, **{"groups/stale": 999.0})
+    assert find(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost]) == []
+    assert find(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost, *lost[:1]]) != []
 
 
 @pytest.mark.parametrize("name", ["idle/servers", "idle/actor"])
