@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def note(ran: dict[str, Any]) -> dict[str, Any]:
             """The result's file, as far as the run has come; what it says, less what is long."""
             rows = rows_of(root / "runs" / "loop" / "metrics.jsonl")
-            whole = with_efficiency(result | ran | rates(rows, began))
+            roles = {"starts": starts_of(root / "runs" / "loop", began)}
+            whole = with_efficiency(result | ran | rates(rows, began) | roles)
             beside = chosen.out.with_suffix(".part")
             beside.write_text(json.dumps(whole | {"rows": rows}, indent=1))
             beside.replace(chosen.out)
@@ -320,6 +321,17 @@ def rates(rows: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
     }
     names = [name for name, value in settled[-1].items() if "/" in name and isinstance(value, int | float)]
     return found | {name: statistics.median(row[name] for row in settled if name in row) for name in names}
+
+
+def starts_of(run: Path, began: float) -> dict[str, dict[str, float]]:
+    """Seconds from `began` until each role of the first attempt was started and was ready: of a server, between the two
+    lies vLLM's own start."""
+    found: dict[str, dict[str, float]] = {}
+    for attempt in sorted(run.glob("attempts/*"))[:1]:
+        for row in (row for lines in attempt.glob("timeline/*.jsonl") for row in rows_of(lines)):
+            if row["state"] in ("starting", "ready"):
+                found.setdefault(row["role"], {}).setdefault(row["state"], row["time"] - began)
+    return found
 
 
 def logs_of(run: Path) -> dict[str, str]:
