@@ -64,15 +64,19 @@ class Saver:
         every ten GB."""
         buffers = self._buffers.setdefault(name, {})
         shapes = {place: torch.empty_like(each, device="meta") for place, each in _places("", tensors) if each.is_cuda}
+        device = torch.cuda.current_device() if torch.cuda.is_available() else -1
 
         def make() -> None:
             try:
-                for place, shape in shapes.items():
-                    if not _alike(buffers.get(place), shape):
-                        buffers[place] = _pinned(shape)
+                with torch.cuda.device(device):  # each thread begins with the first one, and would take memory of it
+                    for place, shape in shapes.items():
+                        if not _alike(buffers.get(place), shape):
+                            buffers[place] = _pinned(shape)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `stage` tries again, and raises it)
                 log.warning("memory for the copies of %s could not be made in time: %s", name, one_line(error))
 
+        if not shapes:
+            return
         self._making.append(threading.Thread(target=make, name="memory", daemon=True))
         self._making[-1].start()
 
