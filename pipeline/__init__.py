@@ -14,7 +14,7 @@
 | `streams` | the topics between actor, preprocessor and trainer, and the board beside them |
 | `weights` | the way of weights to the servers, on both sides |
 | `checkpoints` | commits: written, verified, fenced, pruned |
-| `pinned` | host memory that GPUs read and write by themselves |
+| `host_memory` | host memory that GPUs read and write by themselves |
 | `world` | the plan that a config asks for, and who gets which part of it |
 | `config` | the keys, their rules, the copy that a run keeps |
 | `rundir` | where the files of a run lie, and what they say |

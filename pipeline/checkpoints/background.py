@@ -1,6 +1,7 @@
 """Saving while training goes on.
 
-Owns the copies that a save is written from, and the thread that writes them, on one rank. Promises that tensors may
+Owns the copies that a save is written from, the thread that makes the memory for them early, and the one that writes
+them, on one rank. Promises that tensors may
 change as soon as `stage` returned, that at most one save is under way, and that whatever ends it badly is one
 `CheckpointError`. Must not know models, nor when to save.
 
@@ -30,13 +31,13 @@ from pipeline.checkpoints.sharded import Tensors, save
 from pipeline.checkpoints.state import TrainerState
 from pipeline.checkpoints.store import Checkpoint, prune
 from pipeline.errors import CheckpointError, one_line
-from pipeline.pinned import pinned_like
+from pipeline.host_memory import current_device, pinned_like
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 60.0
 """By how much the slowest rank may end a save later than the first."""
-MAKING_SECONDS = 600.0
-"""For memory that is still being made when it is needed."""
+MAKING_SECONDS = 300.0
+"""For memory that is still being made when it is needed; less than an operation of a rank may take."""
 
 
 class Saver:
@@ -60,25 +61,26 @@ class Saver:
         return self._save is None or self._save.done()
 
     def expect(self, name: str, tensors: Tensors) -> None:
-        """Begin to make the memory for copies of a model on CUDA. Else the first `stage` does, and takes seconds for
-        every ten GB."""
+        """Begin to make the memory for copies of a model on CUDA, after what was begun before; again if that changed.
+        Else the first `stage` does, and takes seconds for every ten GB."""
         buffers = self._buffers.setdefault(name, {})
         shapes = {place: torch.empty_like(each, device="meta") for place, each in _places("", tensors) if each.is_cuda}
-        device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+        device, before = current_device(), self._making[-1:]
 
         def make() -> None:
+            for thread in before:
+                thread.join()
             try:
-                with torch.cuda.device(device):  # each thread begins with the first one, and would take memory of it
+                with torch.cuda.device(device):
                     for place, shape in shapes.items():
                         if not _alike(buffers.get(place), shape):
                             buffers[place] = _pinned(shape)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `stage` tries again, and raises it)
                 log.warning("memory for the copies of %s could not be made in time: %s", name, one_line(error))
 
-        if not shapes:
-            return
-        self._making.append(threading.Thread(target=make, name="memory", daemon=True))
-        self._making[-1].start()
+        if shapes:
+            self._making.append(threading.Thread(target=make, name="memory", daemon=True))
+            self._making[-1].start()
 
     def stage(self, name: str, tensors: Tensors) -> None:
         """Copy a model's tensors to host memory, into the buffers of the last time if they fit.

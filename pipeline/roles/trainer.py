@@ -84,8 +84,7 @@ def main(arguments: list[str]) -> None:
             context.report("failed", first_line(error))
             raise
 
-    lead_or_serve_as(context.config, context.world.secret, lead)
-    process.exit_at_once(0)
+    process.exit_after(lambda: lead_or_serve_as(context.config, context.world.secret, lead))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -53,12 +54,19 @@ def end_descendants() -> list[int]:
     return [child.pid for child in left]
 
 
-def exit_at_once(code: int) -> NoReturn:
-    """End this process without the interpreter's own ending.
+def exit_after(work: Callable[[], object]) -> NoReturn:
+    """Do the work, then end this process without the interpreter's own ending: with 0, or with 1 after the traceback.
 
-    For a role that did its work and closed what it wrote. A thread that is still inside a library's C++ (a gloo group
-    whose peer has left) would meet a half-ended interpreter and abort the process, which then looks killed.
+    For a role whose work closes what it wrote, however it ends. A thread that is still inside a library's C++ (a gloo
+    group whose peer has left, memory that is being made) would meet a half-ended interpreter and abort the process,
+    which then looks killed.
     """
+    code = 0
+    try:
+        work()
+    except Exception:  # noqa: BLE001 (the process's own boundary: told as the interpreter would)
+        traceback.print_exc()
+        code = 1
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -27,6 +27,7 @@ from pipeline.config import OptimConfig, RunConfig
 from pipeline.losses import Objective, ValueObjective
 from pipeline.training import credit
 from pipeline.training.dispatch.dispatch import Dispatch
+from pipeline.training.dispatch.saving import expect_save
 from pipeline.training.dispatch.staging import Staged
 from pipeline.training.rows import Batch, Column, Row, refuse_unsampled
 from pipeline.training.spec import models_of
@@ -71,6 +72,7 @@ class PolicyUpdate:
             if name != "policy":
                 self._dispatch.init_model(name, spec)
                 self._dispatch.copy_parameters("policy", name)
+        expect_save(self._dispatch, specs)
 
     def warm_up(self, warm_up: WarmUp) -> None:
         """Have all that a step computes be compiled; after `begin`."""

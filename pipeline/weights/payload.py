@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.pinned import pinned
+from pipeline.host_memory import pinned
 from pipeline.system.waiting import Deadline
 from pipeline.weights.gpu_group import await_event
 from pipeline.weights.shards import Chunk, Shard, Slice

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pipeline import pinned
+from pipeline import host_memory
 from pipeline.checkpoints import TrainerState, background, newest_committed, sharded
 from pipeline.checkpoints.background import Saver
 from pipeline.errors import CheckpointError
@@ -114,7 +114,7 @@ def test_memory_that_was_made_early_is_what_the_copies_lie_in(
     root: str, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, live = CudaRuntime(), {"w": torch.full((4, 3), 1.0), "more": [{"v": torch.ones(2)}, torch.empty(0)]}
-    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     saver = Saver()
     saver.expect("policy", live)
@@ -134,7 +134,7 @@ def test_memory_that_was_made_early_is_what_the_copies_lie_in(
 
 def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = CudaRuntime()
-    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", [0])
@@ -166,7 +166,7 @@ def test_memory_that_cannot_be_made_early_is_told_and_made_when_it_is_needed(
         raise OSError(12, "Cannot allocate memory")
 
     runtime = CudaRuntime()
-    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(background, "pinned_like", full)
     saver = Saver()
@@ -183,14 +183,31 @@ def test_memory_that_cannot_be_made_early_is_told_and_made_when_it_is_needed(
 
 def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
+
+    def slowly(tensor: torch.Tensor) -> torch.Tensor:
+        assert done.wait(30)
+        return torch.empty(tensor.shape)
+
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(background, "pinned_like", lambda tensor: done.wait(30))
+    monkeypatch.setattr(background, "pinned_like", slowly)
     monkeypatch.setattr(background, "MAKING_SECONDS", 0.1)
     saver = Saver()
     saver.expect("policy", model(1.0))
     with pytest.raises(CheckpointError, match=r"memory for a commit is still being made after 0\.1 s"):
         saver.stage("policy", model(1.0))
     done.set()
+    saver._making[0].join()
+
+
+def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CudaRuntime()
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    saver = Saver()
+    for shape in [(4, 3), (4, 3), (2, 2)]:
+        saver.expect("policy", {"w": torch.ones(shape), "v": torch.ones(5)})
+    saver._settle()
+    assert sorted(runtime.pinned.values()) == [16, 20]
 
 
 def test_what_was_copied_is_forgotten_once_the_save_ended(root: str) -> None:

@@ -27,9 +27,10 @@ from pipeline.training.dispatch.ranks import Site
 
 
 def expect_save(dispatch: Dispatch, names: Iterable[str]) -> None:
-    """Begin to make the memory that copies of these models with their optimizers take; see `Saver.expect`."""
+    """Begin to make the memory that copies of these models with their optimizers take; see `Saver.expect`. Nothing is
+    moved for it: shapes are there also where a model is not."""
     for name in names:
-        dispatch.on_sites(_expect, name, name, needs={name: "save_checkpoint"})
+        dispatch.on_sites(_expect, name, name)
 
 
 def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from pipeline.errors import TrainingError
-from pipeline.pinned import pinned
+from pipeline.host_memory import pinned
 
 Part = Literal["model", "optimizer"]
 
@@ -150,7 +150,7 @@ class _HostMemory:
 
     def put(self, data: Tensor) -> None:
         if self._next == len(self._parts) or len(self._parts[self._next]) != len(data):
-            self._parts[self._next :] = [pinned(len(data))]
+            self._parts[self._next : self._next + 1] = [pinned(len(data))]
         self._parts[self._next].copy_(data, non_blocking=True)
         self._next += 1
 

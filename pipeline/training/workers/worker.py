@@ -301,10 +301,10 @@ class ModelWorker:
         return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
 
     def _model_tensors(self) -> Iterator[Tensor]:
-        for p in self.model.parameters():
-            yield p.detach()
-            if p.grad is not None:
-                yield p.grad
+        """Gradients, which come and go, after all parameters."""
+        parameters = list(self.model.parameters())
+        yield from (p.detach() for p in parameters)
+        yield from (p.grad for p in parameters if p.grad is not None)
 
     def _moments(self) -> list[Tensor]:
         return [] if self.optimizer is None else self.optimizer.moments()

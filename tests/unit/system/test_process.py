@@ -183,19 +183,46 @@ ABANDONED_GROUP = """
 import datetime, threading, time
 import torch.distributed as dist
 from pipeline.system import process
-from tests.support.processes import gone
 
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-patience = datetime.timedelta(seconds=1.05)
-threading.Thread(target=lambda: dist.ProcessGroupGloo(store, 0, 2, patience), daemon=True).start()
-time.sleep(1)
-print("all is written")
-process.exit_at_once(0)  # without it, most tries end in SIGABRT
+def work():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    patience = datetime.timedelta(seconds=1.05)
+    threading.Thread(target=lambda: dist.ProcessGroupGloo(store, 0, 2, patience), daemon=True).start()
+    time.sleep(1)
+    print("all is written")
+
+process.exit_after(work)  # without it, most tries end in SIGABRT
 """
 """A process that ends while a thread of it still waits for the peer of a gloo group."""
+FAILED_WORK = """
+import threading, time
+import torch
+from pipeline.system import process
+
+def work():
+    memory = torch.empty(200_000_000, dtype=torch.uint8)
+
+    def fill():
+        while True:
+            memory.zero_()
+
+    threading.Thread(target=fill, daemon=True).start()
+    time.sleep(0.5)
+    raise ValueError("no such model")
+
+process.exit_after(work)  # without it, most tries end in SIGABRT
+"""
+"""A process that fails while a thread of it is inside of torch."""
 
 
 def test_a_role_that_did_its_work_is_not_aborted_by_a_thread_that_still_waits() -> None:
     command = [sys.executable, "-c", ABANDONED_GROUP]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "all is written\n"), done.stderr
+
+
+def test_a_role_that_failed_says_why_and_is_not_aborted_by_a_thread_that_still_computes() -> None:
+    command = [sys.executable, "-c", FAILED_WORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.endswith("ValueError: no such model\n")

@@ -1,7 +1,7 @@
 """What a trainer goes on from: real commits of a policy that is one tensor, and the files that belong to them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from pipeline import host_memory
 from pipeline.checkpoints import newest_committed
 from pipeline.checkpoints.background import Saver
 from pipeline.errors import OvertakenError
@@ -20,18 +21,20 @@ from pipeline.training.dispatch.ranks import Deadlines
 from pipeline.training.jobs import jobs_of
 from slurm.batch.facts import gather_facts
 from tests.fakes.configs import make_config
+from tests.fakes.cuda_runtime import CudaRuntime
 from tests.fakes.full_disk import room_for
 from tests.fakes.run_directory import FakeRun
 
 
 class OneRank:
-    """A dispatch whose only rank is this process, with models of one number."""
+    """A dispatch whose only rank is this process, with models of one number. `moved` names those that an operation
+    wanted on the device."""
 
     patience, broken = Deadlines(), False
 
     def __init__(self) -> None:
         self.models: dict[str, torch.Tensor] = {}
-        self.saver = Saver()
+        self.saver, self.moved = Saver(), list[str]()
 
     def init_model(self, name: str, spec: object) -> None:
         self.models[name] = torch.zeros(1)
@@ -39,7 +42,8 @@ class OneRank:
     def remove_model(self, name: str) -> None:
         del self.models[name]
 
-    def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
+    def on_sites(self, function: Callable[..., Any], *args: Any, needs: Mapping[str, str] | None = None) -> list[Any]:
+        self.moved += needs or ()
         site = SimpleNamespace(worker=self._worker, background=None, patience=self.patience, saver=self.saver)
         return [function(site, *args)]
 
@@ -73,6 +77,23 @@ class Trainer:
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
+
+
+def test_memory_for_commits_is_made_when_the_models_are_and_moves_none_of_them(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = CudaRuntime()
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    trainer = Trainer(run, "12-0")
+    trainer.ranks.saver._settle()
+    early = dict(runtime.pinned)
+    assert [*early.values()] == [4]
+    assert trainer.ranks.moved == []
+    trainer.commit(50)
+    assert runtime.pinned == early
+    monkeypatch.undo()
+    assert Trainer(run, "12-1").policy == 50.0
 
 
 def rot(run: FakeRun, *steps: int, file: str = "__0_0.distcp") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import pinned
+from pipeline import host_memory
 from pipeline.errors import TrainingError
 from pipeline.training.workers.offload import Movable, _HostMemory
 from tests.fakes.cuda_runtime import CudaRuntime
@@ -97,11 +97,13 @@ def test_host_memory_that_was_read_in_part_is_read_again_from_its_start() -> Non
     assert torch.equal(targets[1], draw(6))
 
 
-def test_host_memory_is_used_again_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_used_again_where_it_fits_also_when_gradients_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = CudaRuntime()
-    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
     kept, places = _HostMemory(), list[list[int]]()
-    for value, sizes in enumerate([(4, 6, 2), (4, 6, 2), (4, 5)]):
+    for value, sizes in enumerate([(4, 6), (4, 6, 2), (4, 6), (4, 6, 2), (4, 5, 2)]):
         for size in sizes:
             kept.put(torch.full((size,), value, dtype=torch.uint8))
         kept.rewind()
@@ -110,7 +112,8 @@ def test_host_memory_is_used_again_where_it_fits(monkeypatch: pytest.MonkeyPatch
             kept.take(target)
             assert target.eq(value).all()
         kept.close()
-        assert sorted(runtime.pinned.values()) == sorted(sizes)
         places.append([part.data_ptr() for part in kept._parts])
-    assert places[0] == places[1]
-    assert places[2][0] == places[1][0]
+    assert places[0] == places[1][:2]
+    assert places[1] == places[2] == places[3]
+    assert (places[4][0], places[4][2]) == (places[1][0], places[1][2])
+    assert [*runtime.pinned.values()] == [4, 2, 5]

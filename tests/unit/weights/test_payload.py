@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from pipeline import pinned
+from pipeline import host_memory
 from pipeline.weights.payload import HostMemory, Payload
 from pipeline.weights.wire import WeightLayout
 from tests.fakes.cuda_runtime import CudaRuntime
@@ -16,7 +16,7 @@ LAYOUT = WeightLayout.of([("w", torch.zeros(64))])
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     made = CudaRuntime()
-    monkeypatch.setattr(pinned, "_cuda_runtime", lambda: made)
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: made)
     return made
 
 

@@ -6,6 +6,8 @@ in it. Must not know what is kept there.
 
     memory = pinned(size)                    # uint8[size]; seconds for ten GB: ask early, and use it again
     memory.copy_(on_the_gpu, non_blocking=True)
+
+torch's settings for its allocator (`pinned_use_cuda_host_register`) make that faster too, but leave it its sizes.
 """
 
 import logging
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+PORTABLE = 1
+"""Of `cudaHostRegister`: memory for all devices of the process."""
 
 
 class _Pages(mmap.mmap):
@@ -36,19 +40,22 @@ def pinned(size: int) -> Tensor:
     """uint8[size] of zeros. Where CUDA refuses to register it, a warning says so, and it is ordinary memory.
 
     Its pages are touched before they are registered, by all of torch's threads: by itself the driver has one thread
-    touch them.
+    touch them. Processes that are forked do not get it: a page that both had would be copied when it is written, and
+    the GPU would go on with the other one.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    pages, runtime = _Pages(-1, size), _cuda_runtime()
-    with suppress(AttributeError, OSError):  # a kernel without huge pages
+    pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
-    code = int(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
-    if code:
+    runtime, device, address = _cuda_runtime(), current_device(), memory.data_ptr()
+    if code := int(runtime.cudaHostRegister(address, size, PORTABLE)):
+        _forget_error()
         log.warning("host memory could not be pinned (CUDA error %d); copies from and to GPUs take longer", code)
     else:
-        pages.unregister = partial(runtime.cudaHostUnregister, memory.data_ptr())
+        pages.unregister = partial(_unregister, runtime, device, address)
     return memory
 
 
@@ -57,5 +64,25 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
+def current_device() -> int:
+    """The number of this thread's CUDA device; -1 without CUDA, which `torch.cuda.device` takes for none.
+
+    A thread begins with the first device of its process, and has a context made there, of half a GiB, by whatever it
+    asks CUDA for. So a thread is given the device of whoever starts it.
+    """
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+
+def _unregister(runtime: Any, device: int, address: int) -> None:
+    with torch.cuda.device(device):
+        runtime.cudaHostUnregister(address)
+
+
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error() -> None:
+    """CUDA keeps an error until somebody asks, and the next kernel of this thread would be blamed for it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
