@@ -302,7 +302,15 @@ def learning() -> list[Row]:
 
 def _asked_to_learn(asked: Result, way: str) -> Row:
     where = f"{asked['shape'].upper()}, {'GPU' if asked['device'] == 'cuda' else 'CPU'}"
-    return {"way": way, "model": where, "learning rate": f"{asked['lr']:g}"}
+    return {"way": _way(way), "model": where, "learning rate": f"{asked['lr']:g}"}
+
+
+def _way(way: str) -> str:
+    """With the keys that were the default of `grpo` when it was measured, where they make a difference."""
+    if not way.startswith("max_lag=") or way == "max_lag=0":
+        return way
+    then = ("loss.proximal=behaviour", "loss.correction=none")
+    return " ".join([way, *(key for key in then if key.partition("=")[0] not in way)])
 
 
 def _shown(rewards: list[float]) -> list[str]:

@@ -29,7 +29,7 @@ from pipeline.system import folders, heartbeat
 from pipeline.training.batches import Interrupted, Pulse
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.release import release_device
-from pipeline.training.dispatch.saving import forget_models
+from pipeline.training.dispatch.saving import expect_save, forget_models
 from pipeline.training.jobs import Job, PackedInput, RlJob, check_alone, read_job
 from pipeline.training.runner import Runner
 from pipeline.training.spec import models_of
@@ -193,6 +193,7 @@ class Execution:
         models = models_of(self._config, job.kind, job.optim, job.steps)
         for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
             self._dispatch.init_model(name, models[name])
+        expect_save(self._dispatch, self._dispatch.models)
         if done:
             self._state.restore()
         self._observer.began(self._file, job, done)

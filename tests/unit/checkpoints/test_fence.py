@@ -30,6 +30,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.models: dict[str, object] = {}
         self.after_export: Callable[[], object] = lambda: None
 
     def save_hf_model(self, name: str, path: Path) -> None:
