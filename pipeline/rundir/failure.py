@@ -8,6 +8,11 @@ import msgspec
 
 _ADVICE: tuple[tuple[str, str], ...] = (
     (
+        "for lack of memory",
+        "the memory of the node or of the job ran out: ask for more (cluster.memory), or for less (--dry-run says what "
+        "the roles need)",
+    ),
+    (
         "out of memory",
         "memory ran out: lower training.micro_batch_tokens, inference.kv_cache_bytes or rollout.concurrency",
     ),

@@ -34,6 +34,7 @@ from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, Outbox, is_tra
 from pipeline.system.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.node import lifecycle
 from slurm.node.alive import Marks
+from slurm.node.shortage import ended_for_memory
 from slurm.node.supervised import STUCK, SupervisedRole
 from slurm.node.vitals import Hang, Vitals
 from slurm.scheduler.environment import child_environment
@@ -155,6 +156,7 @@ class Supervisor:
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
         variables = child_environment({**self._variables, **role.launch.env, **role.vitals.board.environment, **hidden})
+        role.ended_before = ended_for_memory()
         role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), patience, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")
@@ -200,7 +202,7 @@ class Supervisor:
         elif self._end is not None and code == 0:
             self._advance(role, "finished")
         elif code != 0 or not self._may_yet_hear_why(role):
-            self._failed(role, "died", self._story(role, f"{process.describe_exit(code)}{_own_words(role)}", code))
+            self._failed(role, "died", self._story(role, _cause(role, code), code))
 
     def _may_yet_hear_why(self, role: SupervisedRole) -> bool:
         """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and
@@ -324,6 +326,13 @@ class Supervisor:
             _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
         if role.down:
             self._outbox.say(lambda: self._attempt.replace(down_mark(role.name), role.state))
+
+
+def _cause(role: SupervisedRole, code: int) -> str:
+    """Why a role ended, as far as anybody told. A rank of a trainer that is killed has torchrun exit with 1."""
+    shortage = ended_for_memory() - role.ended_before if code else 0
+    meanwhile = f", and the kernel ended {shortage} of this node's processes for lack of memory" if shortage > 0 else ""
+    return f"{process.describe_exit(code)}{meanwhile}{_own_words(role)}"
 
 
 def _own_words(role: SupervisedRole) -> str:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from pipeline.rundir.failure import FirstFailure
 from pipeline.system import files
 from pipeline.system.process import Child
 from pipeline.system.waiting import Deadline, wait_for
+from slurm.node import shortage
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, RANKS, STUBBORN, STUCK, UNTIL_TOLD, Attempt
 
@@ -47,6 +49,23 @@ def test_a_role_that_is_killed_fails_every_rank_and_is_named(attempt: Callable[.
     assert (failure.role, failure.rank, failure.cause) == ("inference.0", 2, "killed by SIGKILL")
     assert failure.last_lines == ("up",)
     assert ("redis.0", "stopped") in run.history()
+
+
+def test_a_role_that_the_kernel_ended_for_lack_of_memory_says_so(
+    attempt: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("pgfault 7\noom_kill 3\nthp_fault 1\n")
+    monkeypatch.setattr(shortage, "COUNTERS", counters)
+    run = attempt()
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    counters.write_text("pgfault 9\noom_kill 4\nthp_fault 1\n")
+    os.kill(run.pid_of("inference"), 9)
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.cause == "killed by SIGKILL, and the kernel ended 1 of this node's processes for lack of memory"
+    assert "cluster.memory" in failure.mend
 
 
 def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:

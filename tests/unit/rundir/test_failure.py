@@ -26,6 +26,11 @@ def test_one_line_names_role_rank_cause_last_word_and_mend() -> None:
     ("cause", "last_line", "advice"),
     [
         ("killed by SIGKILL", "", "dmesg"),
+        (
+            "exited with code 1, and the kernel ended 2 of this node's processes for lack of memory",
+            "",
+            "cluster.memory",
+        ),
         ("killed by SIGKILL", "RuntimeError: CUDA out of memory", "micro_batch_tokens"),
         ("exited with code 1", "OSError: [Errno 28] No space left on device", "disk is full"),
         ("hung: its process 0 (pid 7) makes no progress for 181 s", "", "cluster.silence_seconds"),
