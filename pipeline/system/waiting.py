@@ -78,14 +78,16 @@ def wait_for(
     """The first value of `probe()` that is neither None nor False; `DeadlineError` after `seconds`.
 
     The pause between probes grows from `pause` to `longest_pause` seconds. `missing` describes, at the deadline, who or
-    what did not appear. An exception of the probe ends the wait.
+    what did not appear. An exception of the probe ends the wait. The last probe begins after the deadline: a process
+    that was stopped meanwhile finds what has come while it could not look.
     """
     deadline, pauses = Deadline(awaited, seconds, clock), growing_pauses(pause, longest_pause)
     while True:
+        last = deadline.passed
         value = probe()
         if value is not None and value is not False:
             return value
-        if deadline.passed:
+        if last:
             raise deadline.error(missing())
         clock.sleep(min(next(pauses), deadline.left))
 

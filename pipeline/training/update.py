@@ -68,11 +68,11 @@ class PolicyUpdate:
             return
         specs = models_of(self._config, "rl", optim, steps)
         self._dispatch.reset_optimizer("policy", optim, steps=specs["policy"].steps)
-        for name, spec in specs.items():
-            if name != "policy":
-                self._dispatch.init_model(name, spec)
-                self._dispatch.copy_parameters("policy", name)
-        expect_save(self._dispatch, specs)
+        others = [name for name in specs if name != "policy"]
+        for name in others:
+            self._dispatch.init_model(name, specs[name])
+            self._dispatch.copy_parameters("policy", name)
+        expect_save(self._dispatch, others)
 
     def warm_up(self, warm_up: WarmUp) -> None:
         """Have all that a step computes be compiled; after `begin`."""

@@ -36,6 +36,20 @@ def test_a_last_look_is_taken_at_the_deadline():
     assert wait_for("a card", lambda: clock.time >= 1.0, 1.0, clock=clock) is True
 
 
+def test_who_was_stopped_while_it_looked_looks_once_more():
+    clock, looks = FakeClock(), list[float]()
+
+    def probe():
+        looks.append(clock.time)
+        clock.time += 100.0 if len(looks) == 1 else 0.0
+        return len(looks) == 2
+
+    assert wait_for("a card", probe, 1.0, clock=clock) is True
+    with pytest.raises(DeadlineError):
+        wait_for("a card", lambda: looks.append(clock.time), 1.0, pause=1.0, clock=clock)
+    assert looks[2:] == [100.0, 101.0]
+
+
 def test_the_deadline_names_what_was_awaited_and_who_is_missing():
     with pytest.raises(DeadlineError) as caught:
         wait_for("all cards", lambda: None, 2.0, missing=lambda: "rank 3", clock=FakeClock())
