@@ -329,8 +329,9 @@ class Supervisor:
 
 
 def _cause(role: SupervisedRole, code: int) -> str:
-    """Why a role ended, as far as anybody told. A rank of a trainer that is killed has torchrun exit with 1."""
-    shortage = ended_for_memory() - role.ended_before if code else 0
+    """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
+    with 0."""
+    shortage = ended_for_memory() - role.ended_before
     meanwhile = f", and the kernel ended {shortage} of this node's processes for lack of memory" if shortage > 0 else ""
     return f"{process.describe_exit(code)}{meanwhile}{_own_words(role)}"
 

@@ -68,6 +68,19 @@ def test_a_role_that_the_kernel_ended_for_lack_of_memory_says_so(
     assert "cluster.memory" in failure.mend
 
 
+def test_a_server_whose_engine_was_ended_for_lack_of_memory_says_so_though_it_ends_well(
+    attempt: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("oom_kill 3\n")
+    monkeypatch.setattr(shortage, "COUNTERS", counters)
+    run = attempt(inference=f"open({str(counters)!r}, 'w').write('oom_kill 5')")
+    assert run.join() == {"failed"}
+    failure = files.read_document(run.paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.cause == "exited with code 0, and the kernel ended 2 of this node's processes for lack of memory"
+
+
 def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:
     run = attempt(inference="print('up', flush=True)")
     assert run.join() == {"failed"}
