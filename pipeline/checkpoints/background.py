@@ -1,9 +1,8 @@
 """Saving while training goes on.
 
 Owns the copies that a save is written from, the thread that makes the memory for them early, and the one that writes
-them, on one rank. Promises that tensors may
-change as soon as `stage` returned, that at most one save is under way, and that whatever ends it badly is one
-`CheckpointError`. Must not know models, nor when to save.
+them, on one rank. Promises that tensors may change as soon as `stage` returned, that at most one save is under way, and
+that whatever ends it badly is one `CheckpointError`. Must not know models, nor when to save.
 
 On every rank, in the same order, with the one `Saver` of its `Site`:
 
@@ -61,8 +60,8 @@ class Saver:
         return self._save is None or self._save.done()
 
     def expect(self, name: str, tensors: Tensors) -> None:
-        """Begin to make the memory for copies of a model on CUDA, after what was begun before; again if that changed.
-        Else the first `stage` does, and takes seconds for every ten GB."""
+        """Begin to make the memory for copies of a model on CUDA, after what was begun before. Without it the first
+        `stage` does, and takes seconds for every ten GB. Called again, it makes what does not fit any more."""
         buffers = self._buffers.setdefault(name, {})
         shapes = {place: torch.empty_like(each, device="meta") for place, each in _places("", tensors) if each.is_cuda}
         device, before = current_device(), self._making[-1:]
