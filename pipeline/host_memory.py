@@ -53,7 +53,8 @@ def pinned(size: int) -> Tensor:
     runtime, device, address = _cuda_runtime(), current_device(), memory.data_ptr()
     if code := int(runtime.cudaHostRegister(address, size, PORTABLE)):
         _forget_error()
-        log.warning("host memory could not be pinned (CUDA error %d); copies from and to GPUs take longer", code)
+        slower = "copies from and to GPUs take longer; the node may be short of memory"
+        log.warning("host memory could not be pinned (CUDA error %d): %s", code, slower)
     else:
         pages.unregister = partial(_unregister, runtime, device, address)
     return memory

@@ -68,7 +68,7 @@ class Saver:
 
         def make() -> None:
             for thread in before:
-                thread.join()
+                thread.join(MAKING_SECONDS)
             try:
                 with torch.cuda.device(device):
                     for place, shape in shapes.items():
@@ -149,7 +149,8 @@ class Saver:
         for thread in self._making:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                raise CheckpointError(f"memory for a commit is still being made after {MAKING_SECONDS:g} s")
+                told = f"memory for a commit is still being made after {MAKING_SECONDS:g} s"
+                raise CheckpointError(f"{told}: the node may be short of it; --dry-run says how much a trainer needs")
         self._making.clear()
         if self._save is None:
             return

@@ -23,6 +23,8 @@ from typing import Any
 
 import psutil
 
+from pipeline.report.history import attempt_names, read_attempt
+from pipeline.rundir.paths import RunPaths
 from tests.gpu import children
 from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.pulse import pulse, servers_below
@@ -327,10 +329,11 @@ def starts_of(run: Path, began: float) -> dict[str, dict[str, float]]:
     """Seconds from `began` until each role of the first attempt was started and was ready: of a server, between the two
     lies vLLM's own start."""
     found: dict[str, dict[str, float]] = {}
-    for attempt in sorted(run.glob("attempts/*"))[:1]:
-        for row in (row for lines in attempt.glob("timeline/*.jsonl") for row in rows_of(lines)):
-            if row["state"] in ("starting", "ready"):
-                found.setdefault(row["role"], {}).setdefault(row["state"], row["time"] - began)
+    paths = RunPaths(run)
+    for name in attempt_names(paths)[:1]:
+        for change in read_attempt(paths.attempt("", name)).transitions:
+            if change.state in ("starting", "ready"):
+                found.setdefault(change.role, {}).setdefault(change.state, change.time - began)
     return found
 
 

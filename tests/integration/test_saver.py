@@ -196,7 +196,7 @@ def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(CheckpointError, match=r"memory for a commit is still being made after 0\.1 s"):
         saver.stage("policy", model(1.0))
     done.set()
-    saver._making[0].join()
+    saver._making[0].join(WAIT_SECONDS)
 
 
 def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from pipeline.config.places import ClusterConfig
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.rundir.events import Events
+from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths
+from pipeline.system import files
 from pipeline.world.plan import Placement, RoleName, World
 from slurm.launch.compose import compose_config
 from slurm.node.supervisor import End, Notice, Supervisor
@@ -59,6 +61,13 @@ class Attempt:
     @property
     def events(self) -> Events:
         return Events(self.paths)
+
+    @property
+    def first_failure(self) -> FirstFailure:
+        """What the agents wrote of it; they did."""
+        failure = files.read_document(self.paths.first_failure, FirstFailure)
+        assert failure is not None
+        return failure
 
     def launch(self, context: RoleContext) -> Launch:
         role = context.placement.role

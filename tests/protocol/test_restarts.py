@@ -11,8 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.rundir.failure import FirstFailure
-from pipeline.system import files
 from pipeline.system.process import Child
 from pipeline.system.waiting import wait_for
 from slurm.node import supervisor
@@ -37,8 +35,7 @@ def test_a_server_that_was_ready_is_started_again_as_often_as_agreed(attempt: Ca
         assert run.pid_of("inference") != killed
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert (failure.role, failure.cause) == ("inference.0", "killed by SIGKILL")
     assert run.has_been("inference.0", [*UP, *again, *again, "failed"])
     assert run.paths.log("inference", 0).read_text() == "up\n" * 3
@@ -104,9 +101,7 @@ def test_a_server_that_cannot_be_started_again_for_long_fails_the_attempt(
     monkeypatch.setattr(Child, "group_is_gone", lambda _child: False)
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
-    assert failure.cause.startswith(
+    assert run.first_failure.cause.startswith(
         "waited 2.0 s for inference.0 to be started again; missing: the end of its processes"
     )
 
@@ -127,7 +122,5 @@ def test_a_server_that_hangs_is_started_again_and_one_that_does_not_come_back_en
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("inference"), signal.SIGSTOP)
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
-    assert failure.cause == "exited with code 3"
+    assert run.first_failure.cause == "exited with code 3"
     assert [state for name, state in run.history() if name == "inference.0"].count("starting") == 3

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.failure import FirstFailure
 from pipeline.system import files
 from pipeline.system.process import Child
 from pipeline.system.waiting import Deadline, wait_for
@@ -44,57 +43,54 @@ def test_a_role_that_is_killed_fails_every_rank_and_is_named(attempt: Callable[.
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert (failure.role, failure.rank, failure.cause) == ("inference.0", 2, "killed by SIGKILL")
     assert failure.last_lines == ("up",)
     assert ("redis.0", "stopped") in run.history()
 
 
+@pytest.fixture
+def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the kernel says of its own counters: three processes have been ended for lack of memory."""
+    made = tmp_path / "vmstat"
+    made.write_text("pgfault 7\noom_kill 3\nthp_fault 1\n")
+    monkeypatch.setattr(shortage, "COUNTERS", made)
+    return made
+
+
 def test_a_role_that_the_kernel_ended_for_lack_of_memory_says_so(
-    attempt: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attempt: Callable[..., Attempt], counters: Path
 ) -> None:
-    counters = tmp_path / "vmstat"
-    counters.write_text("pgfault 7\noom_kill 3\nthp_fault 1\n")
-    monkeypatch.setattr(shortage, "COUNTERS", counters)
     run = attempt()
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     counters.write_text("pgfault 9\noom_kill 4\nthp_fault 1\n")
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert failure.cause == "killed by SIGKILL, and the kernel ended 1 of this node's processes for lack of memory"
     assert "cluster.memory" in failure.mend
 
 
 def test_a_server_whose_engine_was_ended_for_lack_of_memory_says_so_though_it_ends_well(
-    attempt: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attempt: Callable[..., Attempt], counters: Path
 ) -> None:
-    counters = tmp_path / "vmstat"
-    counters.write_text("oom_kill 3\n")
-    monkeypatch.setattr(shortage, "COUNTERS", counters)
     run = attempt(inference=f"open({str(counters)!r}, 'w').write('oom_kill 5')")
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
-    assert failure.cause == "exited with code 0, and the kernel ended 2 of this node's processes for lack of memory"
+    told = "exited with code 0, and the kernel ended 2 of this node's processes for lack of memory"
+    assert run.first_failure.cause == told
 
 
 def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:
     run = attempt(inference="print('up', flush=True)")
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert (failure.role, failure.cause) == ("inference.0", "exited with code 0")
 
 
 def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable[..., Attempt]) -> None:
     run = attempt(startup_seconds=1.5, actor="import time; time.sleep(600)")
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
-    assert failure.cause == "waited 1.5 s for actor.0 to become ready"
+    assert run.first_failure.cause == "waited 1.5 s for actor.0 to become ready"
 
 
 def test_a_role_that_gives_no_answer_keeps_nobody_from_hearing_the_end(attempt: Callable[..., Attempt]) -> None:
@@ -111,9 +107,7 @@ def test_a_role_that_gives_no_answer_keeps_nobody_from_hearing_the_end(attempt: 
 def test_a_question_that_raises_is_told_when_the_time_is_up(attempt: Callable[..., Attempt]) -> None:
     run = attempt(startup_seconds=1.5, actor=f"{FOREVER}  # no log")
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
-    assert failure.cause.endswith("to become ready; missing: FileNotFoundError: no log")
+    assert run.first_failure.cause.endswith("to become ready; missing: FileNotFoundError: no log")
 
 
 def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt: Callable[..., Attempt]) -> None:
@@ -121,8 +115,7 @@ def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("actor"), signal.SIGSTOP)
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert (failure.role, failure.rank, failure.last_lines) == ("actor.0", 0, ("up",))
     assert "has shown no sign of life" in failure.cause
     assert failure.cause.endswith("it is stopped (SIGSTOP)")
@@ -135,8 +128,7 @@ def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt
 def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: Callable[..., Attempt]) -> None:
     run = attempt(silence_seconds=2, trainer=f"{BEATS}{STUCK}\nwith heartbeat.during('stepping', 1):\n    get_stuck()")
     assert run.join() == {"failed"}
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert failure.role == "trainer.0"
     assert "makes no progress in 'stepping'" in failure.cause
     assert any(" in get_stuck" in line for line in failure.stacks)
@@ -236,6 +228,5 @@ def test_a_trainer_that_fails_to_commit_while_draining_is_a_failure(attempt: Cal
     run.notices[0].reason = "SIGTERM"
     run.join()
     assert run.ends[RANKS["trainer"]] == "failed"
-    failure = files.read_document(run.paths.first_failure, FirstFailure)
-    assert failure is not None
+    failure = run.first_failure
     assert (failure.role, failure.exit_code) == ("trainer.0", 5)
