@@ -65,9 +65,9 @@ def hold(process: Rank) -> None:
     assert process.stdout.readline() == "holding\n"
 
 
-def led_by_a_holder(start: Start, directory: Path) -> tuple[Rank, list[Rank]]:
+def led_by_a_holder(start: Start, directory: Path, seconds: float = AMPLE) -> tuple[Rank, list[Rank]]:
     """A leader that is about to publish the world, and the others, who come after it has claimed to lead."""
-    leader = start(0, SHORT, hold="world.json")
+    leader = start(0, seconds, hold="world.json")
     wait_for("its claim", (directory / "claim-1.json").exists, BOUND)
     others = [start(rank, SHORT) for rank in (1, 2, 3)]
     hold(leader)
@@ -98,8 +98,8 @@ def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(s
 
 
 def test_a_leader_that_was_stopped_and_wakes_up_too_late_accepts_the_world_of_its_successor(start, tmp_path):
-    leader, others = led_by_a_holder(start, tmp_path / "7-0")
-    until = time.monotonic() + SHORT
+    leader, others = led_by_a_holder(start, tmp_path / "7-0", 2 * SHORT)
+    until = time.monotonic() + 2 * SHORT
     leader.send_signal(signal.SIGSTOP)
     worlds = [world_of(process) for process in others]
     time.sleep(max(0.0, until - time.monotonic()))  # its own deadline has passed
