@@ -8,7 +8,7 @@ imports neither torch nor transformers.
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import conf
 from pipeline.config import ModelConfig, nearest
@@ -27,13 +27,33 @@ def model_directory(model: ModelConfig) -> Path:
         raise _error(model, "a tokenizer.json in that directory", "save the fast tokenizer there")
     if "model_type" not in _settings(model, directory):
         raise _error(model, "a config.json with a model_type", "copy the one that belongs to the model there")
-    if model.lora.rank and model.init == "random":
+    first = initial_weights(model)
+    if model.lora.rank and first == "random":
         mend = "train a base first and set model.path to it, with model.init=pretrained"
         raise ConfigError("model.init", "random", "pretrained below adapters, whose base servers have from disk", mend)
-    if model.init == "pretrained" and not list(directory.glob("*.safetensors")):
+    if first == "pretrained" and not _has_weights(directory):
         mend = "put the weights there, or start from random ones with model.init=random"
         raise _error(model, "*.safetensors in that directory", mend)
     return directory.resolve()
+
+
+def initial_weights(model: ModelConfig) -> Literal["pretrained", "random"]:
+    """Where the first weights come from, decided: `auto` is random only for a name of `conf/models/`."""
+    if model.init != "auto":
+        return model.init
+    return "random" if _is_built_in(model.path) and not _has_weights(_directory(model.path)) else "pretrained"
+
+
+def describe_weights(model: ModelConfig) -> str:
+    """Where the first weights come from, in words, for a model whose directory was checked.
+
+    >>> describe_weights(ModelConfig(path="/models/Qwen3-0.6B"))
+    'weights: pretrained from /models/Qwen3-0.6B'
+    """
+    if initial_weights(model) == "random":
+        return f"weights: random ones in the shape of {model.path}"
+    adapter = f", adapter from {model.lora.adapter}" if model.lora.rank and model.lora.adapter else ""
+    return f"weights: pretrained from {_directory(model.path).resolve()}{adapter}"
 
 
 def longest_sequence(model: ModelConfig) -> int | None:
@@ -51,13 +71,12 @@ def attention_heads(model: ModelConfig) -> int | None:
 
 
 def located_model(model: ModelConfig) -> ModelConfig:
-    """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; and absolute
-    the path of the adapter to go on from."""
+    """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; the adapter to
+    go on from by its absolute path; and `init` decided, so that weights which appear later change nothing."""
     adapter = model.lora.adapter and str(Path(model.lora.adapter).resolve())
-    model = model.model_copy(update={"lora": model.lora.model_copy(update={"adapter": adapter})})
-    if _is_built_in(model.path):
-        return model
-    return model.model_copy(update={"path": str(_directory(model.path).resolve())})
+    path = model.path if _is_built_in(model.path) else str(_directory(model.path).resolve())
+    lora = model.lora.model_copy(update={"adapter": adapter})
+    return model.model_copy(update={"lora": lora, "path": path, "init": initial_weights(model)})
 
 
 def _directory(path: str) -> Path:
@@ -96,6 +115,10 @@ def _error(model: ModelConfig, expected: str, mend: str) -> ConfigError:
 
 def _is_built_in(path: str) -> bool:
     return _is_name(path) and (BUILT_IN / path).is_dir()
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
 
 
 def _is_name(path: str) -> bool:

@@ -55,8 +55,10 @@ class ModelConfig(Section):
         description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, or one on the "
         "Hugging Face Hub whose files were downloaded (`hf download NAME`)."
     )
-    init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="Load the weights there, or make random ones."
+    init: Literal["auto", "pretrained", "random"] = Field(
+        "auto",
+        description="Load the weights there, or make random ones. `auto`: load them; random ones only for a name of "
+        "`conf/models/`, which has no weights.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
     max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")

@@ -26,6 +26,7 @@ import msgspec
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, root_of
 from pipeline.checkpoints.state import JOBS
 from pipeline.config import RunConfig
+from pipeline.config.models import describe_weights
 from pipeline.errors import CheckpointError, DamagedError, DeadlineError
 from pipeline.groups.ledger import Ledger
 from pipeline.rundir.documents import SubmittedJob
@@ -122,6 +123,7 @@ class Commits:
         return None
 
     def _afresh(self) -> JobPosition:
+        log.info("%s", describe_weights(self._config.model))
         jobs = self._jobs(JOBS[0])
         self._make_models(jobs[0])
         self._roll_back(jobs[0], 0, 0)

@@ -16,7 +16,7 @@ from pipeline.api.registry import MOST_DELIVERIES
 from pipeline.api.settings import Address, Settings, address_file, settings_of
 from pipeline.api.wire import protocol
 from pipeline.config import RunConfig
-from pipeline.config.models import model_directory
+from pipeline.config.models import initial_weights, model_directory
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import files, process
@@ -72,7 +72,7 @@ def serve(config: RunConfig) -> int:
 
 def with_base(config: RunConfig) -> RunConfig:
     """The config whose base is on disk: random weights are written once, beside the run."""
-    if config.model.init == "pretrained":
+    if initial_weights(config.model) == "pretrained":
         return config
     base = config.output.resolve() / f"{config.name}-base"
     if not (base / "config.json").is_file():

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.config.models import attention_heads, longest_sequence
+from pipeline.config.models import attention_heads, describe_weights, longest_sequence
 from pipeline.config.rules import check_parallel, check_run
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
@@ -210,6 +210,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
+    console.print(f"  {escape(describe_weights(config.model))}", soft_wrap=True)
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
     if (shown := first_trainable_row(config)) is not None:

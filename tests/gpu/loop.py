@@ -273,6 +273,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         "name=loop",
         f"output={root / 'runs'}",
         f"model.path={root / 'model'}",
+        "model.init=random",
         f"model.max_length={min(chosen.tokens + PROMPT + 48, longest)}",
         "task.name=tests.gpu.words:Words",
         f"training.steps={chosen.steps}",

@@ -97,6 +97,7 @@ def _overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         "name=tinker",
         f"output={root / 'runs'}",
         f"model.path={root / 'model'}",
+        "model.init=random",
         f"model.max_length={max(chosen.length, chosen.tokens + 64)}",
         f"training.micro_batch_tokens={min(16_384, chosen.data * chosen.length)}",
         "serve.port=0",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import LoraConfig, ModelConfig, RunConfig
-from pipeline.config.models import model_directory
+from pipeline.config.models import describe_weights, model_directory
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError, first_line
 from pipeline.system import folders, heartbeat
 from pipeline.training.batches import Interrupted, Pulse
@@ -160,6 +160,7 @@ class Execution:
         for folder in filter(None, (job.output, job.checkpoint)):
             folders.mend(Path(folder))
         self._config = starting_from(job, config)
+        log.info("%s", describe_weights(self._config.model))
 
     def run(self) -> None:
         """Train what is left of the job, write its model, and give everything back."""

@@ -39,7 +39,7 @@ class Weights:
         """Raises `ConfigError` if the directory has tensors that the model has no place for; `CheckpointError` if its
         files cannot be read."""
         self._path = config.path
-        self._files = TensorFiles(Path(config.path)) if config.init == "pretrained" else None
+        self._files = TensorFiles(Path(config.path)) if config.init != "random" else None
         self.form = Form(Path(config.path), self._files.keys if self._files else ())
         self._refuse("no tensors but those of the model in its config.json", "also", self.form.strangers)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import LoraConfig, ModelConfig
-from pipeline.config.models import BUILT_IN, attention_heads, located_model, model_directory
+from pipeline.config.models import BUILT_IN, attention_heads, describe_weights, located_model, model_directory
 from pipeline.errors import ConfigError
+from slurm.launch.compose import compose_config
 
 LORA = LoraConfig(rank=4)
 
@@ -56,7 +57,25 @@ def test_an_adapter_to_go_on_from_is_kept_by_its_absolute_path(tmp_path: Path, m
 
 
 def test_no_adapter_stays_none() -> None:
-    assert located_model(ModelConfig(path="tiny_qwen3")) == ModelConfig(path="tiny_qwen3")
+    assert located_model(ModelConfig(path="tiny_qwen3")).lora.adapter == ""
+
+
+def test_a_directory_with_weights_is_pretrained_unless_random_ones_are_asked_for(base: Path) -> None:
+    for overrides in (["experiment=sft"], ["experiment=sft", "model=tiny_text"], ["experiment=tinker"]):
+        model = compose_config([*overrides, f"model.path={base}"]).model
+        assert model_directory(model) == base
+        assert located_model(model).init == "pretrained"
+        assert describe_weights(model) == f"weights: pretrained from {base}"
+    asked = compose_config(["experiment=sft", f"model.path={base}", "model.init=random"]).model
+    assert located_model(asked).init == "random"
+    assert describe_weights(asked) == f"weights: random ones in the shape of {base}"
+
+
+def test_only_a_built_in_model_is_random_by_itself(base: Path) -> None:
+    assert located_model(compose_config(["experiment=demo"]).model).init == "random"
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"expected \*\.safetensors .* model\.init=random"):
+        model_directory(compose_config(["experiment=sft", f"model.path={base}"]).model)
 
 
 @pytest.mark.parametrize(

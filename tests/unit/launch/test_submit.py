@@ -213,7 +213,8 @@ def test_sft_alone_asks_for_no_server_of_any_kind(
     overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7"]
     assert submit.main([*overrides, "--dry-run"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said == ["demo  arithmetic, SFT alone, 7 steps", "  rank 0: trainer.0"]
+    shape = "  weights: random ones in the shape of tiny_qwen3"
+    assert said == ["demo  arithmetic, SFT alone, 7 steps", "  rank 0: trainer.0", shape]
 
 
 def test_a_machine_whose_gpus_another_run_has_is_refused_at_once(

@@ -165,11 +165,11 @@ def test_the_model_is_found_from_whatever_directory_the_run_is_resumed(
 ) -> None:
     shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "models" / "mine")
     monkeypatch.chdir(tmp_path)
-    with runs.claimed(demo(tmp_path, "model.path=models/mine")) as run:
+    with runs.claimed(demo(tmp_path, "model.path=models/mine", "model.init=random")) as run:
         pass
     monkeypatch.chdir(tmp_path / "models")
     assert Path(read_config(run).model.path) == tmp_path / "models" / "mine"
-    with runs.claimed(demo(tmp_path, "model.path=mine")):
+    with runs.claimed(demo(tmp_path, "model.path=mine", "model.init=random")):
         pass
 
 

@@ -79,6 +79,17 @@ def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "run", make_config(model={"path": "tiny_qwen3", "init": "random"}))
 
 
+def test_a_run_that_begins_logs_where_its_weights_come_from(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trainer = Trainer(run, "12-0")
+    said = "weights: random ones in the shape of tiny_qwen3"
+    assert said in caplog.messages
+    trainer.commit(50)
+    caplog.clear()
+    Trainer(run, "12-1")
+    assert said not in caplog.messages
+
+
 def test_memory_for_commits_is_made_when_the_models_are_and_moves_none_of_them(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
