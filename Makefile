@@ -1,10 +1,10 @@
 # Two commands: `make demo` trains a model on this machine, `make test` tests everything.
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(foreach version,3.11 3.12 3.13,$(shell python$(version) -c "" 2>/dev/null && echo python$(version))) python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 1
 
-.PHONY: demo test quick check types style wheel bench gpu docs clean
+.PHONY: demo test quick check types style wheel resolution bench gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
@@ -14,7 +14,7 @@ test: $(VENV)/.installed check
 	$(BIN)/python -m tests.suite $(ARGS)
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/unit $(ARGS)
+	$(BIN)/python -m pytest tests/unit -m "not trial and not gpu" $(ARGS)
 
 check: $(VENV)/.installed
 	$(MAKE) --jobs 2 --output-sync types style wheel
@@ -30,6 +30,11 @@ style: $(VENV)/.installed
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m tests.check_wheel
+
+# Whether a machine that reaches nothing but the package index can install: no extra index, no folder of wheels.
+resolution:
+	folder=$$(mktemp -d) && mkdir $$folder/wheels && PIP_CONFIG_FILE=/dev/null PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS=$$folder/wheels \
+	  $(PYTHON) launchers/install.py $$folder/env --dry-run; code=$$?; rm -rf $$folder; exit $$code
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_rendezvous

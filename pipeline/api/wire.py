@@ -22,6 +22,7 @@ from pipeline.api.errors import ApiError
 from pipeline.api.records import Datum, Pass, Passed
 from pipeline.config.sums import COLUMNS, SETTINGS
 from pipeline.errors import ConfigError
+from pipeline.system.extras import pip_install
 
 Array = NDArray[Any]
 _DTYPES: Mapping[int, str] = {1: "<f4", 2: "<i8"}
@@ -42,8 +43,8 @@ def protocol() -> Any:
     folder = next(iter(found.submodule_search_locations or ()), "") if found else ""
     file = Path(folder) / "proto" / "tinker_public_pb2.py"
     if not folder or not file.is_file():
-        mend = "python -m pip install 'rollcall[tinker]' brings it"
-        raise ConfigError("serve.enabled", True, "the wheel of the tinker SDK, for its protobuf module", mend)
+        expected = "the wheel of the tinker SDK, for its protobuf module"
+        raise ConfigError("serve.enabled", True, expected, pip_install("tinker"))
     spec = spec_from_file_location("rollcall_tinker_public_pb2", file)
     assert spec is not None
     assert spec.loader is not None

@@ -12,4 +12,5 @@
 | `rest`, `deaths` | servers that fail are left alone for a while; requests that they die of are given up |
 | `signed` | messages that only the world can have written |
 | `logs` | the roles' logging |
+| `extras` | how to install an optional part of the project |
 """

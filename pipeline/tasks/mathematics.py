@@ -10,12 +10,13 @@ import logging
 from typing import Any
 
 from pipeline.errors import ConfigError
+from pipeline.system.extras import pip_install
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    expected, mend = f"math-verify installed ({error})", "pip install 'rollcall[math]'"
-    raise ConfigError("reward.functions", f"{__name__}:correct", expected, mend) from None
+    expected = f"math-verify installed ({error})"
+    raise ConfigError("reward.functions", f"{__name__}:correct", expected, pip_install("math")) from None
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its own time-outs are off
 GSM8K = "####"

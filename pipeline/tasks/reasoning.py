@@ -21,9 +21,9 @@ from pydantic import ConfigDict, Field
 from pipeline.config import nearest
 from pipeline.data.messages import Message
 from pipeline.errors import ConfigError
+from pipeline.system.extras import pip_install
 from pipeline.tasks.protocol import Demonstration, Prompt, Task, TaskOptions
 
-INSTALL = "pip install 'rollcall[reasoning-gym]'"
 TAGS = "Think about the question first. Then give the final answer, and nothing else, between <answer> and </answer>."
 BASE_SEED = 20_000_003
 """Of every generator; ranges of indices tell the uses apart."""
@@ -152,7 +152,9 @@ def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ConfigError("task.name", "reasoning_gym", f"the library installed ({error})", INSTALL) from None
+        raise ConfigError(
+            "task.name", "reasoning_gym", f"the library installed ({error})", pip_install("reasoning-gym")
+        ) from None
     if name not in DATASETS:
         raise ConfigError(key, generator.settings, "a generator of reasoning-gym", nearest(name, list(DATASETS)))
     taken = {"seed", "size"} & generator.settings.keys()

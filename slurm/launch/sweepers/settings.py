@@ -7,15 +7,13 @@ installed, another launcher, and a key that would be read by nobody are one `Con
                                   └─────────────── Hydra's ───────────────────┘ └───────── an axis ──────────┘
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
-import conf
 from pipeline.config import nearest
 from pipeline.errors import ConfigError
+from pipeline.system.extras import pip_install
 from slurm.launch.compose import split_axes
 from slurm.launch.sweepers.objective import Job, Objective
 
@@ -82,7 +80,7 @@ def refuse_missing(settings: SweeperCommand, installed: Sequence[str]) -> None:
             expected = f"an installed sweeper ({', '.join(sorted(installed))})"
             mend = nearest(value, list(installed))
             if value in EXTRAS:
-                mend = f"{sys.executable} -m pip install {_with_extra(EXTRAS[value])}"
+                mend = pip_install(EXTRAS[value])
             raise ConfigError(SWEEPER, value, expected, mend)
 
 
@@ -101,12 +99,6 @@ def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> Objective
     if job not in get_args(Job):
         raise ConfigError("hydra.launcher.job", job, f"one of {', '.join(get_args(Job))}")
     return Objective(names, window, job)
-
-
-def _with_extra(extra: str) -> str:
-    """What pip is told to install: the checkout, or the project by its name where it came from a wheel."""
-    checkout = Path(conf.__file__).parent.parent
-    return f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").exists() else f"'rollcall[{extra}]'"
 
 
 def _key(text: str) -> str:

@@ -53,7 +53,7 @@ def test_it_is_a_function_for_any_task_with_answers() -> None:
 def test_without_the_library_the_error_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.delitem(sys.modules, "pipeline.tasks.mathematics")
-    with pytest.raises(ConfigError, match=r"pip install 'rollcall\[math\]'"):
+    with pytest.raises(ConfigError, match=r"-m pip install 'math-verify"):
         find("reward.functions", NAME, "a function", "")
     monkeypatch.undo()
     importlib.import_module("pipeline.tasks.mathematics")

@@ -102,5 +102,5 @@ def test_a_wrong_option_is_named_with_its_key(options: dict[str, Any], key: str,
 
 def test_without_the_library_the_error_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rollcall\[reasoning-gym\]'"):
+    with pytest.raises(ConfigError, match=r"-m pip install 'reasoning-gym"):
         gym()
