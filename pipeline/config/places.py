@@ -78,10 +78,20 @@ class ClusterConfig(Section):
     notice_seconds: NotNegative = Field(
         120, description="How long before the time limit Slurm tells the agents (USR2); 0: never."
     )
+    readable_by: Literal["owner", "group"] = Field(
+        "owner",
+        description="Who may read the run directory: `owner` gives it mode 0700, `group` 0750. Every submission sets "
+        "the mode again. Files with secrets stay readable by their owner alone; see docs/security.md.",
+    )
     max_restarts: NotNegative = Field(100, description="How often one job may be requeued, by Slurm or by itself.")
     max_failures: Positive = Field(
         3, description="The job ends after so many attempts in a row that failed, or ran out of time, without a commit."
     )
+
+    @property
+    def directory_mode(self) -> int:
+        """Permissions of the directory of a run or a sweep."""
+        return 0o750 if self.readable_by == "group" else 0o700
 
     @property
     def lateness(self) -> float:

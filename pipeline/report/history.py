@@ -131,9 +131,14 @@ def find_run(arguments: Sequence[str]) -> Path:
         raise ConfigError("run", " ".join(arguments), "one name or directory", "run=demo")
     value = arguments[0].removeprefix("run=")
     for folder in (Path(value), RUNS / value):
-        if RunPaths(folder).run.exists():
+        try:
+            is_run, is_sweep = RunPaths(folder).run.exists(), SweepPaths(folder).manifest.exists()
+        except PermissionError:
+            mend = "its owner may open it to his group (cluster.readable_by=group)"
+            raise ConfigError("run", value, "a run directory that you may read", mend) from None
+        if is_run:
             return folder.resolve()
-        if value and SweepPaths(folder).manifest.exists():
+        if value and is_sweep:
             raise ConfigError("run", value, "a run", f"{value} is a sweep: sweep={value}, or run={value}/<point>")
     files_there = [*RUNS.glob(f"*/{RUN}"), *RUNS.glob(f"*/*/{RUN}")]
     mend = closest(value, (str(file.parent.relative_to(RUNS)) for file in files_there))

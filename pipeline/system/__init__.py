@@ -5,6 +5,7 @@
 | `waiting` | the one loop that asks again, and how pauses grow |
 | `files`, `folders`, `journal` | documents, replaced as a whole; directories; files of lines that grow and go back |
 | `directory` | the shared directory of an attempt |
+| `private` | directories and files that only their owner may use |
 | `outages` | a disk that fails for a while |
 | `process`, `spawn` | children that are stopped by their id, held ports; from fork to exec |
 | `heartbeat` | signs of life of a role's processes |

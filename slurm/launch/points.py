@@ -14,12 +14,13 @@ from typing import Literal
 
 from rich.progress import track
 
-from pipeline.config import RunConfig
+from pipeline.config import ClusterConfig, RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RunStateError
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
+from pipeline.system.private import make_directory
 from pipeline.world.plan import Plan
 from slurm.launch.compose import Expansion, compose_config
 from slurm.registry import locks, manifest, runs
@@ -95,7 +96,7 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
 def claimed_sweep(prepared: Prepared) -> Iterator[None]:
     """Hold the sweep's directory while it submits, with the manifest written; `RunStateError` if another does."""
     paths = prepared.paths
-    with claimed_directory(paths):
+    with claimed_directory(paths, prepared.entries[0].config.cluster):
         if manifest.load_manifest(paths) != prepared.found:
             raise _submitted_elsewhere(paths, "it was submitted elsewhere since this command looked at it")
         files.write_document(paths.manifest, prepared.manifest)
@@ -103,11 +104,11 @@ def claimed_sweep(prepared: Prepared) -> Iterator[None]:
 
 
 @contextmanager
-def claimed_directory(paths: SweepPaths) -> Iterator[None]:
+def claimed_directory(paths: SweepPaths, cluster: ClusterConfig) -> Iterator[None]:
     """Hold the directory of a sweep, made or found; `RunStateError` if another process does."""
     try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-        lock = paths.lock.open("a")
+        make_directory(paths.root, cluster.directory_mode)
+        lock = locks.open_lock(paths.lock)
     except OSError as error:
         expected = "a directory this user can write"
         raise ConfigError("output", str(paths.root.parent), expected, error.strerror or str(error)) from None

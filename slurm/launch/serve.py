@@ -20,6 +20,7 @@ from pipeline.config.models import initial_weights, model_directory
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import files, process
+from pipeline.system.private import make_directory
 from pipeline.system.waiting import wait_for
 from slurm.batch.executors import RunJob
 from slurm.launch.compose import compose_config
@@ -99,7 +100,8 @@ def front(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
         update={"model": config.model.model_copy(update={"path": str(model_directory(config.model))})}
     )
     settings = settings_of(config, paths.api)
-    paths.api.mkdir(parents=True, exist_ok=True)
+    make_directory(paths.root, config.cluster.directory_mode)
+    make_directory(paths.api)
     keeper = FrontKeeper(settings, paths.api / "front.log")
     try:
         address = keeper.start()

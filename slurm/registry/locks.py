@@ -4,7 +4,7 @@ Owns flock, and what a lock's text says of its holder. Promises that a lock ends
 never taken for the holder by its number alone, and that a filesystem without flock is one `ConfigError`. Must not know
 what is locked.
 
-    with path.open("a+") as lock:
+    with open_lock(path) as lock:
         if take_lock(lock.fileno(), path):       # from here on `holder(path)` is this process, until the file is closed
 """
 
@@ -14,14 +14,21 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
 from pipeline.errors import ConfigError
+from pipeline.system.private import open_private
 
 _WITHOUT = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 _LOOKS, _PAUSE = 5, 0.02
 """To see whether a lock is held, one takes it for a moment. So a lock that cannot be taken is tried again."""
+
+
+def open_lock(path: Path) -> TextIO:
+    """The file of a lock, made if it is not there. Only its owner may open it: whoever can open a file can lock it."""
+    return open(path, "a+", opener=open_private)
 
 
 def take_lock(descriptor: int, path: Path) -> bool:

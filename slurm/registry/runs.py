@@ -29,6 +29,7 @@ from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.rundir.documents import RunIdentity, SubmittedJob
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
+from pipeline.system.private import make_directory
 from slurm.registry import locks
 from slurm.scheduler.commands import find_slurm, my_name
 from slurm.scheduler.protocol import PENDING, QueuedJob, Scheduler
@@ -59,8 +60,8 @@ def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
     """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises."""
     run = RunPaths(config.directory.resolve())
     with _disk(config):
-        run.root.mkdir(parents=True, exist_ok=True)
-        lock = run.lock.open("a+")
+        make_directory(run.root, config.cluster.directory_mode)
+        lock = locks.open_lock(run.lock)
     with lock:
         with _disk(config):
             _lock(lock.fileno(), run, config)
@@ -175,7 +176,7 @@ def _refuse_unwritable(run: RunPaths) -> None:
 @contextmanager
 def held_by_job(run: RunPaths) -> Iterator[None]:
     """Mark the run as live for as long as its job runs, which may be longer than its launcher."""
-    with run.job_lock.open("a+") as lock:
+    with locks.open_lock(run.job_lock) as lock:
         if not locks.take_lock(lock.fileno(), run.job_lock):
             raise BlockingIOError(errno.EWOULDBLOCK, f"held by {locks.signed(run.job_lock)}", str(run.job_lock))
         yield

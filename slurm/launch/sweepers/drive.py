@@ -88,7 +88,7 @@ def search(
     launch.show(found.first, found.plan, dry_run)
     if dry_run:
         return 0
-    with claimed_directory(found.paths), noted_signals() as told:
+    with claimed_directory(found.paths, found.first.cluster), noted_signals() as told:
         study = Study(found.paths, settings.fixed, launch, found.objective, told, clock)
         try:
             _drive(hydra, found, study)

@@ -17,6 +17,7 @@ from slurm.launch.compose import compose_config
 from slurm.registry import runs
 from slurm.scheduler.protocol import ENDED, PENDING, RUNNING, QueuedJob, Scheduler
 from tests.fakes.scheduler import FakeScheduler
+from tests.support.strangers import as_stranger, needs_another_user, shared_directory
 
 
 def demo(output: Path, *overrides: str) -> RunConfig:
@@ -333,3 +334,25 @@ def test_a_local_job_is_no_matter_of_the_scheduler(tmp_path: Path) -> None:
     scheduler.fail("job")
     assert runs.live_job(run, scheduler) is None
     assert runs.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler) == run
+
+
+@pytest.mark.parametrize(("who", "mode"), [("owner", 0o700), ("group", 0o750)])
+def test_strangers_do_not_get_into_a_run_directory(who: str, mode: int, tmp_path: Path) -> None:
+    config = demo(tmp_path, f"cluster.readable_by={who}")
+    config.directory.mkdir(mode=0o755)  # as an earlier version left it
+    with runs.claimed(config) as run, runs.held_by_job(run):
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (run.root, run.lock, run.job_lock)}
+    assert modes == {"demo": mode, "live.lock": 0o600, "job.lock": 0o600}
+
+
+@needs_another_user
+def test_a_stranger_cannot_lock_a_run_even_if_its_directory_is_open() -> None:
+    with shared_directory() as output:
+        with runs.claimed(demo(output)) as run:
+            pass
+        run.root.chmod(0o755)
+        run.lock.chmod(0o644)  # as an earlier version left it
+        with runs.claimed(demo(output)):
+            run.root.chmod(0o755)
+            held = as_stranger("import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH)", run.lock)
+        assert "PermissionError" in held.stderr

@@ -1,5 +1,6 @@
 """`pipeline.report`: a page for every run directory, however little is in it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pipeline.system import files
 from slurm.watch.watcher import read_snapshot
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeRun
+from tests.support.strangers import NOBODY, needs_another_user, shared_directory
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
 
@@ -354,3 +356,16 @@ def test_the_command_writes_the_report_and_refuses_what_is_no_run(run: FakeRun) 
 
 def test_a_report_is_written_again_over_the_old_one(run: FakeRun) -> None:
     assert write_report(read_history(run.root)) == write_report(read_history(run.root))
+
+
+@needs_another_user
+def test_a_run_of_another_user_is_said_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared_directory() as output:
+        (output / "demo").mkdir(mode=0o700)
+        monkeypatch.chdir(output)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(ConfigError, match=r"a run directory that you may read.*readable_by=group"):
+                find_run([f"run={output / 'demo'}"])
+        finally:
+            os.seteuid(0)
