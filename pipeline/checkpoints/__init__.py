@@ -2,7 +2,7 @@
 
 | module | owns |
 |---|---|
-| `store` | which checkpoints exist, which one counts, which are kept |
+| `store`, `pruning` | which checkpoints exist and which one counts; which are removed |
 | `state` | what a checkpoint holds beside tensors |
 | `fence` | who may write, and whose commits count |
 | `location`, `storage` | where a run keeps them; a folder of files behind a URL |
@@ -27,14 +27,16 @@ light; the parts that need torch are `pipeline.checkpoints.sharded` and `pipelin
     for found in committed(root):                     rank 0, until one can be loaded
         state = load(found, worker.state())           every rank; all of them raise `DamagedError`, or none
     fence.keep(…)                                     rank 0: that one, and those after it
+    remove_unfinished(root, attempt)                  rank 0: saves of earlier attempts that did not end
     done = save(root, attempt, state, worker.state()) every rank
     prune(done, keep=2)                               rank 0
 """
 
 from pipeline.checkpoints.fence import Fence
 from pipeline.checkpoints.location import kept_root, root_of, tell_newest
+from pipeline.checkpoints.pruning import prune, remove_unfinished
 from pipeline.checkpoints.state import JOBS, Alone, Job, TrainerState
-from pipeline.checkpoints.store import Checkpoint, committed, newest_committed, prune
+from pipeline.checkpoints.store import Checkpoint, committed, newest_committed
 
 __all__ = [
     "JOBS",
@@ -47,6 +49,7 @@ __all__ = [
     "kept_root",
     "newest_committed",
     "prune",
+    "remove_unfinished",
     "root_of",
     "tell_newest",
 ]

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline.checkpoints.pruning import prune
 from pipeline.checkpoints.sharded import Tensors, save
 from pipeline.checkpoints.state import TrainerState
-from pipeline.checkpoints.store import Checkpoint, prune
+from pipeline.checkpoints.store import Checkpoint
 from pipeline.errors import CheckpointError, one_line
 from pipeline.host_memory import current_device, pinned_like
 

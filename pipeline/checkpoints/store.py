@@ -1,8 +1,8 @@
-"""Which checkpoints exist, which one counts, and which are kept.
+"""Which checkpoints exist, and which one counts.
 
 Owns the manifest, the commit mark and the rules about them. Promises that the manifest says what was written, not what
-lies there; that a commit of which a file is missing, torn or another's is not returned; and that `prune` never removes
-the commit that it is called for. Must not know torch: shards are files with a size and hashes here.
+lies there; and that a commit of which a file is missing, torn or another's is not returned. Must not know torch: shards
+are files with a size and hashes here.
 
 To find a commit costs a few small files: sizes are compared with the manifest. The hashes of what is read are compared
 where it is read (`Checkpoint.read`, `sharded.load_shards`): who finds a commit damaged goes on to the next of
@@ -123,7 +123,7 @@ def committed(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
     """
     storage = Storage(root)
     counting = lineage(storage)
-    for name in _names(storage):
+    for name in folder_names(storage):
         try:
             checkpoint = _counting(storage, name, counting)
             if hashes:
@@ -137,29 +137,6 @@ def committed(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
 def newest_committed(root: str, *, hashes: bool = False) -> Checkpoint | None:
     """The first of `committed`, or None."""
     return next(committed(root, hashes=hashes), None)
-
-
-def prune(newest: Checkpoint, keep: int) -> list[str]:
-    """Remove what is older than `newest`, which was just committed, and the `keep - 1` commits before it; what went.
-
-    Of those that stay, the folders of other attempts go too. Whatever is younger stays untouched. Left-overs of a dead
-    attempt go once a newer checkpoint is committed. Everything is listed first, and `OvertakenError` ends the removal
-    when another attempt took over: what is listed is then none of that one's. A removal begins with COMMIT, so one that
-    is cut short leaves nothing that looks committed.
-    """
-    storage, fence = Storage(newest.root), Fence(newest.root, newest.manifest.attempt)
-    counting, names = lineage(storage), _names(storage)
-    kept, doomed = {newest.place}, list[str]()
-    for name in names[names.index(newest.name) :]:
-        if name != newest.name and len(kept) < keep:
-            kept |= _place_that_counts(storage, name, counting)
-        doomed += [place for place in _places(storage, name) if place not in kept]
-    for place in doomed:
-        fence.check()
-        storage.remove(f"{place}/{COMMIT}")
-        storage.remove(place)
-        storage.remove_empty(place.partition("/")[0])
-    return doomed
 
 
 def begin_commit(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
@@ -204,18 +181,20 @@ def commit(
     return Checkpoint(storage.url(), manifest)
 
 
-def _names(storage: Storage) -> list[str]:
+def folder_names(storage: Storage) -> list[str]:
     """All checkpoint folders, committed or not, the newest first."""
     found = [match for match in map(_NAME.fullmatch, storage.folders()) if match]
     found.sort(key=lambda match: (JOBS.index(match[1]), int(match[2])), reverse=True)
     return [match[0] for match in found]
 
 
-def _places(storage: Storage, name: str) -> list[str]:
+def places_of(storage: Storage, name: str) -> list[str]:
+    """The folders of attempts in one of them."""
     return [f"{name}/{attempt}" for attempt in storage.folders(name)]
 
 
-def _place_that_counts(storage: Storage, name: str, counting: Lineage) -> set[str]:
+def place_that_counts(storage: Storage, name: str, counting: Lineage) -> set[str]:
+    """The folder of the one whole commit of that name that counts, if there is one."""
     try:
         return {_counting(storage, name, counting).place}
     except DamagedError:

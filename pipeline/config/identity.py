@@ -26,6 +26,7 @@ OPERATIONAL = (
     "training.activation_checkpointing",
     "training.async_checkpoints",
     "training.checkpoint_every",
+    "training.checkpoint_seconds",
     "training.compile",
     "training.data_seconds",
     "training.keep_checkpoints",

@@ -216,7 +216,10 @@ class TrainingConfig(Section):
     keep_best: bool = Field(
         True, description="Keep the model of the lowest held-out loss so far as `best/`, where SFT has held-out rows."
     )
-    checkpoint_every: Positive = Field(50, description="Steps between checkpoints.")
+    checkpoint_every: Positive = Field(50, description="Most steps between checkpoints.")
+    checkpoint_seconds: Annotated[float, Field(ge=0)] = Field(
+        600, description="Most seconds between checkpoints: one is made after the step in which they pass. 0: no limit."
+    )
     checkpoints: str = Field(
         "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
     )

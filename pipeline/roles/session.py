@@ -22,7 +22,7 @@ from pipeline.training.demonstrations import TaskDemonstrations
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.held_out import HeldOutLoss
 from pipeline.training.jobs import Job, SftJob, write_job
-from pipeline.training.runner import Algorithm, Runner, tells_more
+from pipeline.training.runner import Algorithm, Cadence, Runner, tells_more
 from pipeline.training.sft import SupervisedFineTuning
 from pipeline.training.speed import machine_of
 from pipeline.training.warm_up import WarmUp
@@ -71,7 +71,7 @@ class RunSession(Controller):
         for job in (position.job, *position.rest):
             write_job(self._context.run.training_job(job.name), job)
             machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
-            Runner(self, self._config.training.checkpoint_every, machine).run(self._algorithm(job), done)
+            Runner(self, Cadence.of(self._config), machine).run(self._algorithm(job), done)
             done = 0
 
     def _algorithm(self, job: Job) -> Algorithm:
@@ -118,6 +118,16 @@ class RunSession(Controller):
     def crowded(self) -> bool:
         """See `runner.Book`."""
         return self._peers is not None and self._peers.crowded
+
+    @property
+    def committing(self) -> bool:
+        """See `runner.Book`."""
+        return self._commits.under_way
+
+    @property
+    def commit_seconds(self) -> float:
+        """See `runner.Book`."""
+        return self._commits.seconds
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`."""

@@ -7,6 +7,7 @@
 | `credit`, `tally` | advantages of tokens; metrics of several optimizer steps as those of one step |
 | `batches`, `conversations`, `demonstrations` | where their rows come from |
 | `runner`, `speed` | the loop that every job runs in, and how fast it goes |
+| `grace` | whether a step and its checkpoint fit into the time that an attempt gets to end |
 | `jobs` | what a trainer can be asked to do |
 | `warm_up` | rows that mean nothing, so that layers are compiled while servers start |
 | `commits`, `publisher`, `evaluation` | checkpoints of a run, weights for the servers, held-out accuracy |

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, root_of
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished, root_of
 from pipeline.checkpoints.state import JOBS
 from pipeline.config import RunConfig
 from pipeline.config.models import describe_weights
@@ -74,6 +74,9 @@ class Flight:
 class Commits:
     """The checkpoints of a run, as one attempt's trainer writes and reads them.
 
+    Attributes:
+        seconds: from the begin of the newest durable commit until it was durable; 0 before the first.
+
     After `restore`, `ledger` is the committed one and `covered` the stream entries that it covers. `fence` guards
     whatever else the trainer writes for later attempts.
     """
@@ -92,6 +95,7 @@ class Commits:
         self.on_durable: Callable[[tuple[str, ...]], None] = lambda covered: None
         self._flight: Flight | None = None
         self._durable = ""
+        self.seconds = 0.0
 
     def restore(self) -> JobPosition:
         """Make the models as the newest commit left them, or new; take the right to write from earlier attempts.
@@ -105,6 +109,7 @@ class Commits:
         folders.mend(self._run.model)
         folders.mend(self._run.best)
         position = self._newest() or self._afresh()
+        remove_unfinished(self._root, self._attempt)
         expect_save(self._dispatch, self._dispatch.models)
         return position
 
@@ -184,13 +189,19 @@ class Commits:
         if wait or not self._config.training.async_checkpoints:
             self.finish()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a commit has begun that is not durable yet."""
+        return self._flight is not None
+
     def collect(self) -> None:
         """If the commit under way has become durable, tell `on_durable`; `CheckpointError` if it failed. Cheap."""
         if self._flight is None or not self._dispatch.saver.idle:
             return
         flight, self._flight = self._flight, None
         checkpoint = self._dispatch.saver.result()
-        log.info("committed %s after %.2f s", checkpoint.name, time.monotonic() - flight.began)
+        self.seconds = time.monotonic() - flight.began
+        log.info("committed %s after %.2f s", checkpoint.name, self.seconds)
         self._durable = flight.name
         self.on_durable(flight.covered)
 

@@ -7,11 +7,17 @@ done; and that the last commit of a job, and of an attempt that ends early, is d
 
 import logging
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+from pipeline.config import RunConfig
+from pipeline.config.places import ClusterConfig
 from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.rundir.metrics import Row
 from pipeline.training.batches import Interrupted
+from pipeline.training.grace import grace_warning
 from pipeline.training.jobs import Job
 from pipeline.training.speed import Machine, rates
 
@@ -59,6 +65,16 @@ class Book(Protocol):
         """Whether what only a commit can free takes so much room that it should come early."""
         ...
 
+    @property
+    def committing(self) -> bool:
+        """Whether a commit is under way, so that another one would have to wait for it."""
+        ...
+
+    @property
+    def commit_seconds(self) -> float:
+        """How long the newest durable commit took; 0 before the first."""
+        ...
+
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective.
 
@@ -72,11 +88,36 @@ class Book(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Cadence:
+    """When a job commits before its end.
+
+    Attributes:
+        steps: after every so many steps.
+        seconds: after the first step that ends so long after the last commit began; 0: never.
+        cluster: how long an attempt may take to end, for the warning that a step and its commit take longer.
+    """
+
+    steps: int
+    seconds: float = 0.0
+    cluster: ClusterConfig | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Cadence":
+        """As the config says."""
+        return cls(config.training.checkpoint_every, config.training.checkpoint_seconds, config.cluster)
+
+
 class Runner:
     """Runs jobs, one at a time."""
 
-    def __init__(self, book: Book, commit_every: int, machine: Machine | None = None) -> None:
-        self._book, self._commit_every, self._machine = book, commit_every, machine or Machine()
+    def __init__(
+        self, book: Book, cadence: Cadence, machine: Machine | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._book, self._cadence, self._machine, self._clock = book, cadence, machine or Machine(), clock
+        self._began = clock()
+        self._recent: deque[Row] = deque(maxlen=2)
+        self._warned = False
 
     def run(self, algorithm: Algorithm, done: int) -> None:
         """Run a job of which `done` steps are committed; returns when all are.
@@ -90,8 +131,9 @@ class Runner:
         self._committed = self._durable = done
         try:
             algorithm.begin(done)
+            self._began = self._clock()
             while done < job.steps:
-                started = time.monotonic()
+                started = self._clock()
                 metrics = dict(algorithm.step(done))
                 done += 1
                 self._tell(algorithm, done, metrics, started)
@@ -109,11 +151,26 @@ class Runner:
         try:
             metrics |= algorithm.follow_up(done)
         finally:
-            metrics |= rates(metrics, time.monotonic() - started, self._machine)
+            metrics |= rates(metrics, self._clock() - started, self._machine)
+            if self._book.commit_seconds:
+                metrics["checkpoint/seconds"] = self._book.commit_seconds
             self._book.note(algorithm.job, done, metrics)
+        self._recent.append(metrics)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Say once that an attempt which is told to end cannot commit in time."""
+        if self._warned or self._cadence.cluster is None:
+            return
+        if warning := grace_warning(self._cadence.cluster, list(self._recent)):
+            log.warning("%s", warning)
+            self._warned = True
 
     def _is_due(self, done: int) -> bool:
-        if done % self._commit_every == 0:
+        if done % self._cadence.steps == 0:
+            return True
+        # A timed commit must not hold training up until the one before it is on a slow disk.
+        if 0 < self._cadence.seconds <= self._clock() - self._began and not self._book.committing:
             return True
         if self._book.crowded:
             log.info("step %d is committed early: what waits for a commit takes half of streams.budget_bytes", done)
@@ -123,6 +180,7 @@ class Runner:
     def _commit(self, job: Job, done: int, *, wait: bool) -> None:
         if done == self._committed:
             return
+        self._began = self._clock()
         self._book.commit(job, done, wait)
         self._committed = done
         if wait:

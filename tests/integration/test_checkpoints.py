@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.checkpoints import Alone, TrainerState, newest_committed, prune
+from pipeline.checkpoints import Alone, Fence, TrainerState, newest_committed, prune, remove_unfinished
 from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.checkpoints.state import decode_state, encode_state
 from pipeline.checkpoints.storage import Storage
-from pipeline.errors import CheckpointError, DamagedError
+from pipeline.errors import CheckpointError, DamagedError, OvertakenError
 from pipeline.system.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.ranks import checkpoint_processes as ranks
@@ -91,6 +91,24 @@ def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplo
     newest = commit(root, 50, "3-0")
     assert newest_step(root, hashes=True) == 50
     assert prune(newest, keep=2) == ["rl-50/2-0"]
+
+
+def test_what_saves_of_other_attempts_left_unfinished_is_removed_and_all_else_stays(
+    disk: str,
+) -> None:
+    """Also a younger one, which no later commit would prune before it is younger still."""
+    for step, attempt in ((10, "1-0"), (20, "1-0"), (30, "1-1")):
+        commit(disk, step, attempt)
+    for place in ("rl-40/1-0", "rl-20/0-0", "rl-40/1-1"):
+        (Path(disk) / place).mkdir(parents=True, exist_ok=True)
+        (Path(disk) / place / "__0_0.distcp").write_bytes(b"half a shard")
+    Fence(disk, "1-1").claim()
+    assert remove_unfinished(disk, "1-1") == ["rl-40/1-0", "rl-20/0-0"]
+    assert {place.parent.name for place in Path(disk).glob("rl-*/*/COMMIT")} == {"1-0", "1-1"}
+    assert (Path(disk) / "rl-40/1-1").is_dir(), "of the attempt that runs"
+    assert newest_step(disk, hashes=True) == 30
+    with pytest.raises(OvertakenError):
+        remove_unfinished(disk, "1-0")
 
 
 def test_another_model_is_refused_and_the_difference_named(disk: str) -> None:

@@ -45,6 +45,31 @@ def test_a_job_that_is_told_to_stop_commits_its_steps_and_goes_on_from_there(
     assert_same(tmp_path / "rl-model", tmp_path / "uninterrupted" / "rl-model")
 
 
+def test_checkpoints_by_time_change_nothing_of_what_is_trained(
+    dispatch: Dispatch, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "by-steps").mkdir()
+    execute(write_job(tmp_path / "by-steps", "rl"), dispatch, config_of(model, checkpoint_every=100))
+    caplog.set_level("INFO")
+    execute(write_job(tmp_path, "rl"), dispatch, config_of(model, checkpoint_every=100, checkpoint_seconds=1e-6))
+    assert sum(record.message.startswith("committed ") for record in caplog.records) == STEPS
+    assert_same(tmp_path / "rl-model", tmp_path / "by-steps" / "rl-model")
+
+
+def test_what_a_save_that_did_not_end_left_is_removed_by_the_next_execution(
+    dispatch: Dispatch, model: Path, tmp_path: Path
+) -> None:
+    config, file = config_of(model, checkpoint_every=2), write_job(tmp_path, "rl")
+    with pytest.raises(Interrupted):
+        execute(file, dispatch, config, pulse=interrupt_before(2))
+    unfinished = tmp_path / "rl-state" / "rl-1000" / "dead-0"
+    unfinished.mkdir(parents=True)
+    (unfinished / "__0_0.distcp").write_bytes(b"half a shard")
+    execute(file, dispatch, config)
+    assert not unfinished.exists()
+    assert commits_of(tmp_path / "rl-state")
+
+
 def commits_of(state: Path) -> list[Path]:
     return sorted(state.glob("rl-*"), key=lambda path: int(path.name.partition("-")[2]))
 

@@ -20,7 +20,7 @@ from pipeline.training.jobs import Job, RlJob, jobs_of
 from pipeline.training.packing import Budget
 from pipeline.training.rl import ReinforcementLearning, rows_of
 from pipeline.training.rows import Batch
-from pipeline.training.runner import Runner
+from pipeline.training.runner import Cadence, Runner
 from slurm.launch.compose import compose_config
 
 PROMPTS, STEPS = 2, 5
@@ -65,7 +65,8 @@ class Book:
     """Keeps what was committed: the step's number, the model, and how much the ledger has settled."""
 
     intact = True
-    crowded = False
+    crowded = committing = False
+    commit_seconds = 0.0
 
     def __init__(self, dispatch: CountingDispatch, ledger: Ledger) -> None:
         self._dispatch, self._ledger = dispatch, ledger
@@ -94,7 +95,7 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
         algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
         book = Book(dispatch, ledger)
         with pytest.raises(StreamError):
-            Runner(book, commit_every=100).run(algorithm, 0)
+            Runner(book, Cadence(100)).run(algorithm, 0)
     assert book.commits == [(lost_after, lost_after, PROMPTS * lost_after)]
 
 
@@ -115,7 +116,7 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
         batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
         book = Book(dispatch, ledger)
         algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
-        Runner(book, commit_every=1).run(algorithm, 0)
+        Runner(book, Cadence(1)).run(algorithm, 0)
     assert ledger.outcomes == {"filtered: no token counts": PROMPTS, "trained": PROMPTS}
     assert book.commits == [(1, 0, PROMPTS), (2, 1, 2 * PROMPTS)]
 

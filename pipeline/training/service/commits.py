@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pipeline.api.records import Adapter
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished
 from pipeline.errors import DamagedError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
@@ -45,6 +45,11 @@ class ServiceCommits:
     def restore(self, models: ServedModels, job: str) -> dict[str, int]:
         """Make the models of the newest commit that is whole; the last request that each has behind it."""
         self.fence.claim(job)
+        cursors = self._newest(models)
+        remove_unfinished(self._root, self._attempt)
+        return cursors
+
+    def _newest(self, models: ServedModels) -> dict[str, int]:
         found = committed(self._root)
         for checkpoint in found:
             try:

@@ -17,6 +17,7 @@ A job that fails keeps its data; so does one that is told to end early, after a 
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.release import release_device
 from pipeline.training.dispatch.saving import expect_save, forget_models
 from pipeline.training.jobs import Job, PackedInput, RlJob, check_alone, read_job
-from pipeline.training.runner import Runner
+from pipeline.training.runner import Cadence, Runner
 from pipeline.training.spec import models_of
 from pipeline.training.speed import machine_of
 from pipeline.training.standalone.algorithms import algorithm_of
@@ -141,7 +142,12 @@ def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
 
 
 class Execution:
-    """One execution of one job, and its `runner.Book`; `done` are the steps that it did or found committed."""
+    """One execution of one job, and its `runner.Book`.
+
+    Attributes:
+        done: the steps that it did or found committed.
+        commit_seconds: see `runner.Book`.
+    """
 
     def __init__(
         self,
@@ -157,6 +163,7 @@ class Execution:
         self._file, self._observer = file, observer
         self._job, self._state, self._dispatch, self._told, self._pulse = job, state, dispatch, told, pulse
         self._output, self.done = Path(job.output), 0
+        self.commit_seconds = 0.0
         for folder in filter(None, (job.output, job.checkpoint)):
             folders.mend(Path(folder))
         self._config = starting_from(job, config)
@@ -205,7 +212,7 @@ class Execution:
         """The steps that are left. When this returns, nothing maps the packed files."""
         job, training = self._job, self._config.training
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
-        runner = Runner(self, training.checkpoint_every, machine)
+        runner = Runner(self, Cadence.of(self._config), machine)
         patience = self._dispatch.patience.commit
         if not isinstance(job.inputs, PackedInput):
             with heartbeat.during("making the task", patience):
@@ -242,10 +249,17 @@ class Execution:
         """See `runner.Book`; packed rows wait for no commit."""
         return False
 
+    @property
+    def committing(self) -> bool:
+        """See `runner.Book`; every commit is durable when `commit` returns."""
+        return False
+
     def commit(self, job: Job, done: int, wait: bool) -> None:
         """See `runner.Book`; always durable."""
         self._observer.committing()
+        began = time.monotonic()
         self._state.commit(done)
+        self.commit_seconds = time.monotonic() - began
         self._observer.committed()
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, committed
+from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, committed, remove_unfinished
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
@@ -137,6 +137,7 @@ class JobState:
                 self._refuse(damage)
                 raise
         self._fence.keep(commit.place for commit in commits)
+        remove_unfinished(self._job.optimizer_state, self.attempt)
 
     def _refuse(self, damage: DamagedError) -> None:
         assert self._commits

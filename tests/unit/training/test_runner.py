@@ -4,13 +4,16 @@ import errno
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Literal
 
 import pytest
 
+from pipeline.config.places import ClusterConfig
 from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError, WeightSyncError
 from pipeline.training.batches import Interrupted
+from pipeline.training.grace import grace_warning
 from pipeline.training.jobs import Job, RlJob, RlSchedule, StreamInput
-from pipeline.training.runner import Runner
+from pipeline.training.runner import Cadence, Runner
 from pipeline.training.speed import Machine, peak_flops, rates
 
 
@@ -18,7 +21,8 @@ class Diary:
     """Remembers what a runner wrote, in order."""
 
     intact = True
-    crowded = False
+    crowded = committing = False
+    commit_seconds = 0.0
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -72,7 +76,7 @@ class Counting:
 
 def run(steps: int, every: int, done: int = 0, interrupt: str = "") -> list[str]:
     diary = Diary()
-    runner = Runner(diary, every)
+    runner = Runner(diary, Cadence(every))
     if interrupt:
         with pytest.raises(Interrupted):
             runner.run(Counting(diary, steps, interrupt), done)
@@ -97,10 +101,97 @@ def test_a_job_commits_early_when_what_waits_for_a_commit_takes_too_much_room() 
             return len(self.lines) > 8 and not commits(self.lines)
 
     diary = Crowded()
-    Runner(diary, 100).run(Counting(diary, 9), 0)
+    Runner(diary, Cadence(100)).run(Counting(diary, 9), 0)
     early, last = commits(diary.lines)
     assert early == f"commit {sum(line.startswith('note') for line in diary.lines[: diary.lines.index(early)])}"
     assert last == "commit 9 and wait"
+
+
+class Clock:
+    """Seconds that pass with each look."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def __call__(self) -> float:
+        self._now += self._seconds
+        return self._now
+
+
+def test_a_job_commits_after_so_many_seconds_whatever_its_steps_take() -> None:
+    diary = Diary()
+    Runner(diary, Cadence(1000, seconds=30.0), clock=Clock(4.0)).run(Counting(diary, 9), 0)
+    assert commits(diary.lines) == ["commit 3", "commit 6", "commit 9 and wait"]
+    assert [line.split()[1] for line in diary.lines if line.startswith("note")] == [str(step) for step in range(1, 10)]
+
+
+def test_seconds_are_counted_from_the_last_commit_whatever_caused_it() -> None:
+    diary = Diary()
+    Runner(diary, Cadence(2, seconds=30.0), clock=Clock(4.0)).run(Counting(diary, 7), 0)
+    assert commits(diary.lines) == ["commit 2", "commit 4", "commit 6", "commit 7 and wait"]
+
+
+def test_no_seconds_are_no_limit() -> None:
+    diary = Diary()
+    Runner(diary, Cadence(1000), clock=Clock(1e6)).run(Counting(diary, 9), 0)
+    assert commits(diary.lines) == ["commit 9 and wait"]
+
+
+def test_a_timed_commit_does_not_wait_for_one_that_is_under_way() -> None:
+    class Slow(Diary):
+        @property
+        def committing(self) -> bool:
+            return len(commits(self.lines)) > 0 and len(self.lines) < 7
+
+    diary = Slow()
+    Runner(diary, Cadence(1000, seconds=1.0), clock=Clock(4.0)).run(Counting(diary, 9), 0)
+    assert commits(diary.lines)[:2] == ["commit 1", "commit 5"]
+
+
+class Measured(Diary):
+    commit_seconds = 12.0
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        super().note(job, step, metrics)
+        self.rows = [*getattr(self, "rows", []), dict(metrics)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("slurm", "a job that is told to end loses the steps since its last checkpoint; set cluster.grace_seconds=110"),
+        ("local", "the launcher is killed (the first Ctrl-C waits for the checkpoint); set cluster.grace_seconds=110"),
+    ],
+)
+def test_a_step_that_takes_longer_than_the_grace_is_warned_of_once(
+    kind: Literal["slurm", "local"], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary, cluster = Measured(), ClusterConfig(kind=kind, grace_seconds=60)
+    Runner(diary, Cadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(diary, 9), 0)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("a step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=60: ")
+    assert told in warning
+    assert diary.rows[-1]["checkpoint/seconds"] == 12.0
+
+
+def test_a_step_within_the_grace_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = ClusterConfig(kind="slurm", grace_seconds=75)
+    Runner(Measured(), Cadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(Diary(), 9), 0)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_time_that_a_step_waits_for_data_does_not_count_against_the_grace() -> None:
+    cluster = ClusterConfig(kind="slurm", grace_seconds=60)
+    rows = [{"seconds/step": 100.0, "seconds/data": 80.0, "checkpoint/seconds": 12.0}] * 2
+    assert grace_warning(cluster, rows) == ""
+    assert "a step takes 60 s" in grace_warning(cluster, [row | {"seconds/data": 40.0} for row in rows])
+
+
+def test_one_slow_step_is_not_enough_for_a_warning() -> None:
+    cluster = ClusterConfig(kind="slurm", grace_seconds=60)
+    rows = [{"seconds/step": seconds, "checkpoint/seconds": 12.0} for seconds in (200.0, 5.0)]
+    assert grace_warning(cluster, rows) == ""
+    assert grace_warning(cluster, rows[:1]) == ""
 
 
 def test_the_last_step_is_committed_once_and_waited_for() -> None:
@@ -130,7 +221,7 @@ def test_an_interruption_right_after_a_commit_waits_until_it_is_durable() -> Non
 def test_a_commit_that_turns_out_to_have_failed_is_tried_again_on_the_way_out() -> None:
     diary = Failing()
     with pytest.raises(Interrupted):
-        Runner(diary, 3).run(Counting(diary, 9, "step 3"), 0)
+        Runner(diary, Cadence(3)).run(Counting(diary, 9, "step 3"), 0)
     assert commits(diary.lines) == ["commit 3", "commit 3 and wait", "commit 3 and wait"]
 
 
@@ -154,7 +245,7 @@ class Broken(Diary):
 def test_an_error_that_is_none_of_ours_does_not_cost_the_steps_that_were_done() -> None:
     diary = Broken(note=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
-        Runner(diary, 5).run(Counting(diary, 9), 0)
+        Runner(diary, Cadence(5)).run(Counting(diary, 9), 0)
     assert commits(diary.lines) == ["commit 5", "commit 7 and wait"]
 
 
@@ -164,7 +255,7 @@ def test_the_error_that_ended_a_job_is_told_although_its_last_commit_fails_too(
 ) -> None:
     diary = Broken(commit=second)
     with pytest.raises(WeightSyncError, match="step 3"):
-        Runner(diary, 10).run(Counting(diary, 9, "step 3", WeightSyncError), 0)
+        Runner(diary, Cadence(10)).run(Counting(diary, 9, "step 3", WeightSyncError), 0)
     assert f"steps 1 to 3 are lost, their commit failed too: {second}" in caplog.text
 
 
@@ -176,7 +267,7 @@ def test_an_end_in_order_is_none_when_its_commit_fails_and_who_was_replaced_lear
 ) -> None:
     diary = Broken(commit=second)
     with pytest.raises(type(second)):
-        Runner(diary, 10).run(Counting(diary, 9, "step 3", first), 0)
+        Runner(diary, Cadence(10)).run(Counting(diary, 9, "step 3", first), 0)
 
 
 def test_nothing_is_committed_where_nothing_was_done() -> None:
@@ -195,7 +286,7 @@ def test_what_is_done_is_committed_before_the_end_is_tried() -> None:
 def test_an_error_commits_what_was_done_while_the_model_is_intact() -> None:
     diary = Diary()
     with pytest.raises(WeightSyncError):
-        Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
+        Runner(diary, Cadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == ["commit 4 and wait"]
 
 
@@ -203,7 +294,7 @@ def test_an_error_commits_nothing_of_a_model_that_is_not_intact() -> None:
     diary = Diary()
     diary.intact = False
     with pytest.raises(WeightSyncError):
-        Runner(diary, 10).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
+        Runner(diary, Cadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == []
 
 
@@ -212,7 +303,7 @@ def test_an_error_commits_nothing_in_the_middle_of_a_step() -> None:
     algorithm = Counting(diary, 9, "follow up 4", WeightSyncError)
     algorithm.intact = False
     with pytest.raises(WeightSyncError):
-        Runner(diary, 10).run(algorithm, 0)
+        Runner(diary, Cadence(10)).run(algorithm, 0)
     assert commits(diary.lines) == []
 
 

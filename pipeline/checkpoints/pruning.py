@@ -1,0 +1,65 @@
+"""Which checkpoints are removed.
+
+Owns the removal of old checkpoints and of unfinished ones. Promises that `prune` never removes the commit that it is
+called for; that nothing is removed once another attempt took over; and that a removal which is cut short leaves nothing
+that looks committed. Must not know torch.
+"""
+
+import logging
+
+from pipeline.checkpoints.fence import Fence, lineage
+from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import COMMIT, Checkpoint, folder_names, place_that_counts, places_of
+from pipeline.errors import CheckpointError, OvertakenError
+
+_log = logging.getLogger(__name__)
+
+
+def prune(newest: Checkpoint, keep: int) -> list[str]:
+    """Remove what is older than `newest`, which was just committed, and the `keep - 1` commits before it; what went.
+
+    Of those that stay, the folders of other attempts go too. Whatever is younger stays untouched. Left-overs of a dead
+    attempt go once a newer checkpoint is committed. Everything is listed first, and `OvertakenError` ends the removal
+    when another attempt took over: what is listed is then none of that one's. A removal begins with COMMIT, so one that
+    is cut short leaves nothing that looks committed.
+    """
+    storage, fence = Storage(newest.root), Fence(newest.root, newest.manifest.attempt)
+    counting, names = lineage(storage), folder_names(storage)
+    kept, doomed = {newest.place}, list[str]()
+    for name in names[names.index(newest.name) :]:
+        if name != newest.name and len(kept) < keep:
+            kept |= place_that_counts(storage, name, counting)
+        doomed += [place for place in places_of(storage, name) if place not in kept]
+    _remove(storage, fence, doomed)
+    return doomed
+
+
+def remove_unfinished(root: str, owner: str) -> list[str]:
+    """Remove the folders of other attempts than `owner` that have no COMMIT: saves that did not end; what went.
+
+    For whoever owns the run and has restored from it: such an attempt is over, or was cut off and may commit no more. A
+    folder that cannot be removed stays, with a warning; `prune` tries again. `OvertakenError` if another attempt took
+    over.
+    """
+    storage, fence = Storage(root), Fence(root, owner)
+    try:
+        places = [place for name in folder_names(storage) for place in places_of(storage, name)]
+        others = [place for place in places if place.partition("/")[2] != owner]
+        unfinished = [place for place in others if COMMIT not in storage.sizes(place)]
+        _remove(storage, fence, unfinished)
+    except OvertakenError:
+        raise
+    except CheckpointError as error:
+        _log.warning("unfinished checkpoints stay until the next commit: %s", error)
+        return []
+    if unfinished:
+        _log.info("removed what unfinished saves left: %s", ", ".join(unfinished))
+    return unfinished
+
+
+def _remove(storage: Storage, fence: Fence, places: list[str]) -> None:
+    for place in places:
+        fence.check()
+        storage.remove(f"{place}/{COMMIT}")
+        storage.remove(place)
+        storage.remove_empty(place.partition("/")[0])
