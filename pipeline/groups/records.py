@@ -1,9 +1,10 @@
 """The records that travel between roles.
 
-Owns the wire form of samples, groups and control messages: msgpack through msgspec, each with its kind and version, no
-pickle. Promises that what `encode_record` writes `decode_record` returns equal, and that anything else raises
-`RecordError`. Whether the values make sense is another question, which `check` answers to those who would train them.
-Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its elements.
+Owns the wire form of samples, groups and control messages: a CRC-32, then msgpack through msgspec, each with its kind
+and version, no pickle. Promises that what `encode_record` writes `decode_record` returns equal, and that anything else,
+be it one flipped bit, raises `RecordError`. Whether the values make sense is another question, which `check` answers to
+those who would train them. Numeric arrays travel as raw little-endian bytes, so a record is written and read without
+touching its elements.
 
 Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
 
@@ -12,6 +13,8 @@ its first row is the sample's own, the others are `branches`, each with what it 
 """
 
 import math
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -21,7 +24,9 @@ from numpy.typing import NDArray
 
 from pipeline.errors import RecordError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+MOST_REWARD = float(1 << 24)
+"""The largest reward by size: up to it float32, in which advantages are trained, tells whole numbers apart."""
 MOST_NEWER = 255
 """The most that `Sample.newer` can say. A token of yet newer weights passes for older than it is."""
 MALFORMED = "malformed"
@@ -132,10 +137,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         for row, branch in zip(rows[1:], self.branches, strict=True):
             if not branch.sampled or branch.shared + len(branch.sampled) != len(row.tokens):
                 raise RecordError(f"a branch of {len(branch.sampled)} tokens shares more than there is")
-        if not math.isfinite(self.reward):
-            raise RecordError("a log-probability or the reward is not finite")
-        if not all(map(math.isfinite, self.metrics.values())):
-            raise RecordError("one of its metrics is not finite")
+        _check_numbers(self)
         if not 0 <= self.version_min <= self.version_max:
             raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
         if any(row.versions.max(initial=0) > self.version_max for row in rows):
@@ -155,6 +157,15 @@ def _check_lengths(part: Sample | Branch) -> None:
         raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
     if len(part.newer) not in (0, len(part.sampled)):
         raise RecordError(f"sample arrays differ in length: sampled, newer = {len(part.sampled), len(part.newer)}")
+
+
+def _check_numbers(sample: Sample) -> None:
+    if not math.isfinite(sample.reward):
+        raise RecordError("a log-probability or the reward is not finite")
+    if abs(sample.reward) > MOST_REWARD:
+        raise RecordError(f"a reward of {sample.reward:g}, beyond ±{MOST_REWARD:.0f}")
+    if not all(map(math.isfinite, sample.metrics.values())):
+        raise RecordError("one of its metrics is not finite")
 
 
 def _check_row(row: TokenRow) -> None:
@@ -300,19 +311,24 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
 R = TypeVar("R", bound=Record)
 
+_CHECKSUM = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
 
 
 def encode_record(record: Record) -> bytes:
-    """The record as msgpack bytes."""
-    return _encoder.encode(record)
+    """The record as bytes: the CRC-32 of its msgpack, and that."""
+    body = _encoder.encode(record)
+    return _CHECKSUM.pack(zlib.crc32(body)) + body
 
 
 def decode_record(data: bytes, kind: type[R]) -> R:
     """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
+    body = memoryview(data)[_CHECKSUM.size :]
+    if data[: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(body)):
+        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: their checksum differs")
     try:
-        record = _decoder.decode(data)
+        record = _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: {error}") from error
     if not isinstance(record, kind):

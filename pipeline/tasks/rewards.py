@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pipeline.config import RewardConfig, nearest
 from pipeline.errors import ConfigError
+from pipeline.groups.records import MOST_REWARD
 from pipeline.tasks.functions import TRL, VERL, RewardFunction, ScorePart, columns_of
 from pipeline.tasks.imports import find, users_code
 from pipeline.tasks.protocol import Prompt, Task
@@ -62,6 +63,8 @@ class Mixture:
             metrics |= {f"rewards/{name}/{also}": value for also, value in part.metrics.items()}
         if not scored:
             return "no reward function has a score: each gave None"
+        if not abs(score) <= MOST_REWARD:
+            return f"reward is too large: {score:g}, beyond ±{MOST_REWARD:.0f}"
         return Score(score, {} if self._alone else metrics)
 
 

@@ -52,12 +52,6 @@ def test_each_row_is_whole_and_each_sampled_token_is_marked_in_one_of_them() -> 
     assert [row.logprobs.tolist() for row in rows] == [[0, -1, 0, -2], [0, 0, -3], [0, 0, 0, 0, -4]]
 
 
-def test_a_record_of_before_branches_is_read() -> None:
-    fields = msgspec.msgpack.decode(encode_record(ALONE))
-    del fields["branches"]
-    assert decode_record(msgspec.msgpack.encode(fields), Sample) == ALONE
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -1,5 +1,6 @@
 """The wire form of records: whatever is written is read equal, anything else is a RecordError."""
 
+import zlib
 from typing import Any
 
 import msgspec
@@ -111,14 +112,27 @@ def test_a_record_of_another_version_is_refused() -> None:
         decode_record(encode_record(newer), Reissue)
 
 
+def with_checksum(fields: dict[str, Any]) -> bytes:
+    body = msgspec.msgpack.encode(fields)
+    return zlib.crc32(body).to_bytes(4, "little") + body
+
+
+@given(records, st.data())
+def test_a_record_with_one_flipped_bit_is_an_error(record: Record, data: st.DataObject) -> None:
+    wire = bytearray(encode_record(record))
+    wire[data.draw(st.integers(0, len(wire) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(RecordError, match="checksum differs"):
+        decode_record(bytes(wire), type(record))
+
+
 def test_a_kind_that_this_code_does_not_know_is_refused() -> None:
-    wire = msgspec.msgpack.encode({"kind": "telegram", "version": WIRE_VERSION})
+    wire = with_checksum({"kind": "telegram", "version": WIRE_VERSION})
     with pytest.raises(RecordError, match="telegram"):
         decode_record(wire, Group)
 
 
 def test_a_missing_field_is_named() -> None:
-    wire = msgspec.msgpack.encode({"kind": "reissue", "version": WIRE_VERSION, "position": 3})
+    wire = with_checksum({"kind": "reissue", "version": WIRE_VERSION, "position": 3})
     with pytest.raises(RecordError, match="reason"):
         decode_record(wire, Reissue)
 
@@ -161,6 +175,7 @@ POISON: dict[str, dict[str, Any]] = {
     "a negative token": {"tokens": np.array([1, -1, 2], "<i4").tobytes()},
     "a log-probability": {"logprobs": np.array([0, np.nan, 0], "<f4").tobytes()},
     "a reward": {"reward": float("inf")},
+    "a reward of no use": {"reward": 2.2e307},
     "versions": {"version_min": 3},
 }
 

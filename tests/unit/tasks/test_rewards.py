@@ -126,6 +126,7 @@ def test_an_async_function_awaits_for_all_samples_at_once_and_no_longer_than_the
         ({"score": 1}, "reward gives gave no list: dict {'score': 1}"),
         ([1.0, 2.0], "reward gives gave too many or too few: 2 for 1 samples"),
         ([float("inf")], "reward gives is not finite: inf"),
+        ([-1e12], "reward is too large: -1e+12, beyond ±16777216"),
         (["1.0"], "reward gives is no number: str '1.0'"),
         ([{"length": 1}], "reward gives is no number: NoneType None"),
         ([np.float32(0.5)], 0.5),
