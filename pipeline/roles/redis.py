@@ -57,12 +57,16 @@ def launch(context: RoleContext) -> Launch:
 
 
 def answers(address: str, port: int, password: str) -> bool:
-    """Whether a Redis with this password answers there and is not still loading."""
+    """Whether a Redis with this password answers there and is not still loading.
+
+    One that cannot write to its disk answers too, with MISCONF: its clients wait until it can.
+    """
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as link:
             link.sendall(f"AUTH {password}\r\nPING\r\n".encode())
             with link.makefile("rb") as replies:
-                return [replies.readline(), replies.readline()] == [b"+OK\r\n", b"+PONG\r\n"]
+                accepted, answer = replies.readline(), replies.readline()
+                return accepted == b"+OK\r\n" and answer.startswith((b"+PONG", b"-MISCONF"))
     except OSError:
         return False
 

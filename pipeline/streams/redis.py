@@ -3,9 +3,10 @@
 Owns every exchange with the Redis of an attempt. A topic is a Redis stream from which acknowledged entries are deleted,
 so what is still there is exactly what a reopened reader must get: its durable position. See `redis_scripts` for the
 layout. Promises that Redis's errors leave this module as `StreamError` only; that a lost connection is tried again for
-`patience` seconds; that a step whose answer was lost is not done twice; that only the reader opened last gets on; and
-that a Redis which was restarted, and may have lost its last writes, is noticed: every connection asks which process
-answers. Then `generation` grows, values are posted again, and readers begin again with what there is.
+`patience` seconds, and so is a Redis that cannot write to its disk; that a step whose answer was lost is not done
+twice; that only the reader opened last gets on; and that a Redis which was restarted, and may have lost its last
+writes, is noticed: every connection asks which process answers. Then `generation` grows, values are posted again, and
+readers begin again with what there is.
 """
 
 import logging
@@ -26,6 +27,8 @@ from pipeline.errors import RecordError, StreamError, one_line
 from pipeline.groups.records import R, decode_record
 from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
+from pipeline.system import heartbeat
+from pipeline.system.outages import OUTAGE_SECONDS
 from pipeline.system.waiting import CLOCK, Deadline, growing_pauses
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,11 @@ _SOCKET_SECONDS = 10.0
 _PAGE = 64
 _OUT_OF_MEMORY = "command not allowed when used memory > 'maxmemory'"
 """What every version says of it; before Redis 7 inside the error of a script, which has no type of its own."""
+_CANNOT_WRITE = "MISCONF"
+"""Begins the refusal of a Redis whose disk is full or fails. It refuses before anything of the command or script is
+done, goes on trying to write, and takes commands again once that succeeds."""
+_TOLD_AFTER = 2.0
+"""Seconds after which a wait is reported: a connection that is made again at once is not worth a line."""
 MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
 
 
@@ -53,7 +61,7 @@ class RedisStreams(Streams):
         *,
         budget: int,
         attempt: str,
-        patience: float = 30.0,
+        patience: float = OUTAGE_SECONDS,
         startup: float = 30.0,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -78,6 +86,7 @@ class RedisStreams(Streams):
         self._values = f"rollcall:state:{attempt}"
         self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
         self._step = 0
+        self._waits = False
         self._publishing = threading.Lock()
         self._scripts = {text: self._client.register_script(text) for text in _SCRIPTS}
         self.exchange(self._client.ping, startup)
@@ -152,18 +161,36 @@ class RedisStreams(Streams):
         return self.exchange(lambda: self._scripts[script](keys, arguments))
 
     def exchange(self, step: Callable[[], Any], patience: float | None = None) -> Any:
-        """The result of `step`, done again while Redis is away; `StreamError` for anything else that goes wrong."""
+        """The result of `step`, done again while Redis is away or cannot write; `StreamError` for any other failure.
+
+        Each try is a heartbeat: who waits here does not hang.
+        """
         deadline = Deadline(self._name, self._patience if patience is None else patience)
         pauses = growing_pauses(0.02, 1.0)
         while True:
             try:
-                return step()
-            except (Disconnected, TimedOut) as error:
-                if isinstance(error, AuthenticationError) or deadline.passed or self._is_over():
-                    raise self._failure(error) from error
+                result = step()
             except RedisError as error:
-                raise self._failure(error) from error
+                if not _may_pass(error) or deadline.passed or self._is_over():
+                    raise self._failure(error, deadline) from error
+                self._report_wait(error, deadline)
+            else:
+                self._report_end()
+                return result
+            heartbeat.beat()
             CLOCK.sleep(min(next(pauses), deadline.left))
+
+    def _report_wait(self, error: RedisError, deadline: Deadline) -> None:
+        """One line for each outage, whichever thread notices it first."""
+        if not self._waits and deadline.seconds - deadline.left >= _TOLD_AFTER:
+            self._waits = True
+            trouble = "cannot write to its disk" if _CANNOT_WRITE in str(error) else "does not answer"
+            log.warning("%s %s, waiting up to %.0f s: %s", self._name, trouble, deadline.seconds, one_line(error))
+
+    def _report_end(self) -> None:
+        if self._waits:
+            self._waits = False
+            log.warning("%s answers again", self._name)
 
     def _post(self, key: str) -> None:
         """Once. What is posted is what `put` took last, also where an earlier one of another thread comes later."""
@@ -187,9 +214,11 @@ class RedisStreams(Streams):
                 log.warning("%s was restarted and may have lost its last writes; going on with what it has", self._name)
             self._process = process
 
-    def _failure(self, error: RedisError) -> StreamError:
+    def _failure(self, error: RedisError, deadline: Deadline) -> StreamError:
         advice = MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
-        return StreamError(f"{self._name}: {one_line(error)}{advice}")
+        waited = deadline.seconds - deadline.left
+        lasting = f", for {waited:.0f} s" if waited >= _TOLD_AFTER and _may_pass(error) else ""
+        return StreamError(f"{self._name}: {one_line(error)}{lasting}{advice}")
 
     def _range(self, stream: str) -> Iterator[Raw]:
         page = self._page(stream, "-")
@@ -272,6 +301,13 @@ class RedisReader(Reader[R], Generic[R]):
 
 
 _SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)
+
+
+def _may_pass(error: RedisError) -> bool:
+    """Whether the same step may succeed a little later: Redis is away, or cannot write for the time being."""
+    if isinstance(error, AuthenticationError):
+        return False
+    return isinstance(error, Disconnected | TimedOut) or _CANNOT_WRITE in str(error)
 
 
 def _keys(topic: str) -> tuple[str, str]:

@@ -11,6 +11,9 @@ A role that is ours tells heartbeats, one process each (`pipeline.system.heartbe
     its work does not go on           longer than `seconds`, or than it declared where that is more
 
 A role that is not ours (Redis, vLLM) is asked whether it is ready for as long as it lives: `seconds` without a yes.
+
+While a process of the role waits inside the kernel for a disk (a file server that is away), its silence is no hang yet:
+such time counts against `OUTAGE_SECONDS` alone, as for everybody who meets a disk that fails.
 """
 
 import os
@@ -19,12 +22,14 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from pipeline.errors import one_line
 from pipeline.roles import Launch
 from pipeline.system import heartbeat
+from pipeline.system.outages import OUTAGE_SECONDS
 from pipeline.system.waiting import CLOCK, Clock, Deadline, growing_pauses
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
@@ -68,14 +73,28 @@ class Silence:
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._looked, self._seconds = clock, clock.now(), 0.0
+        self._last = self._excused = 0.0
         self._sign: Hashable = None
 
     def look(self, sign: Hashable) -> float:
         """The silence so far, if this is the sign now."""
         now = self._clock.now()
-        self._seconds = self._seconds + min(now - self._looked, LONGEST_LOOK) if sign == self._sign else 0.0
+        if sign == self._sign:
+            self._last = min(now - self._looked, LONGEST_LOOK)
+            self._seconds += self._last
+        else:
+            self._last = self._seconds = self._excused = 0.0
         self._sign, self._looked = sign, now
         return self._seconds
+
+    def lasts(self, allowed: float, waits_for_disk: Callable[[], bool]) -> bool:
+        """Whether the silence is longer than `allowed`, apart from what of it was spent waiting for a disk.
+
+        `waits_for_disk` is asked only in the second half: a role whose disk is back has the first half to say so.
+        """
+        if self._seconds > allowed / 2 and waits_for_disk():
+            self._excused += self._last
+        return self._seconds - self._excused > allowed or self._seconds > max(allowed, OUTAGE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -108,24 +127,24 @@ class Vitals:
             if self._beats:
                 self.probe.close()
         if self._beats:
-            return self._listen()
+            return self._listen(pid)
         silence = self._works[0].look(self.probe.answers)
-        if silence <= self._seconds:
+        if not self._works[0].lasts(self._seconds, lambda: _waits_for_disk(pid)):
             return None
         trouble = f"; {self.probe.trouble}" if self.probe.trouble else ""
         return Hang(f"hung: it has not answered for {silence:.0f} s{_state(pid)}{trouble}", pid)
 
-    def _listen(self) -> Hang | None:
+    def _listen(self, leader: int) -> Hang | None:
         """The process that stands still comes before those that wait for it; then the longest silence counts."""
         found: list[tuple[bool, float, Hang]] = []
         for slot, record in enumerate(self.board.read()):
             runs = self._runs[slot].look((record.pid, record.ticks))
             works = self._works[slot].look((record.pid, record.beats))
             who = f"process {slot} (pid {record.pid})" if record.pid else f"process {slot}"
-            if runs > self._seconds:
+            if self._runs[slot].lasts(self._seconds, lambda: _waits_for_disk(leader)):
                 cause = f"hung: its {who} has shown no sign of life for {runs:.0f} s{_state(record.pid)}"
                 found.append((True, runs, Hang(cause, record.pid)))
-            elif works > max(self._seconds, record.seconds):
+            elif self._works[slot].lasts(max(self._seconds, record.seconds), lambda: _waits_for_disk(leader)):
                 doing = f" in {record.doing!r}" if record.doing else ""
                 found.append(
                     (False, works, Hang(f"hung: its {who} makes no progress{doing} for {works:.0f} s", record.pid))
@@ -163,6 +182,28 @@ def _ours(leader: int, pids: Iterable[int]) -> list[int]:
     except psutil.NoSuchProcess:
         return []
     return [pid for pid in pids if pid == leader or pid in below]
+
+
+def _waits_for_disk(leader: int) -> bool:
+    """Whether a thread of this process, or of one below it, is in uninterruptible sleep (state D)."""
+    try:
+        below = psutil.Process(leader).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return False
+    pids = [leader, *(child.pid for child in below)]
+    return any(_state_of_thread(stat) == "D" for pid in pids for stat in _threads(pid))
+
+
+def _threads(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def _state_of_thread(stat: Path) -> str:
+    """The letter of a thread's state; empty if it has ended."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def _state(pid: int) -> str:

@@ -1,6 +1,8 @@
 """The redis role as an agent runs it: binary, configuration, readiness, and the data that its attempts inherit."""
 
 import os
+import resource
+import signal
 import socket
 import stat
 import threading
@@ -9,11 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from pipeline.errors import ConfigError, StreamError
 from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles import redis as role
+from pipeline.roles.context import RoleContext
 from pipeline.streams import Streams, connect
+from pipeline.streams import redis as redis_streams
+from pipeline.streams.redis import RedisStreams
 from pipeline.streams.redis_data import ONE_FILE, inherit
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import wait_for
@@ -311,3 +317,70 @@ def test_what_was_inherited_takes_nothing_of_the_memory_that_an_attempt_needs(tm
     (tmp_path / ONE_FILE).write_bytes(b"x" * 1000)
     text = role.server_config(a_config(budget_bytes=1 << 20), place, "s", tmp_path)
     assert f"maxmemory {(1 << 28) + 8 * (1 << 20) + 1000}\n" in text
+
+
+@with_each_redis
+def test_a_redis_whose_disk_is_full_is_waited_for_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The size of its files is bounded, which a write meets as it meets a full disk; the bound is lifted again."""
+    monkeypatch.setattr(redis_streams, "_TOLD_AFTER", 0.0)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # inherited: the write fails instead
+    try:
+        with a_redis(tmp_path, "7-0") as (context, child), connect(context) as streams:
+            streams.publish_many("reissue", numbers(1))
+            wait_until_written(context)
+            unbounded = resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+            fill(context)
+            port = context.placement.ports[0]
+            assert role.answers(ADDRESS, port, context.world.password), "it lives, though it cannot write"
+            with pytest.raises(StreamError, match=r"MISCONF .*, for \d+ s"):
+                impatient(context).put("key", b"value")
+            caplog.clear()
+            with ThreadPoolExecutor(1) as pool:
+                publishing = pool.submit(streams.publish_many, "reissue", numbers(2))
+                wait_for("a line about it", lambda: "cannot write to its disk" in caplog.text, WAIT_SECONDS)
+                assert not publishing.done()
+                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, unbounded)
+                assert publishing.result(WAIT_SECONDS)
+            assert "answers again" in caplog.text
+            assert left_in(streams) == [1, 2]
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@with_each_redis
+def test_a_bit_that_flips_in_the_data_costs_its_record_and_changes_none(tmp_path: Path) -> None:
+    with a_redis(tmp_path, "7-0") as (context, child), connect(context) as streams:
+        for position in (1, 2, 3):
+            streams.publish("reissue", Reissue(position=position, reason="a reason that is found"))
+        wait_until_written(context)
+        child.kill()
+    (file,) = [path for path in context.paths.redis.rglob("*aof*") if b"that is found" in path.read_bytes()]
+    data = bytearray(file.read_bytes())
+    data[data.index(b"that is found")] ^= 1
+    file.write_bytes(data)
+    with a_redis(tmp_path, "7-1") as (again, _), connect(again) as streams:
+        assert [entry.record.position for entry in streams.reader("reissue", Reissue, "test").read(9, 5)] == [2, 3]
+        assert ["checksum differs" in rejected.reason for rejected in streams.rejected("reissue")] == [True]
+
+
+def impatient(context: RoleContext) -> Streams:
+    """Streams that wait for half a second."""
+    place, world = context.placement, context.world
+    password, attempt = world.password, world.attempt
+    return RedisStreams(place.address, place.ports[0], password, budget=1, attempt=attempt, patience=0.5, startup=0.5)
+
+
+def fill(context: RoleContext) -> None:
+    """Write to a Redis until it notices that its disk takes nothing."""
+
+    def is_refused() -> bool:
+        try:
+            client.set("filler", b"x" * 100)
+        except ResponseError as error:
+            return "MISCONF" in str(error)
+        return False
+
+    with raw_client(context) as client:
+        wait_for("Redis to refuse a write", is_refused, WAIT_SECONDS)

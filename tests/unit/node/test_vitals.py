@@ -10,6 +10,7 @@ import pytest
 from pipeline.roles import Launch
 from pipeline.system import heartbeat
 from pipeline.system.heartbeat import Heartbeat, HeartbeatBoard
+from pipeline.system.outages import OUTAGE_SECONDS
 from pipeline.system.waiting import wait_for
 from slurm.node.vitals import Vitals
 from tests.fakes.clock import FakeClock
@@ -25,7 +26,7 @@ class Watched:
     """A role of some processes whose records a test writes, under a clock that it moves."""
 
     def __init__(self, processes: int) -> None:
-        self.clock, self.answers = FakeClock(), True
+        self.clock, self.answers, self.leader = FakeClock(), True, LEADER
         self.vitals = Vitals("role.0", Launch(("none",), lambda: True, processes), SECONDS, self.clock)
         self.records = [Heartbeat(LEADER + slot, 0, 0, 0.0, "") for slot in range(processes)]
 
@@ -35,7 +36,7 @@ class Watched:
         for _ in range(2 * seconds):
             tell()
             self.clock.sleep(0.5)
-            hang = self.vitals.watch(LEADER)
+            hang = self.vitals.watch(self.leader)
             said = hang.cause if hang else ""
         return said
 
@@ -131,6 +132,62 @@ def test_a_program_that_is_asked_lives_as_long_as_it_answers(watched: Callable[[
     assert role.pass_time(200, answer) == ""
     probe.trouble = "OSError: no route"
     assert "it has not answered for 61 s, it is gone; OSError: no route" in role.pass_time(61, lambda: None)
+
+
+WAITS_IN_THE_KERNEL = """
+import ctypes, os, signal, sys, time
+CLONE_VFORK = 0x4000
+number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+parent = os.getpid()
+if ctypes.CDLL(None).syscall(number, CLONE_VFORK | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+    print("waits", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+print("back", flush=True)
+time.sleep(600)
+"""
+"""A process in state D, which is what a write to a frozen disk looks like: the kernel holds it until its child ends."""
+
+
+@pytest.fixture
+def waiting_process() -> Iterator["subprocess.Popen[str]"]:
+    argv = [sys.executable, "-c", WAITS_IN_THE_KERNEL]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "waits\n"
+        try:
+            yield process
+        finally:
+            process.stdin.close()
+            process.kill()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_role_that_waits_for_a_disk_has_the_two_minutes_of_an_outage(
+    watched: Callable[[int], Watched], waiting_process: "subprocess.Popen[str]", processes: int
+) -> None:
+    role = watched(processes)
+    role.leader = waiting_process.pid
+    told = "makes no progress for 120 s" if processes else "has not answered for 120 s, it waits for a disk"
+    assert role.pass_time(int(OUTAGE_SECONDS), lambda: role.tick(*range(processes))) == ""
+    assert told in role.pass_time(1, lambda: role.tick(*range(processes)))
+
+
+def test_a_role_whose_disk_is_back_has_time_to_say_so(
+    watched: Callable[[int], Watched], waiting_process: "subprocess.Popen[str]"
+) -> None:
+    role = watched(0)
+    role.leader = waiting_process.pid
+    assert role.pass_time(90, lambda: None) == ""
+    assert waiting_process.stdin is not None
+    assert waiting_process.stdout is not None
+    waiting_process.stdin.close()
+    assert waiting_process.stdout.readline() == "back\n"
+    assert role.pass_time(29, lambda: None) == ""
+    role.vitals.probe.answers += 1
+    assert role.pass_time(60, lambda: None) == ""
+    assert "has not answered for 60 s" in role.pass_time(1, lambda: None)
 
 
 TELLS = """
