@@ -176,6 +176,14 @@ class Form:
         return info
 
 
+def expert_layers(network: Any) -> set[str]:
+    """The names that files give to the matrices of each expert, such as `gate_proj`, of a network that holds all
+    experts of a layer in one tensor; empty for one that does not."""
+    converters = _parted(get_model_conversion_mapping(network))[1]
+    patterns = [pattern for each in converters for pattern in each.source_patterns if "experts" in pattern]
+    return {pattern.removesuffix(".weight").rpartition(".")[-1] for pattern in patterns}
+
+
 def _parted(conversions: Collection[Any]) -> tuple[list[Any], list[Any]]:
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     return renamings, [each for each in conversions if isinstance(each, WeightConverter)]

@@ -43,8 +43,8 @@ class Weights:
         self.form = Form(Path(config.path), self._files.keys if self._files else ())
         self._refuse("no tensors but those of the model in its config.json", "also", self.form.strangers)
 
-    def fill(self, targets: Tensors, seed: int) -> None:
-        """Give each of `targets`, by their names in the network, its rows.
+    def fill(self, targets: Tensors, seed: int) -> set[str]:
+        """Give each of `targets`, by their names in the network, its rows; returns the names of those that got some.
 
         Random ones depend on the seed and the names alone. Raises `ConfigError` if the directory lacks some, has some
         of another shape, or holds two unlike versions of a tensor that is tied.
@@ -64,6 +64,11 @@ class Weights:
             if self._files and name in targets and not holds(targets[name], self._files.slice(key)):
                 mend = "set tie_word_embeddings to false in its config.json if they are meant to differ"
                 raise ConfigError("model.path", self._path, f"{self.form.plain[name]} and {key} to be equal", mend)
+        return filled & targets.keys()
+
+    def refuse_unfilled(self, names: Collection[str]) -> None:
+        """Raises `ConfigError` if any parameters were given no numbers: they hold whatever their memory held."""
+        self._refuse("every parameter of the model", "not", names)
 
     def _draw(self, seed: int) -> Iterator[tuple[str, Any]]:
         return self.form.drawn(lambda name: seed_of(seed, name))

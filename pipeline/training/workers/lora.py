@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, ModelConfig, nearest
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.training.workers.form import expert_layers
 from pipeline.training.workers.loading import seed_of
 from pipeline.weights.link import adapter_settings
 
@@ -48,14 +50,15 @@ _EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transfo
 def add_adapters(network: nn.Module, lora: LoraConfig) -> nn.Module:
     """The same network with an adapter on every targeted layer, and all else frozen; they hold no numbers of use yet.
 
-    Raises `ConfigError` for a target that names no linear layer, and for an adapter to go on from that is not there or
-    was made with other settings.
+    Raises `ConfigError` for a target that names no linear layer or the layers of experts, and for an adapter to go on
+    from that is not there or was made with other settings.
     """
     _check_targets(network, lora.targets)
     if lora.adapter:
         _check_settings(_read_settings(Path(lora.adapter)), Path(lora.adapter), lora)
     with torch.random.fork_rng(devices=[]):
         adapted: nn.Module = inject_adapter_in_model(_peft_config(lora), network, adapter_name=_NAME)
+    _check_layers(adapted, lora.targets)
     return adapted
 
 
@@ -107,13 +110,31 @@ def _peft_config(lora: LoraConfig, base: str | None = None, inference_mode: bool
 
 
 def _check_targets(network: Any, targets: tuple[str, ...]) -> None:
-    """The head is no target: log-probabilities are computed from its weight alone (see `head`)."""
-    head = network.get_output_embeddings()
-    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    known = sorted({name.rpartition(".")[-1] for name in linear})
-    for target in targets:
-        if target not in known:
-            raise ConfigError("model.lora.targets", target, "a linear layer of the model", nearest(target, known))
+    """The head is no target: log-probabilities are computed from its weight alone (see `head`). Experts are none yet:
+    peft would adapt the one tensor that holds all of a layer, also where shared layers have the same name."""
+    head, experts = network.get_output_embeddings(), expert_layers(network)
+    linear = {name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    known = sorted({name.rpartition(".")[-1] for name in linear} - experts)
+    wrong = [target for target in targets if target not in known]
+    if not wrong:
+        return
+    usable = [target for target in targets if target in known]
+    if experts:
+        expected = "linear layers outside of the experts, on which adapters are not supported"
+        mend = f"set model.lora.targets=[{','.join(usable)}]" if usable else f"choose from: {', '.join(known)}"
+        raise ConfigError("model.lora.targets", ",".join(wrong), expected, mend)
+    mend = nearest(wrong[0], known)
+    if len(wrong) > 1 and usable:
+        mend = f"set model.lora.targets=[{','.join(usable)}]"
+    raise ConfigError("model.lora.targets", ",".join(wrong), "a linear layer of the model", mend)
+
+
+def _check_layers(network: nn.Module, targets: tuple[str, ...]) -> None:
+    """Whatever peft makes of the names of targets, adapters are on linear layers only."""
+    for name, module in network.named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
+            expected = f"names of linear layers; peft puts an adapter on {name}, which is none"
+            raise ConfigError("model.lora.targets", ",".join(targets), expected, "leave out the target that names it")
 
 
 def _read(shapes: Mapping[str, torch.Size], directory: Path) -> Iterator[tuple[str, Tensor]]:

@@ -166,21 +166,25 @@ def _without_dropout(module: nn.Module) -> None:
 def fill_model(model: DecoderModel, weights: Weights, config: ModelConfig, seed: int, device: torch.device) -> None:
     """Bring an outline, sharded or not, to the device, and give it its first weights; see `Weights.fill`.
 
-    A value head starts at 0. Raises what `lora.first_tensors` raises.
+    A value head starts at 0. Raises what `lora.first_tensors` raises, and `ConfigError` if a parameter got no numbers.
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.copy_(buffers[name])
     model.network.tie_weights()
-    weights.fill(stored(model, weights.form), seed)
+    targets = stored(model, weights.form)
+    filled = {id(targets[name]) for name in weights.fill(targets, seed)}
     if isinstance(model, Critic):
         for parameter in model.head.parameters():
             local(parameter.detach()).zero_()
+            filled.add(id(parameter))
     if config.lora.rank:
         named = dict(model.network.named_parameters())
         for name, tensor in _lora().first_tensors(model.network, config.lora, seed):
             fill_shard(named[name], tensor)
+            filled.add(id(named[name]))
+    weights.refuse_unfilled({name for name, p in model.network.named_parameters() if id(p) not in filled})
 
 
 def build_model(config: ModelConfig, seed: int, kind: Kind = "policy") -> DecoderModel:

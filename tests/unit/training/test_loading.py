@@ -15,7 +15,8 @@ from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.training.spec import Kind, ModelSpec
 from pipeline.training.workers import fsdp, tensor_files, worker
-from pipeline.training.workers.model import build_model
+from pipeline.training.workers.loading import Weights
+from pipeline.training.workers.model import build_model, fill_model, outline
 from pipeline.training.workers.offload import local
 from pipeline.training.workers.worker import ModelWorker
 from pipeline.weights.wire import Parameter, WeightLayout
@@ -90,6 +91,15 @@ def test_a_directory_whose_tensors_are_not_the_models_is_refused_by_their_names(
     change(folder, edit)
     with pytest.raises(ConfigError, match=named):
         built(folder)
+
+
+def test_a_parameter_that_no_file_fills_is_refused_whatever_wraps_it(folder: Path) -> None:
+    config = ModelConfig(path=str(folder))
+    wrapped = outline(config)
+    layer = wrapped.network.model.layers[1].mlp
+    layer.down_proj = torch.nn.Sequential(layer.down_proj)
+    with pytest.raises(ConfigError, match=r"not in its files: model\.layers\.1\.mlp\.down_proj\.0\.weight"):
+        fill_model(wrapped, Weights(config), config, 7, torch.device("cpu"))
 
 
 def test_layers_that_the_config_does_not_have_are_refused(folder: Path) -> None:

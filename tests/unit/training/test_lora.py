@@ -168,3 +168,37 @@ def test_a_target_that_is_no_linear_layer_below_the_head_is_refused(target: str)
     lora = LORA.model_copy(update={"targets": ("q_proj", target)})
     with pytest.raises(RollcallError, match=target):
         adapted(a_network(), lora, seed=1)
+
+
+SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "glm4_moe": ROUTED,
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    "deepseek_v3": ROUTED | LATENT,
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def a_mixture(family: str) -> Any:
+    config = AutoConfig.for_model(family, **SIZE, **HEADS, pad_token_id=0, **MIXTURES[family])
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_on_experts_are_refused_with_the_targets_that_work(family: str) -> None:
+    """The default targets name shared or dense layers in some of these models, and the experts too."""
+    attention = "o_proj" if family == "deepseek_v3" else "q_proj,k_proj,v_proj,o_proj"
+    lora = LoraConfig(rank=4)
+    with pytest.raises(ConfigError, match=rf"outside of the experts.*set model\.lora\.targets=\[{attention}\]"):
+        add_adapters(a_mixture(family), lora)
+    working = add_adapters(a_mixture(family), lora.model_copy(update={"targets": tuple(attention.split(","))}))
+    places = {name.split(".lora_")[0] for name, _ in working.named_parameters() if is_trained(name)}
+    assert places
+    assert all(".self_attn." in name for name in places)
