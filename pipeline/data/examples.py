@@ -73,12 +73,15 @@ class Examples:
         """Row `index`; `RowError` if it is no conversation."""
         try:
             return self._example(self._rows[index])
-        except (MessageError, RecordError) as error:
+        except RecordError as error:  # it names the line
+            raise RowError(f"{self._name}: row {index}: {error}") from None
+        except MessageError as error:
             raise self.wrong(index, str(error)) from None
 
     def wrong(self, index: int, reason: str) -> RowError:
         """The error that says why row `index` cannot be used."""
-        return RowError(f"{self._name}: row {index}: {reason}")
+        place = self._rows.place(index)
+        return RowError(f"{self._name}: row {index}: {reason}{place and f' ({place})'}")
 
     def _example(self, row: Mapping[str, Any]) -> Example:
         used = set(self._columns.values())

@@ -14,7 +14,7 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
@@ -49,6 +49,12 @@ class JsonRows:
         part = self._parts[place]
         return part.row(index - self._ends[place] + len(part))
 
+    def place(self, index: int) -> str:
+        """The file of row `index` and its line there, counted from 1 as editors do."""
+        place = bisect_right(self._ends, index)
+        part = self._parts[place]
+        return part.place(index - self._ends[place] + len(part))
+
     def _columns(self) -> tuple[str, ...]:
         """Those of the first rows that can be read; the error of the first row when none can be."""
         seen = list[Mapping[str, Any]]()
@@ -65,7 +71,9 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._starts = array("q", _starts(path))
+        self._starts = array("q")
+        self._blanks = array("q")  # for each empty line, how many rows come before it
+        self._index(path)
         with path.open("rb") as file:
             self._map = mmap(file.fileno(), 0, access=ACCESS_READ) if len(self._starts) else None
 
@@ -76,7 +84,20 @@ class _Lines:
         start = self._starts[index]
         assert self._map is not None, "there are rows"
         end = self._map.find(b"\n", start)
-        return _object(self._map[start : end if end >= 0 else None], f"{self._path}, byte {start}")
+        return _object(self._map[start : end if end >= 0 else None], self.place(index))
+
+    def place(self, index: int) -> str:
+        return f"{self._path.name}, line {index + 1 + bisect_right(self._blanks, index)}"
+
+    def _index(self, path: Path) -> None:
+        position = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.isspace():
+                    self._blanks.append(len(self._starts))
+                else:
+                    self._starts.append(position)
+                position += len(line)
 
 
 class _List:
@@ -93,7 +114,10 @@ class _List:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return _checked(self._rows[index], f"{self._path}, entry {index}")
+        return _checked(self._rows[index], self.place(index))
+
+    def place(self, index: int) -> str:
+        return f"{self._path.name}, entry {index + 1}"
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
@@ -126,18 +150,11 @@ def _is_list(path: Path) -> bool:
         return file.read(64).lstrip().startswith(b"[")
 
 
-def _starts(path: Path) -> Iterator[int]:
-    position = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.isspace():
-                yield position
-            position += len(line)
-
-
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         return _checked(json.loads(line), where)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{where}: no JSON: {error.msg}, column {error.colno}") from None
     except ValueError as error:
         raise RecordError(f"{where}: no JSON: {error}") from None
 

@@ -25,7 +25,13 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """`RecordError`, which names the row's place, when it cannot be read."""
+        ...
+
+    def place(self, index: int) -> str:
+        """The file and the line of a row; empty where that is not known."""
+        ...
 
 
 class Table:
@@ -42,6 +48,10 @@ class Table:
             raise IndexError(f"row {index} of {len(self)}")
         row: Mapping[str, Any] = self._rows[self._part[index]]
         return row
+
+    def place(self, index: int) -> str:
+        """See `Rows`; the library `datasets` does not say where a row came from."""
+        return self._rows.place(self._part[index]) if isinstance(self._rows, JsonRows) else ""
 
 
 def open_rows(source: SourceConfig, section: str = "data") -> Rows:

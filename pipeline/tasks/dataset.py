@@ -18,6 +18,8 @@ from pipeline.errors import ConfigError
 from pipeline.tasks.protocol import Prompt, Task, TaskOptions
 
 SECTION = "task.options"
+EVAL_ROWS = 256
+"""Most rows that are held out where the options do not say how many."""
 
 
 class DatasetOptions(SourceConfig, TaskOptions):
@@ -29,8 +31,10 @@ class DatasetOptions(SourceConfig, TaskOptions):
         description="Split of the held-out rows; empty: that of `split` without its slice in `eval_path`, or, where "
         "that is empty too, the last rows of `split`.",
     )
-    eval_rows: NotNegative = Field(
-        256, description="Rows held out: the last of `split`, or the first of the held-out ones; 0: all of those."
+    eval_rows: NotNegative | None = Field(
+        None,
+        description="Rows held out: the last of `split`, or the first of the held-out ones; 0: all of those. Unset: at "
+        "most 256, and of `split` at most a tenth, but one.",
     )
     system: str = Field("", description="System message before each prompt that has none; empty: none.")
     plain: bool = Field(
@@ -63,10 +67,7 @@ class Dataset(Task):
         if options.apart:
             refuse_overlap(options, options.held_out(), SECTION)
         self._examples = Examples.open(options, SECTION)
-        self._held_out_rows = 0 if options.apart else options.eval_rows
-        if len(self) < 1:
-            expected = f"less than the {len(self._examples)} rows of the dataset"
-            raise ConfigError(f"{SECTION}.eval_rows", options.eval_rows, expected, "lower it, or set eval_split")
+        self._held_out_rows = 0 if options.apart else self._last_rows(len(self._examples))
 
     def __len__(self) -> int:
         return len(self._examples) - self._held_out_rows
@@ -80,12 +81,25 @@ class Dataset(Task):
     def reward(self, prompt: Prompt, text: str) -> float:
         raise NotImplementedError("a dataset has no reward; set reward.functions")
 
+    def _last_rows(self, rows: int) -> int:
+        """How many of so many rows are held out; `ConfigError` if none would be left to train."""
+        asked = self.options.eval_rows
+        held_out = min(EVAL_ROWS, max(1, rows // 10)) if asked is None else asked
+        if held_out < rows:
+            return held_out
+        if asked is None:
+            expected = f"a dataset of 2 rows or more, one of which is held out; {self.options.split} has {rows}"
+            raise ConfigError(f"{SECTION}.path", self.options.path, expected, f"set {SECTION}.eval_path, or add rows")
+        mend = f"lower it, leave it out, or set {SECTION}.eval_split or eval_path"
+        raise ConfigError(f"{SECTION}.eval_rows", asked, f"less than the {rows} rows of the dataset", mend)
+
     @cached_property
     def _held_out(self) -> list[Prompt]:
         if not self.options.apart:
             return [self._asked(self._examples[row]) for row in range(len(self), len(self._examples))]
         examples = Examples.open(self.options.held_out(), SECTION)
-        count = min(self.options.eval_rows or len(examples), len(examples))
+        asked = EVAL_ROWS if self.options.eval_rows is None else self.options.eval_rows
+        count = min(asked or len(examples), len(examples))
         return [self._asked(examples[row]) for row in range(count)]
 
     def _asked(self, example: Example) -> Prompt:

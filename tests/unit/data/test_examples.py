@@ -175,8 +175,20 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, reason: str) 
     path = Path(write(tmp_path / "rows.jsonl", [{"messages": [ASKED, SAID]}] * 1001))
     with path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(RowError, match=f"row 1001: .*rows.jsonl, byte [0-9]+: {reason}"):
+    with pytest.raises(RowError, match=f"row 1001: .*rows.jsonl, line 1002: {reason}"):
         Examples.open(SourceConfig(path=str(path)))[1001]
+
+
+def test_lines_are_counted_as_an_editor_does_also_after_empty_ones(tmp_path: Path) -> None:
+    good, odd = json.dumps({"messages": [ASKED, SAID]}), json.dumps({"messages": []})
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"\n{good}\n\n\n{odd}\n{good}\n\n{{")
+    found = Examples.open(SourceConfig(path=str(path), split="train[1:]"))
+    assert len(found) == 3
+    with pytest.raises(RowError, match=r"row 0: .* \(rows\.jsonl, line 5\)$"):
+        found[0]
+    with pytest.raises(RowError, match=r"row 2: rows\.jsonl, line 8: no JSON: .*, column 2"):
+        found[2]
 
 
 def test_a_broken_line_fails_alone_unless_there_is_no_other(tmp_path: Path) -> None:
@@ -184,10 +196,10 @@ def test_a_broken_line_fails_alone_unless_there_is_no_other(tmp_path: Path) -> N
     path.write_text("{\n" + path.read_text())
     found = Examples.open(SourceConfig(path=str(path)))
     assert found[1].prompt == (ASKED,)
-    with pytest.raises(RowError, match=r"row 0: .*rows\.jsonl, byte 0: no JSON: "):
+    with pytest.raises(RowError, match=r"row 0: .*rows\.jsonl, line 1: no JSON: "):
         found[0]
     path.write_text("{\n[]\n")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, byte 0: no JSON: "):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 1: no JSON: "):
         Examples.open(SourceConfig(path=str(path)))
 
 

@@ -91,8 +91,33 @@ def test_its_rewards_are_functions_of_columns_that_it_has(file: Path) -> None:
 def test_a_row_that_is_no_prompt_fails_alone_with_its_number(tmp_path: Path) -> None:
     task = dataset(written(tmp_path / "odd.jsonl", [{"prompt": "a"}, {"prompt": 7}, *[{"prompt": "b"}] * 4]))
     assert task.prompt(0).messages[0]["content"] == "a"
-    with pytest.raises(RecordError, match="row 1"):
+    with pytest.raises(RecordError, match=r"row 1: .* \(odd\.jsonl, line 2\)$"):
         task.prompt(1)
+
+
+@pytest.mark.parametrize(("rows", "held_out"), [(2, 1), (9, 1), (100, 10), (256, 25), (2560, 256), (5000, 256)])
+def test_a_tenth_is_held_out_of_a_small_dataset_unless_it_is_said(tmp_path: Path, rows: int, held_out: int) -> None:
+    task = dataset(written(tmp_path / "rows.jsonl", [{"prompt": "a"}] * rows), eval_rows=None)
+    assert (len(task), len(task.held_out())) == (rows - held_out, held_out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "eval_rows", "said"),
+    [
+        (10, 11, r"options\.eval_rows=11: expected less than the 10 rows of the dataset; lower it, leave it out, or"),
+        (10, 10, r"options\.eval_rows=10: expected less than the 10 rows"),
+        (
+            1,
+            None,
+            r"options\.path=.*: expected a dataset of 2 rows or more, .* train has 1; set task\.options\.eval_path",
+        ),
+    ],
+)
+def test_a_dataset_that_leaves_nothing_to_train_is_refused(
+    tmp_path: Path, rows: int, eval_rows: int | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        dataset(written(tmp_path / "rows.jsonl", [{"prompt": "a"}] * rows), eval_rows=eval_rows)
 
 
 @pytest.mark.parametrize(
