@@ -4,6 +4,7 @@
 |---|---|
 | `schema` | the keys of the algorithm, and the whole |
 | `reading` | how a tree of values becomes a config |
+| `aliases` | the key that an unknown one means, also by the names of TRL and verl |
 | `places` | the keys of cluster and resources |
 | `data` | the keys of datasets |
 | `tasks` | the keys of tasks, rewards and a teacher |
@@ -18,11 +19,12 @@
 | `models` | model directories, built-in ones among them |
 """
 
+from pipeline.config.aliases import suggest_key
 from pipeline.config.data import ColumnsConfig, DataConfig, SourceConfig
 from pipeline.config.evaluation import EvalSetConfig, EvaluationConfig
 from pipeline.config.generation import InferenceConfig, RolloutConfig
 from pipeline.config.places import ClusterConfig, ResourcesConfig
-from pipeline.config.reading import NAMED, known_form, known_keys, load_config, named_section, nearest
+from pipeline.config.reading import NAMED, is_list, known_form, known_keys, load_config, named_section, nearest
 from pipeline.config.schema import (
     CriticConfig,
     LoraConfig,
@@ -61,9 +63,11 @@ __all__ = [
     "TrackingConfig",
     "TrainingConfig",
     "WarmStartConfig",
+    "is_list",
     "known_form",
     "known_keys",
     "load_config",
     "named_section",
     "nearest",
+    "suggest_key",
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bytes, Fraction, NotNegative, Positive, Seconds, Section
+from pipeline.config.values import Bytes, Fraction, NotNegative, Positive, Seconds, Section, Texts
 
 
 class RolloutConfig(Section):
@@ -74,4 +74,4 @@ class InferenceConfig(Section):
         description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values. "
         "With vLLM 0.25 they bring along which weights sampled each token.",
     )
-    extra_args: tuple[str, ...] = Field((), description="Further arguments for vLLM's server, as on its command line.")
+    extra_args: Texts = Field((), description="Further arguments for vLLM's server, as on its command line.")

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pipeline.config.aliases import suggest_key
 from pipeline.config.schema import RunConfig
 from pipeline.config.values import FORMS
 from pipeline.errors import ConfigError
@@ -52,6 +53,11 @@ def named_section(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in inner[1:] if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
+def is_list(field: FieldInfo | None) -> bool:
+    """Whether a key's value is a list."""
+    return field is not None and get_origin(field.annotation) is tuple
+
+
 def known_form(key: str, keys: Collection[str]) -> str:
     """A dotted key as `known_keys` spells it: with `NAMED` in the place of a name that the user gave.
 
@@ -81,7 +87,7 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     known = known_keys()
     form = known_form(key, known)
     if details["type"] == "extra_forbidden":
-        return ConfigError(key, details["input"], "a known key", nearest(form, list(known)))
+        return ConfigError(key, details["input"], "a known key", suggest_key(form, list(known)))
     if details["type"] == "missing":
         return ConfigError(key, None, "a value", f"set {key}=…")
     field = known.get(form)

@@ -32,6 +32,7 @@ from pipeline.config.values import (
     Rate,
     Seconds,
     Section,
+    Texts,
 )
 
 
@@ -40,7 +41,7 @@ class LoraConfig(Section):
 
     rank: NotNegative = Field(0, description="Rank of the adapters; 0: all weights are trained.")
     alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="Their output is scaled by alpha / rank.")
-    targets: tuple[str, ...] = Field(
+    targets: Texts = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         description="Names of the linear layers that get one.",

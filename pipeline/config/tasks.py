@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import NotNegative, Positive, Seconds, Section
+from pipeline.config.values import NotNegative, Numbers, Positive, Seconds, Section, Texts
 
 
 class TaskConfig(Section):
@@ -30,12 +30,12 @@ class TaskConfig(Section):
 class RewardConfig(Section):
     """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
 
-    functions: tuple[str, ...] = Field(
+    functions: Texts = Field(
         (),
         description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
         "is the task's own reward. Empty: that alone.",
     )
-    weights: tuple[float, ...] = Field((), description="A factor for each of them, in order; empty: 1.")
+    weights: Numbers = Field((), description="A factor for each of them, in order; empty: 1.")
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Further keywords for a function, by its name."
     )

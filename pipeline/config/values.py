@@ -45,6 +45,14 @@ def _is_subnet(value: str) -> str:
         raise ValueError(FORMS[NETWORK_FORM]) from None
 
 
+def _as_list(value: object) -> object:
+    """One entry may be written without the brackets of a list."""
+    return (value,) if isinstance(value, str | int | float) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_list)]
+"""Lists; one entry also without brackets."""
 Network = Annotated[str, Field(pattern=NETWORK_FORM), AfterValidator(_is_subnet)]
 Memory = Annotated[str, Field(pattern=MEMORY_FORM)]
 SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_FORM)]

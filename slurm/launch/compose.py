@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
-from pipeline.config import NAMED, RunConfig, known_form, known_keys, load_config, nearest
+from pipeline.config import NAMED, RunConfig, is_list, known_form, known_keys, load_config, nearest, suggest_key
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
@@ -177,6 +177,8 @@ def _prepare(text: str, folder: Path) -> str:
     override = _parse(text)
     if override.is_sweep_override():
         mend = "-m submits one run for each value"
+        if is_list(known_keys().get(override.key_or_group)):
+            mend += f"; a list has brackets: '{override.key_or_group}=[{text.partition('=')[2]}]'"
         raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
     key, choices = override.key_or_group, config_groups(folder)
     if key in choices:
@@ -201,7 +203,7 @@ def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
         raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
     if key not in keys and not key.startswith(OPEN):
         value = text.partition("=")[2] if override.is_sweep_override() else override.value()
-        raise ConfigError(override.key_or_group, value, "a known key", nearest(key, [*keys, *choices]))
+        raise ConfigError(override.key_or_group, value, "a known key", suggest_key(key, [*keys, *choices]))
 
 
 def _refuse_named(override: Override, text: str) -> None:

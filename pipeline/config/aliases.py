@@ -1,0 +1,178 @@
+"""What a key is called here, for one that is called otherwise elsewhere, or that is misspelt.
+
+Owns the names that TRL (with the `TrainingArguments` of transformers) and verl have for what the keys of this project
+say, and the choice of the key that an unknown one is likely to mean. Pure; knows keys as texts only.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+
+_CLOSE = 0.6
+"""Least likeness of two words of which one may be a misspelling of the other."""
+_MOST = 4
+_SEE = "see docs/configuration.md for all of them"
+
+_TRL: Mapping[str, tuple[str, ...]] = {
+    "adam_beta1": ("optim.beta1",),
+    "adam_beta2": ("optim.beta2",),
+    "adam_epsilon": ("optim.eps",),
+    "assistant_only_loss": ("data.train_on",),
+    "beta": ("loss.kl",),
+    "bf16": ("model.dtype",),
+    "completion_only_loss": ("data.train_on",),
+    "dataset_config": ("data.subset",),
+    "dataset_name": ("task.options.path", "data.path"),
+    "dataset_test_split": ("task.options.eval_split", "data.eval_split"),
+    "dataset_train_split": ("task.options.split", "data.split"),
+    "epsilon": ("loss.clip_low", "loss.clip_high"),
+    "epsilon_high": ("loss.clip_high",),
+    "eval_steps": ("training.eval_every",),
+    "fp16": ("model.dtype",),
+    "generation_batch_size": ("training.prompts_per_step",),
+    "gradient_accumulation_steps": ("training.micro_batch_tokens",),
+    "gradient_checkpointing": ("training.activation_checkpointing",),
+    "importance_sampling_level": ("loss",),
+    "learning_rate": ("optim.lr", "training.warm_start.lr"),
+    "log_completions": ("rollout.kept_bytes",),
+    "lora_alpha": ("model.lora.alpha",),
+    "lora_r": ("model.lora.rank",),
+    "lora_target_modules": ("model.lora.targets",),
+    "loss_type": ("loss",),
+    "lr_scheduler_type": ("optim.schedule",),
+    "mask_truncated_completions": ("training.overlong",),
+    "max_completion_length": ("rollout.max_tokens",),
+    "max_grad_norm": ("optim.clip_norm",),
+    "max_prompt_length": ("model.max_length",),
+    "max_seq_length": ("model.max_length",),
+    "max_steps": ("training.steps", "training.warm_start.steps"),
+    "model_name_or_path": ("model.path",),
+    "num_generations": ("rollout.samples",),
+    "num_iterations": ("training.update_epochs",),
+    "num_train_epochs": ("training.warm_start.epochs", "training.steps"),
+    "output_dir": ("output",),
+    "per_device_eval_batch_size": ("training.micro_batch_tokens",),
+    "per_device_train_batch_size": ("training.prompts_per_step", "training.warm_start.batch"),
+    "ref_model_sync_steps": ("loss.reference_every",),
+    "report_to": ("tracking.wandb",),
+    "reward_funcs": ("reward.functions",),
+    "reward_weights": ("reward.weights",),
+    "run_name": ("name",),
+    "save_steps": ("training.checkpoint_every",),
+    "save_total_limit": ("training.keep_checkpoints",),
+    "scale_rewards": ("loss.advantage",),
+    "steps_per_generation": ("training.mini_batches",),
+    "sync_ref_model": ("loss.reference_every",),
+    "torch_compile": ("training.compile",),
+    "torch_dtype": ("model.dtype",),
+    "use_peft": ("model.lora.rank",),
+    "vllm_gpu_memory_utilization": ("inference.gpu_memory",),
+    "vllm_importance_sampling_cap": ("loss.correction_cap",),
+    "vllm_importance_sampling_correction": ("loss.correction",),
+    "vllm_importance_sampling_mode": ("loss.correction",),
+    "vllm_max_model_length": ("model.max_length",),
+    "vllm_tensor_parallel_size": ("resources.inference.gpus",),
+    "warmup_ratio": ("optim.warmup_steps",),
+}
+
+_VERL: Mapping[str, tuple[str, ...]] = {
+    "adv_estimator": ("loss.advantage",),
+    "betas": ("optim.beta1", "optim.beta2"),
+    "clip_grad": ("optim.clip_norm",),
+    "clip_ratio": ("loss.clip_low", "loss.clip_high"),
+    "clip_ratio_high": ("loss.clip_high",),
+    "clip_ratio_low": ("loss.clip_low",),
+    "cliprange_value": ("critic.clip",),
+    "critic.optim.lr": ("critic.lr",),
+    "custom_reward_function": ("reward.functions",),
+    "data.train_batch_size": ("training.prompts_per_step",),
+    "default_local_dir": ("output",),
+    "enable_gradient_checkpointing": ("training.activation_checkpointing",),
+    "entropy_coeff": ("loss.entropy",),
+    "experiment_name": ("name",),
+    "filter_groups": ("training.zero_advantage",),
+    "gamma": ("loss.discount",),
+    "gpu_memory_utilization": ("inference.gpu_memory",),
+    "grad_clip": ("optim.clip_norm",),
+    "kl_coef": ("loss.kl",),
+    "kl_loss_coef": ("loss.kl",),
+    "kl_loss_type": ("loss.kl_estimator",),
+    "kl_penalty": ("loss.kl_estimator",),
+    "lam": ("loss.trace",),
+    "logger": ("tracking.wandb",),
+    "lora_rank": ("model.lora.rank",),
+    "loss_agg_mode": ("loss.normalise",),
+    "loss_mode": ("loss",),
+    "lr_warmup_steps": ("optim.warmup_steps",),
+    "lr_warmup_steps_ratio": ("optim.warmup_steps",),
+    "max_actor_ckpt_to_keep": ("training.keep_checkpoints",),
+    "max_num_seqs": ("inference.max_sequences",),
+    "max_response_length": ("rollout.max_tokens",),
+    "n": ("rollout.samples",),
+    "n_gpus_per_node": ("resources.gpus_per_node",),
+    "nnodes": ("resources.nodes",),
+    "norm_adv_by_std_in_grpo": ("loss.advantage",),
+    "optimizer_offload": ("training.offload",),
+    "param_offload": ("training.offload",),
+    "ppo_epochs": ("training.update_epochs",),
+    "ppo_max_token_len_per_gpu": ("training.micro_batch_tokens",),
+    "ppo_micro_batch_size": ("training.micro_batch_rows",),
+    "ppo_micro_batch_size_per_gpu": ("training.micro_batch_rows",),
+    "ppo_mini_batch_size": ("training.mini_batches",),
+    "project_name": ("tracking.project",),
+    "prompt_key": ("task.options.columns.prompt", "data.columns.prompt"),
+    "reshard_after_forward": ("training.reshard",),
+    "rollout_is": ("loss.correction",),
+    "rollout_is_threshold": ("loss.correction_cap",),
+    "save_freq": ("training.checkpoint_every",),
+    "target_modules": ("model.lora.targets",),
+    "tensor_model_parallel_size": ("resources.inference.gpus",),
+    "test_freq": ("training.eval_every",),
+    "total_epochs": ("training.steps", "training.warm_start.epochs"),
+    "total_training_steps": ("training.steps",),
+    "train_batch_size": ("training.prompts_per_step", "training.warm_start.batch"),
+    "train_files": ("task.options.path", "data.path"),
+    "use_kl_in_reward": ("loss.kl_in",),
+    "use_kl_loss": ("loss.kl",),
+    "use_remove_padding": ("training.packing",),
+    "use_torch_compile": ("training.compile",),
+    "val_files": ("task.options.eval_path", "data.eval_path"),
+}
+
+ALIASES: Mapping[str, tuple[str, ...]] = {**_TRL, **_VERL}
+"""By a dotted key, or by the last word of one, the keys that say the same here."""
+
+
+def suggest_key(key: str, known: Sequence[str]) -> str:
+    """What to use in place of an unknown key: the keys here of another framework's name, or those of `known` that it
+    may be a misspelling of.
+
+    >>> suggest_key("rollout.num_generations", ["rollout.samples", "rollout.max_tokens"])
+    'here it is rollout.samples'
+    >>> suggest_key("optim.lrr", ["optim.lr", "loss.trace"])
+    'did you mean optim.lr?'
+    """
+    word = key.rpartition(".")[2]
+    if ours := _alias(key):
+        return f"here it is {_one_of(ours)}"
+    alike = sorted((name for name in known if name.rpartition(".")[2] == word), key=lambda name: -_likeness(key, name))
+    if not alike:
+        close = [name for name in known if _likeness(word, name.rpartition(".")[2]) >= _CLOSE]
+        alike = [max(close, key=lambda name: _likeness(key, name))] if close else []
+    if not alike:
+        return _SEE
+    return f"did you mean {_one_of(alike[: 1 if '.' in key else _MOST])}?"
+
+
+def _alias(key: str) -> tuple[str, ...]:
+    """Those of the longest end of the key that has an entry."""
+    words = key.split(".")
+    ends = (".".join(words[start:]) for start in range(len(words)))
+    return next((ALIASES[end] for end in ends if end in ALIASES), ())
+
+
+def _one_of(keys: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(keys[:-1]), keys[-1])))
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
