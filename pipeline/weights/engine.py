@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
 from pipeline.weights.adapters import AdapterFolder
+from pipeline.weights.expert_packing import pack_experts_at_updates
 from pipeline.weights.wire import SERVER, TransferGroup, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Ten
     """Load checkpoint tensors into a vLLM model that already serves."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    pack_experts_at_updates()
     initialize_layerwise_reload(model)
     model.load_weights(weights)
     finalize_layerwise_reload(model, model_config)

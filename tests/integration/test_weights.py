@@ -47,7 +47,7 @@ from tests.support.servers.vllm import (
     a_sender,
     a_server,
     distance,
-    model_directory,
+    mixture_directory,
     parameters,
     publish_to_all,
     two_servers,
@@ -78,12 +78,12 @@ def test_after_an_update_every_server_serves_the_trainers_logprobs(servers: list
                 assert distance(old, PROBE, completion) > APART
 
 
-def test_a_tied_head_is_updated_too_and_a_dead_server_loses_no_request(servers: list[Served], tmp_path: Path) -> None:
+def test_a_tied_head_and_experts_are_updated_too_and_a_dead_server_loses_no_request(servers: list[Served], tmp_path: Path) -> None:
     """Two tests that share the 15 s of one more server, which the second kills."""
-    directory = model_directory(tmp_path / "tied", tied=True)
+    directory = mixture_directory(tmp_path / "mixture")
     with a_server(directory, "127.0.0.5") as victim:
         with a_sender([victim]) as sender:
-            for version, seed in enumerate((1, 2)):
+            for version, seed in enumerate((1, 2, 1)):
                 model = a_model(directory, seed)
                 publish_to_all(sender, version, model)
                 assert distance(model, PROBE, probe(victim, version)) < CLOSE

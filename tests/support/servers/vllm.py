@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.roles import inference
@@ -62,6 +63,15 @@ def model_directory(folder: Path, *, tied: bool) -> Path:
     folder.mkdir(parents=True)
     config = json.loads((TINY / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied, "eos_token_id": None}))
+    return folder
+
+
+def mixture_directory(folder: Path) -> Path:
+    """A tied model with experts in all layers but the first, of a size that the kernel on CPUs pads (24, to 32)."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    others = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    file = model_directory(folder, tied=True) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes | others))
     return folder
 
 
@@ -170,9 +180,13 @@ def a_model(directory: Path, seed: int) -> Model:
 
 
 def parameters(model: Model) -> list[tuple[str, Tensor]]:
-    """What a trainer sends: every parameter once, a tied head through the embedding; of adapters, these alone."""
+    """What a trainer sends: every parameter once, a tied head through the embedding, by its name in a checkpoint; of
+    adapters, these alone."""
     adapters = [(checkpoint_name(name), tensor) for name, tensor in model.named_parameters() if is_trained(name)]
-    return adapters or list(model.named_parameters())
+    if adapters:
+        return adapters
+    public: dict[str, Tensor] = revert_weight_conversion(model, dict(model.named_parameters()))
+    return list(public.items())
 
 
 @torch.no_grad()
