@@ -78,7 +78,9 @@ def test_after_an_update_every_server_serves_the_trainers_logprobs(servers: list
                 assert distance(old, PROBE, completion) > APART
 
 
-def test_a_tied_head_and_experts_are_updated_too_and_a_dead_server_loses_no_request(servers: list[Served], tmp_path: Path) -> None:
+def test_a_tied_head_and_experts_are_updated_too_and_a_dead_server_loses_no_request(
+    servers: list[Served], tmp_path: Path
+) -> None:
     """Two tests that share the 15 s of one more server, which the second kills."""
     directory = mixture_directory(tmp_path / "mixture")
     with a_server(directory, "127.0.0.5") as victim:
