@@ -15,6 +15,7 @@ from pipeline.config import ModelConfig, nearest
 from pipeline.errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BUILT_IN = Path(conf.__file__).parent / "models"
 
 
@@ -68,6 +69,13 @@ def attention_heads(model: ModelConfig) -> int | None:
     """The heads of each attention layer; None when its config does not say, or gives them layer by layer."""
     heads = _text_settings(model).get("num_attention_heads")
     return heads if isinstance(heads, int) else None
+
+
+def experts(model: ModelConfig) -> int:
+    """The experts of a layer of a mixture; 0 for a model without, as far as its config says."""
+    settings = _text_settings(model)
+    counts = [settings.get(key) for key in _EXPERTS]
+    return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
 
 
 def located_model(model: ModelConfig) -> ModelConfig:

@@ -64,6 +64,16 @@ def check_parallel(config: RunConfig, heads: int | None) -> None:
         raise ConfigError("resources.inference.gpus", gpus, expected, "change it")
 
 
+def check_adapters(config: RunConfig, experts: int) -> None:
+    """`ConfigError` where servers on CPUs would have to serve adapters on a mixture of so many experts."""
+    adapters = config.serve.enabled or config.model.lora.rank
+    if adapters and experts and config.has_servers and config.resources.device == "cpu":
+        expected = (
+            f"a model without experts (it has {experts}) for adapters on CPUs, where vLLM serves none on mixtures"
+        )
+        raise ConfigError("model.path", config.model.path, expected, "choose another model, or resources.device=cuda")
+
+
 def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
     """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
     parts = config.training.mini_batches

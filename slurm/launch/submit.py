@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.config.models import attention_heads, describe_weights, longest_sequence
-from pipeline.config.rules import check_parallel, check_run
+from pipeline.config.models import attention_heads, describe_weights, experts, longest_sequence
+from pipeline.config.rules import check_adapters, check_parallel, check_run
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
@@ -121,6 +121,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_inputs(config)
     if config.has_servers:
         check_parallel(config, attention_heads(config.model))
+        check_adapters(config, experts(config.model))
         find_vllm()
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()

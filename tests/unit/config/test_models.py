@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import LoraConfig, ModelConfig
-from pipeline.config.models import BUILT_IN, attention_heads, describe_weights, located_model, model_directory
+from pipeline.config.models import BUILT_IN, attention_heads, describe_weights, experts, located_model, model_directory
 from pipeline.errors import ConfigError
 from slurm.launch.compose import compose_config
 
@@ -92,6 +92,22 @@ def test_the_heads_are_those_of_the_language_model_if_its_config_says(
 ) -> None:
     (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
     assert attention_heads(ModelConfig(path=str(base))) == heads
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"num_experts": 128, "num_experts_per_tok": 8}, 128),
+        ({"text_config": {"n_routed_experts": 64, "num_local_experts": None}}, 64),
+        ({"num_experts": 1}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_experts_are_those_of_the_language_model_if_its_config_says(
+    settings: dict[str, object], count: int, base: Path
+) -> None:
+    (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
+    assert experts(ModelConfig(path=str(base))) == count
 
 
 def test_the_built_in_models_are_what_their_maker_writes(tmp_path: Path) -> None:

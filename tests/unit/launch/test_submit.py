@@ -81,6 +81,20 @@ def test_a_model_config_that_is_none_is_refused(
     assert said in answer(capsys, tmp_path / "runs", f"model.path={model}")
 
 
+def test_adapters_on_a_mixture_are_refused_where_servers_have_no_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3_moe", "text_config": {"num_experts": 128}}')
+    for name in ("tokenizer.json", "model.safetensors"):
+        (model / name).touch()
+    changed = (f"model.path={model}", "model.init=pretrained", "model.lora.rank=8")
+    assert "expected a model without experts (it has 128) for adapters on CPUs" in answer(
+        capsys, tmp_path / "runs", *changed
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "said"),
     [
