@@ -5,6 +5,7 @@
 | `rl`, `sft` | the two algorithms of a run |
 | `update` | what a step of RL does with a batch: advantages, mini-batches, optimizer steps |
 | `credit`, `tally` | advantages of tokens; metrics of several optimizer steps as those of one step |
+| `agreement` | whether the servers compute with the trainer's weights |
 | `batches`, `conversations`, `demonstrations` | where their rows come from |
 | `runner`, `speed` | the loop that every job runs in, and how fast it goes |
 | `grace` | whether a step and its checkpoint fit into the time that an attempt gets to end |

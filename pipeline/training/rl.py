@@ -15,6 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.groups.ledger import TRAINED
 from pipeline.groups.records import PreparedGroup, Sample, mean_metrics
 from pipeline.groups.staleness import young
+from pipeline.training.agreement import Agreement
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.evaluation import Evaluations
@@ -46,7 +47,7 @@ class ReinforcementLearning:
         self._config, self._batches = config, batches
         self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
-        self._skips = Skips()
+        self._skips, self._agreement = Skips(), Agreement()
 
     def begin(self, step: int) -> None:
         """Bring the servers to the weights of `step`, and measure them if no earlier attempt did.
@@ -70,7 +71,10 @@ class ReinforcementLearning:
         training = self._config.training
         oldest = step - training.max_lag
         rows = rows_of(groups, masked=training.masked_finish, oldest=oldest)
+        self._update.measured = not self._agreement.known
         metrics = self._update.run(rows, step)
+        about = batch_metrics(groups, step, oldest)
+        self._agreement.check(metrics | about)
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}
         aside = self._batches.counts
@@ -80,7 +84,7 @@ class ReinforcementLearning:
             "groups/malformed": float(aside["malformed"]),
             "groups/stale": float(aside["stale"]),
         }
-        return metrics | batch_metrics(groups, step, oldest) | timing | counts
+        return metrics | about | timing | counts
 
     def follow_up(self, done: int) -> Mapping[str, float]:
         """Tell the progress, send the new weights, and ask for an evaluation when it is time.

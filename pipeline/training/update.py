@@ -52,11 +52,12 @@ class PolicyUpdate:
     Attributes:
         intact: False from the first optimizer step of a step until its last: if it ends in between, the models are none
             that a checkpoint may keep.
+        measured: whether losses are measured even where `training.metrics` is `none`.
     """
 
     def __init__(self, dispatch: Dispatch, config: RunConfig) -> None:
         self._dispatch, self._config, self._loss = dispatch, config, config.loss
-        self.intact = True
+        self.intact, self.measured = True, False
 
     def begin(self, optim: OptimConfig, steps: int, step: int) -> None:
         """Make the models ready for step `step` of `steps`.
@@ -184,9 +185,10 @@ class PolicyUpdate:
         self, name: str, objective: Objective, staged: Staged, mini_batches: Sequence[MiniBatch], step: int
     ) -> dict[str, float]:
         tally, training = Tally(), self._config.training
+        level = "basic" if self.measured and training.metrics == "none" else training.metrics
         for epoch in range(training.update_epochs):
             for number in in_order_of(epoch, len(mini_batches), [self._config.seed, step]):
-                metrics = self._dispatch.forward_backward(name, staged[number], objective, level=training.metrics)
+                metrics = self._dispatch.forward_backward(name, staged[number], objective, level=level)
                 metrics |= self._dispatch.optim_step(name)
                 tally.add(metrics, mini_batches[number].batch.counted)
         return tally.metrics()

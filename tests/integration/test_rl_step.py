@@ -7,12 +7,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pipeline.errors import StreamError
+from pipeline.errors import StreamError, TrainingError
 from pipeline.groups.ledger import Ledger
 from pipeline.groups.records import Group, PreparedGroup, Sample
 from pipeline.rundir.paths import AttemptPaths
 from pipeline.streams.board import Board
 from pipeline.streams.files import FileStreams
+from pipeline.training.agreement import Agreement
 from pipeline.training.batches import GroupBatches
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.staging import CutBatch, Staged
@@ -44,6 +45,11 @@ class CountingDispatch:
 
     steps, broken = 0, False
 
+    def __init__(self, metrics: dict[str, float] | None = None) -> None:
+        self.metrics, self.levels = metrics or {}, []
+
+    levels: list[str]
+
     def stage(self, batches: list[Batch]) -> Staged:
         return Staged(0, tuple(CutBatch.cut(batch, [1], Budget(1024)) for batch in batches))
 
@@ -53,8 +59,9 @@ class CountingDispatch:
     def reset_optimizer(self, *_: object, **__: object) -> None:
         self.steps = 0
 
-    def forward_backward(self, *_: object, **__: object) -> dict[str, float]:
-        return {}
+    def forward_backward(self, *_: object, level: str) -> dict[str, float]:
+        self.levels.append(level)
+        return dict(self.metrics)
 
     def optim_step(self, *_: object) -> dict[str, float]:
         self.steps += 1
@@ -119,6 +126,38 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
         Runner(book, Cadence(1)).run(algorithm, 0)
     assert ledger.outcomes == {"filtered: no token counts": PROMPTS, "trained": PROMPTS}
     assert book.commits == [(1, 0, PROMPTS), (2, 1, 2 * PROMPTS)]
+
+
+@pytest.mark.parametrize("mismatch", [0.4, 0.6])
+def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_path: Path, mismatch: float) -> None:
+    sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=3", "training.eval_every=0"]
+    config = compose_config(["experiment=demo", "training.metrics=none", *sizes])
+    dispatch, ledger, job = CountingDispatch({"mismatch": mismatch}), Ledger(), cast(RlJob, jobs_of(config)[-1])
+    publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
+    with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
+        streams.publish_many("prepared", [prepared(position) for position in range(3 * PROMPTS)])
+        batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
+        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
+        runner = Runner(Book(dispatch, ledger), commit_every=1)
+        if mismatch == 0.4:
+            runner.run(algorithm, 0)
+        else:
+            with pytest.raises(TrainingError, match=f"differ from the trainer's by {mismatch:.2f} nats a token"):
+                runner.run(algorithm, 0)
+    assert dispatch.levels == (["basic", "none", "none"] if mismatch == 0.4 else ["basic"])
+    assert ledger.settled == (3 * PROMPTS if mismatch == 0.4 else 0)
+
+
+def test_a_batch_with_lag_says_nothing_of_the_servers() -> None:
+    agreement = Agreement()
+    agreement.check({"mismatch": 2.0, "lag/max": 1.0})
+    agreement.check({"mismatch": float("nan"), "lag/max": 0.0})
+    assert not agreement.known
+    with pytest.raises(TrainingError, match=r"by 2\.00 nats"):
+        agreement.check({"log_ratio": 2.0, "lag/max": 0.0})
+    agreement.check({"mismatch": 0.01, "log_ratio": 9.0, "lag/max": 0.0})
+    assert agreement.known
+    agreement.check({"mismatch": 2.0, "lag/max": 0.0})
 
 
 def prepared(position: int, finish: Literal["stop", "length"] = "stop") -> PreparedGroup:
