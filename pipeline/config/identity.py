@@ -17,6 +17,7 @@ OPERATIONAL = (
     "tracking",
     "task.memory_bytes",
     "task.processes",
+    "task.sandbox",
     "task.seconds",
     "streams.budget_bytes",
     "teacher.concurrency",

@@ -25,6 +25,12 @@ class TaskConfig(Section):
     memory_bytes: NotNegative = Field(
         1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
     )
+    sandbox: Literal["namespaces", "none"] = Field(
+        "namespaces",
+        description="How code of the policy is run, where the task runs any: in Linux namespaces, without network, "
+        "other processes and writable files, or refused where the kernel gives none; `none`: as any other process of "
+        "yours, with bounds on time, memory and output alone.",
+    )
 
 
 class RewardConfig(Section):

@@ -5,7 +5,7 @@
 | `protocol`, `episode` | what a task is, and an episode of several turns |
 | `template`, `chat`, `masks` | the model's view of text, and which of a conversation's tokens are trained |
 | `calls`, `worker`, `pool` | the processes in which prompts and rewards are made |
-| `imports`, `guard`, `sandbox` | code of the user's and of the policy's |
+| `imports`, `guard`, `sandbox`, `jail` | code of the user's and of the policy's |
 | `rewards`, `functions`, `judge`, `mathematics`, `unrewarded` | what an answer is worth |
 | `tools`, `calling` | episodes with tools; calls of tools, as a policy writes them |
 | `arithmetic`, `countdown`, `dataset`, `reasoning`, `code` | built-in tasks |
@@ -25,6 +25,7 @@ from pipeline.errors import ConfigError
 from pipeline.tasks.episode import Episode, Turn
 from pipeline.tasks.imports import find, users_code
 from pipeline.tasks.protocol import Answer, Demonstration, Policy, Prompt, Task, TaskOptions, ask
+from pipeline.tasks.sandbox import require_namespaces
 
 __all__ = [
     "Answer",
@@ -38,6 +39,7 @@ __all__ = [
     "Turn",
     "ask",
     "check_demonstrations",
+    "check_sandbox",
     "check_task",
     "load_task",
 ]
@@ -65,6 +67,12 @@ def load_task(config: TaskConfig, seed: int) -> Task:
         return kind(options, seed)
 
 
+def check_sandbox(task: Task, config: TaskConfig) -> None:
+    """`ConfigError` if the task runs code of the policy's and this machine cannot shut it in, as `config` asks."""
+    if task.runs_code and config.sandbox == "namespaces":
+        require_namespaces()
+
+
 def check_task(task: Task, config: RunConfig) -> None:
     """`ConfigError` unless the config's task has what its run needs: for RL prompts to train and prompts to evaluate,
     for SFT without a dataset demonstrations."""
@@ -73,6 +81,8 @@ def check_task(task: Task, config: RunConfig) -> None:
         with users_code("task.name", name, "a task with prompts and held-out prompts"):
             if len(task) == 0:
                 raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
+            if config.cluster.kind == "local":
+                check_sandbox(task, config.task)
             if len(task.held_out()) == 0:
                 raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
     if sft_steps and not config.data.path:

@@ -101,6 +101,10 @@ class AgentTask(Task):
     def __len__(self) -> int:
         return len(self._of)
 
+    @property
+    def runs_code(self) -> bool:
+        return self._of.runs_code
+
     def prompt(self, index: int) -> Prompt:
         return self._of.prompt(index)
 

@@ -67,6 +67,10 @@ class Code(Dataset):
     options: CodeOptions
     scores = True
 
+    @property
+    def runs_code(self) -> bool:
+        return True
+
     def reward(self, prompt: Prompt, text: str) -> float:
         tests = checks_of(prompt.columns.get(self.options.tests), prompt.columns.get("entry_point"))
         tests = tests[: self.options.most_tests or None]

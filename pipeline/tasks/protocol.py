@@ -154,6 +154,11 @@ class Task(ABC):
         """`options` is a valid `Options`; `seed` is the run's."""
         self.options, self.seed = options, seed
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether `reward` or `use` runs code of the policy's in `pipeline.tasks.sandbox`."""
+        return False
+
     @abstractmethod
     def __len__(self) -> int:
         """Training prompts in an epoch."""

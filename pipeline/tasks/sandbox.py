@@ -1,11 +1,12 @@
 """Python code of the policy's, run apart.
 
-Owns the process that such code runs in, and what it is kept from: more than its seconds, and more memory, output and
-files than it is given; and, where the kernel lets a process without rights have namespaces of its own (`unshare`), the
-network and signals to all other processes, and then whatever it started ends with it, in sessions of its own too.
-Promises an answer in any case, as text that says what happened. It is a fence against accidents and idle cleverness,
-not against an attacker: it reads, writes and deletes whatever the worker's user can, the run directory included; the
-host's `/proc` stays visible, with names and arguments of the user's processes; and memory is counted for each process.
+Owns the process that such code runs in, and what it is kept from: more than its seconds, and more memory, output, files
+and processes than it is given; the network, other processes, and any file but those in its own memory (`jail`), by
+namespaces that a process without rights may have (`unshare`). Whatever it started ends with it, in sessions of its own
+too. Where the kernel gives no such namespaces, code is refused unless `task.sandbox=none` says otherwise.
+
+Promises an answer in any case, as text that says what happened. It is a fence, not a wall against an attacker: the code
+reads whatever files the worker's user can, and memory is counted for each process.
 """
 
 import os
@@ -21,12 +22,22 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
+from pipeline.errors import ConfigError
+from pipeline.tasks import jail
+
+Mode = Literal["namespaces", "none"]
 MOST_OUTPUT = 1 << 16
 MOST_FILE = 1 << 24
 MOST_FILES = 64
+MOST_DISK = 1 << 26
+"""Bytes of all files together."""
+MOST_PROCESSES = 64
 PROBE_SECONDS = 10.0
-_APART = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
+_NAMESPACES = ("--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount")
+_UNSHARE = ("unshare", *_NAMESPACES, "--fork", "--kill-child")
+_chosen: Mode = "namespaces"
 
 
 @dataclass(frozen=True)
@@ -44,22 +55,52 @@ class Ran:
         return "\n".join(filter(None, (self.output.strip(), self.failed)))
 
 
+def choose(mode: Mode) -> None:
+    """How code is run in this process from now on; without a choice in namespaces."""
+    global _chosen
+    _chosen = mode
+
+
+def require_namespaces() -> None:
+    """`ConfigError` unless this machine gives code of the policy's namespaces of its own."""
+    if why := missing_namespaces():
+        expected = f"a node where a process without rights may have namespaces of its own ({why})"
+        mend = (
+            "ask for unprivileged user namespaces and mounts, or set task.sandbox=none: code of the policy's can then "
+            "use the network, and read and end your other processes"
+        )
+        raise ConfigError("task.sandbox", "namespaces", expected, mend)
+
+
 @cache
-def apart() -> tuple[str, ...]:
-    """The command that gives a process namespaces of its own; empty where there is none."""
-    if shutil.which(_APART[0]) is None:
-        return ()
-    with suppress(OSError, subprocess.TimeoutExpired):
-        probe = subprocess.run([*_APART, "true"], capture_output=True, timeout=PROBE_SECONDS, check=False)
-        return _APART if probe.returncode == 0 else ()
-    return ()
+def missing_namespaces() -> str:
+    """Why code cannot have namespaces here; empty where it can."""
+    if shutil.which(_UNSHARE[0]) is None:
+        return "there is no command unshare"
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+        try:
+            probe = subprocess.run(
+                [*_in_jail(folder), "pass"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    told = (probe.stderr.strip().splitlines() or [_fate(probe.returncode)])[-1]
+    return "" if probe.returncode == 0 else told
+
+
+def _in_jail(folder: str) -> tuple[str, ...]:
+    """The command that runs the code after it, with the files in `folder`."""
+    bounds = (str(MOST_DISK), str(MOST_PROCESSES))
+    return (*_UNSHARE, sys.executable, "-I", "-S", jail.__file__, folder, *bounds)
 
 
 def run_python(
     code: str, seconds: float, memory_bytes: int, *, files: Mapping[str, str] = MappingProxyType({}), given: str = ""
 ) -> Ran:
     """Run `code` with Python's standard library and what is installed beside it, in a folder that holds `files` by
-    name, with `given` as its standard input."""
+    name, with `given` as its standard input. `ConfigError` where code may not run, see `require_namespaces`."""
+    if _chosen == "namespaces":
+        require_namespaces()
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-") as folder,
         tempfile.TemporaryFile() as output,
@@ -70,7 +111,7 @@ def run_python(
         told.write(given.encode(errors="replace"))
         told.seek(0)
         process = subprocess.Popen(
-            [*apart(), sys.executable, "-I", "-c", code],
+            [*(_in_jail(folder) if _chosen == "namespaces" else (sys.executable, "-I", "-c")), code],
             stdin=told,
             stdout=output,
             stderr=subprocess.STDOUT,

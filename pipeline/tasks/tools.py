@@ -162,6 +162,10 @@ class Tools(ToolTask):
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         return tuple(_SCHEMAS[name] for name in self.options.tools)
 
+    @property
+    def runs_code(self) -> bool:
+        return "python" in self.options.tools
+
     def __len__(self) -> int:
         return self.options.size
 

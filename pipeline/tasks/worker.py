@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.errors import RollcallError
 from pipeline.system.process import adopt_orphans
-from pipeline.tasks import load_task
+from pipeline.tasks import check_sandbox, load_task, sandbox
 from pipeline.tasks.calls import LocalCalls
 from pipeline.tasks.guard import guarded, reason
 from pipeline.tasks.rewards import load_rewards
@@ -115,7 +115,9 @@ def main() -> None:
         setup: Setup = channel.receive()
         _bound_memory(setup.task.memory_bytes)
         try:
+            sandbox.choose(setup.task.sandbox)
             task = load_task(setup.task, setup.seed)
+            check_sandbox(task, setup.task)
             functions = load_rewards(setup.reward, task)
             calls = LocalCalls(task, Template(setup.model), functions, setup.task.seconds)
         except RollcallError as error:

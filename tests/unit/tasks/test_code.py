@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from pipeline.config import TaskConfig
-from pipeline.tasks import load_task
+from pipeline.tasks import code, load_task
 from pipeline.tasks.calls import LocalCalls
 from pipeline.tasks.code import Code, checks_of, program_in
 from pipeline.tasks.functions import ScorePart
 from pipeline.tasks.protocol import Answer
+from pipeline.tasks.sandbox import Ran, run_python
 from pipeline.tasks.template import Template
 from tests.unit.tasks.test_tasks import TINY
 
@@ -61,12 +62,16 @@ def test_what_asserts_print_is_no_sign_of_success(tmp_path: Path) -> None:
     assert reward(tmp_path, row, "def add(a, b):\n    return 0") == 0.0
 
 
-def test_after_a_test_that_runs_out_of_time_no_other_is_run(tmp_path: Path) -> None:
-    """Each of them would leave a note."""
-    note = tmp_path / "notes"
-    program = f"open({str(note)!r}, 'a').write('x')\nwhile True: pass"
-    assert reward(tmp_path, ADD, program, partial=True, test_seconds=1.5) == 0.0
-    assert note.read_text() == "x"
+def test_after_a_test_that_runs_out_of_time_no_other_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Ran] = []
+
+    def counted(*given: Any, **files: Any) -> Ran:
+        ran.append(run_python(*given, **files))
+        return ran[-1]
+
+    monkeypatch.setattr(code, "run_python", counted)
+    assert reward(tmp_path, ADD, "while True: pass", partial=True, test_seconds=1.5) == 0.0
+    assert [each.late for each in ran] == [True]
 
 
 def test_a_row_without_tests_is_the_sample_s_failure(tmp_path: Path) -> None:

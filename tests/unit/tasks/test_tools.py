@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -15,15 +14,13 @@ from pipeline.config import TaskConfig
 from pipeline.config.models import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.rollouts.rollout import Sampling, answer_of, roll_out, sample_of
-from pipeline.system.waiting import wait_for
 from pipeline.tasks import Prompt, load_task
 from pipeline.tasks.calls import Asked, Used
 from pipeline.tasks.chat import Chat
 from pipeline.tasks.rewards import Score
-from pipeline.tasks.sandbox import apart, run_python
+from pipeline.tasks.sandbox import missing_namespaces
 from pipeline.tasks.tools import ToolCall, Tools
 from tests.fakes.inline_calls import InlineCalls
-from tests.patience import WAIT_SECONDS
 from tests.unit.tasks.test_tasks import Said
 
 TINY_TEXT = BUILT_IN / "tiny_text"
@@ -231,6 +228,9 @@ def test_demonstrations_show_calls_and_what_follows_them() -> None:
     assert sum(task.reward(each.prompt, each.answer) for each in guesses) < 20
 
 
+needs_namespaces = pytest.mark.skipif(bool(missing_namespaces()), reason="code gets no namespaces of its own here")
+
+
 def test_held_out_expressions_are_the_same_for_every_seed_and_never_trained() -> None:
     task, other = tools(), load_task(TaskConfig(name="tools", options={"digits": 2}), 5)
     assert task.held_out() == other.held_out()
@@ -240,6 +240,7 @@ def test_held_out_expressions_are_the_same_for_every_seed_and_never_trained() ->
         tools(digits=1)
 
 
+@needs_namespaces
 def test_the_python_tool_runs_programs_and_says_what_became_of_them() -> None:
     task = tools(tool_seconds=0.5)
     prompt = task.prompt(0)
@@ -248,31 +249,3 @@ def test_the_python_tool_runs_programs_and_says_what_became_of_them() -> None:
     assert "ZeroDivisionError" in task.use(prompt, "python", {"code": "1/0"})
     assert task.use(prompt, "python", {"code": "while True: pass"}) == "error: it took more than 0.5 s"
     assert task.use(prompt, "calculator", {}).startswith("error: TypeError")
-
-
-def test_a_program_is_bounded_in_memory_output_and_files(tmp_path: Path) -> None:
-    assert "MemoryError" in run_python("x = 'a' * (1 << 30)", 60, 1 << 28).text
-    flood = run_python("while True: print('and on ' * 1000)", 60, 1 << 28)
-    assert len(flood.output) == 1 << 16
-    assert flood.failed.startswith("error: ")
-    assert run_python("import os; print(os.listdir('.'))", 60, 1 << 28).output == "[]\n"
-
-
-def test_a_program_has_neither_network_nor_other_processes_where_the_kernel_lets_them_be_taken() -> None:
-    if not apart():
-        pytest.skip("unshare gives a process no namespaces of its own here")
-    assert run_python("import socket; print(socket.if_nameindex())", 60, 1 << 28).output == "[(1, 'lo')]\n"
-    assert run_python("import os; print(os.getpid(), os.getppid())", 60, 1 << 28).output == "1 0\n"
-
-
-def test_what_a_program_starts_ends_with_it(tmp_path: Path) -> None:
-    if not apart():
-        pytest.skip("unshare gives a process no namespaces of its own here")
-    mark = f"daemon-{tmp_path.parent.name}-{tmp_path.name}"
-    daemon = f"import os, time\nif not os.fork(): os.setsid(); time.sleep(600)  # {mark}\ntime.sleep(0.2)"
-    assert run_python(daemon, 60, 1 << 28).failed == ""
-
-    def gone() -> bool:
-        return not any(mark in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
-
-    wait_for("the daemon to be gone", gone, WAIT_SECONDS)
