@@ -20,6 +20,7 @@ from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.system.network import KEPT_SECONDS, bound_to
 from pipeline.weights.fast_logprobs import SWITCH
+from pipeline.weights.password import WORLD
 from pipeline.weights.plugin import ENGINES, MODEL
 from pipeline.weights.shared_gpu import SHARED
 from pipeline.world.plan import Placement
@@ -46,7 +47,7 @@ def launch(context: RoleContext) -> Launch:
     place = context.placement
     return Launch(
         argv=server_command(context.config, place),
-        env=server_environment(context.config, place, context.world.password)
+        env=server_environment(context.config, place, context.paths.world)
         | adapter_environment(context.config, context.paths.adapters(place.name))
         | bound_to(place.address),
         ready=lambda: is_healthy(place.address, place.ports[0]),
@@ -71,10 +72,12 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     )
 
 
-def server_environment(config: RunConfig, place: Placement, password: str) -> dict[str, str]:
-    """What the server has beyond the agent's environment; the password is here since anybody can read argv."""
+def server_environment(config: RunConfig, place: Placement, world: Path) -> dict[str, str]:
+    """What the server has beyond the agent's environment. It reads its password from the file `world`: others can read
+    argv, and whatever runs as the same user the environment."""
     common = {
-        "VLLM_API_KEY": password,
+        WORLD: str(world),
+        "VLLM_API_KEY": "",  # a user's own would be asked for as well
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -12,7 +12,7 @@
 | `shared_gpu` | the size of a server's cache where its GPU is shared |
 | `engine`, `nccl_engine`, `copies` | inside a server on CPUs, on GPUs; from tensors of a checkpoint to its parameters |
 | `fast_logprobs`, `token_versions` | cheaper log-probabilities; the weights that sampled each token |
-| `adapters`, `guard` | adapters in a server; the password |
+| `adapters`; `guard`, `password` | adapters in a server; who may ask it |
 
 `plugin` and all in the lines below it run inside vLLM, and only they know it.
 """

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,6 +31,7 @@ from pipeline.errors import WeightSyncError
 from pipeline.system.waiting import Deadline
 from pipeline.weights.adapters import AdapterFolder
 from pipeline.weights.expert_packing import pack_experts_at_updates
+from pipeline.weights.password import server_password
 from pipeline.weights.wire import SERVER, TransferGroup, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         self._seconds, self._layout = init_info.seconds, WeightLayout.parse(init_info.layout)
         self._adapter = self._folder(init_info.adapter)
         self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), init_info.seconds)
+        store = visit_store(init_info.host, init_info.port, server_password(), init_info.seconds)
         name = f"{init_info.group}/0"
         announce(store, name)
         self._group = TransferGroup(store, name, SERVER, init_info.address, init_info.seconds)

@@ -1,13 +1,13 @@
 """Keeps strangers out of a server.
 
-vLLM asks for its API key on the routes of its public API only, not on those that pause a server or change its weights.
-This middleware asks everywhere except where nothing can be changed. It learns the key as vLLM does, from VLLM_API_KEY.
+vLLM asks for an API key on the routes of its public API only, not on those that pause a server or change its weights.
+This middleware asks everywhere except where nothing can be changed.
 """
 
 import hmac
 from typing import Any
 
-from vllm import envs
+from pipeline.weights.password import server_password
 
 OPEN = ("/health", "/metrics", "/ping", "/version")
 
@@ -17,7 +17,7 @@ class Guard:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._expected = f"Bearer {envs.VLLM_API_KEY}".encode()
+        self._expected = f"Bearer {server_password()}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket") and not self._admits(scope):

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -34,6 +33,7 @@ from pipeline.system.waiting import Deadline
 from pipeline.weights.copies import CopyPlan, NoPlan
 from pipeline.weights.engine import ends_if_it_fails, reload_model
 from pipeline.weights.gpu_group import GpuGroup, Receiver, gpu_of, join_gpu_group
+from pipeline.weights.password import server_password
 from pipeline.weights.shards import Shard
 from pipeline.weights.wire import SERVER, WeightLayout, announce, visit_store
 
@@ -97,7 +97,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         intake = self._stage(WeightLayout.parse(init_info.layout))
         self._seconds, self._at_once = init_info.seconds, init_info.at_once
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
-        store = visit_store(init_info.host, init_info.port, str(envs.VLLM_API_KEY), deadline.left)
+        store = visit_store(init_info.host, init_info.port, server_password(), deadline.left)
         announce(store, name, Receiver(gpu=gpu_of(self.device), slices=intake.shard.plain()).text())
         self._group = join_gpu_group(store, name, SERVER, self.device, init_info.gpu, deadline)
 

@@ -35,8 +35,8 @@ from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
 from tests.gpu.traffic import PROCESSES, Answers, Traffic
 from tests.gpu.workload import WORKLOADS
+from tests.support.servers.vllm import SECRET, world_file
 
-SECRET = "the-secret-of-the-measurement"
 START_SECONDS = 300
 CLOSE = 0.015
 """Log-probabilities are counted by hundredths."""
@@ -214,7 +214,7 @@ def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator
         place = Placement(
             role="inference", index=index, rank=0, address="127.0.0.1", ports=(holder.getsockname()[1],), gpus=gpus
         )
-        environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
+        environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
         log = model.parent / f"server-{index}.log"
         child = process.Child(inference.server_command(config, place), log, environment)
         try:

@@ -36,7 +36,9 @@ def test_vllm_continues_greedily_with_the_trainers_logprobs(tmp_path: Path) -> N
 def greedy(model: Path) -> list[tuple[list[int], list[float]]]:
     """Each prompt's greedy continuation by vLLM and the log-probabilities of its tokens."""
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.1", ports=(0,))
-    environment = dict(os.environ) | inference.server_environment(tiny_config(model), place, "secret")
+    environment = dict(os.environ) | inference.server_environment(
+        tiny_config(model), place, model.parent / "world.json"
+    )
     command = [sys.executable, "-m", "tests.support.servers.offline_vllm", str(model), json.dumps(PROMPTS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

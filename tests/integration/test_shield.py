@@ -35,7 +35,7 @@ from tests.support.processes import gone, runs
 from tests.support.ranks import idle_ranks
 from tests.support.runs.attempts import an_attempt
 from tests.support.servers.redis_attempts import a_redis
-from tests.support.servers.vllm import SECRET, START_SECONDS, model_directory, port_of, tiny_config
+from tests.support.servers.vllm import START_SECONDS, model_directory, port_of, tiny_config, world_file
 
 pytestmark = pytest.mark.integration
 
@@ -135,7 +135,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Sequence[str], Mapping[str, str], C
     with hold_port() as holder:
         config = tiny_config(model_directory(tmp_path / "model", tied=True))
         place = Placement(role="inference", index=0, rank=0, address="127.0.0.9", ports=(port_of(holder),))
-        variables = inference.server_environment(config, place, SECRET)
+        variables = inference.server_environment(config, place, world_file(tmp_path))
         command = inference.server_command(config, place)
         yield command, variables, lambda: inference.is_healthy(place.address, place.ports[0])
 

@@ -253,8 +253,10 @@ def test_a_stranger_can_neither_ask_nor_change_a_server(servers: list[Served]) -
     for route in ("/inference/v1/generate", "/pause?mode=abort", "/update_weights", "/init_weight_transfer_engine"):
         with ServerControl(endpoint, "guess") as control, pytest.raises(WeightSyncError, match="status 401"):
             control.post(route, deadline, anything=1)
-    command_line = Path(f"/proc/{servers[0].child.pid}/cmdline").read_bytes()
-    assert SECRET.encode() not in command_line
+    process = psutil.Process(servers[0].child.pid)
+    for each in (process, *process.children(recursive=True)):
+        shown = Path(f"/proc/{each.pid}/cmdline").read_bytes() + Path(f"/proc/{each.pid}/environ").read_bytes()
+        assert SECRET.encode() not in shown
 
 
 def test_a_request_that_can_never_work_says_why(servers: list[Served]) -> None:

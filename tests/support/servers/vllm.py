@@ -23,17 +23,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.roles import inference
 from pipeline.rollouts.server import Completion
-from pipeline.system import process
+from pipeline.system import files, process
 from pipeline.system.waiting import wait_for
 from pipeline.training.workers.lora import checkpoint_name, is_trained
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.link import MeetingPoint
 from pipeline.weights.sender import WeightSender
-from pipeline.world.plan import Placement
+from pipeline.world.plan import Placement, World
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 
-SECRET = "the-secret-of-the-tests"
+WORLD = World(run_id="tests", attempt="7-0", epoch=1, leader=0, secret="the-secret-of-the-tests", placements=())
+SECRET = WORLD.password
 TRAINER = "127.0.0.2"
 START_SECONDS = 400
 UNTOLD = Path(__file__).parent / "untold"
@@ -75,6 +76,13 @@ def mixture_directory(folder: Path) -> Path:
     return folder
 
 
+def world_file(folder: Path) -> Path:
+    """The world from which servers learn that their password is `SECRET`."""
+    path = folder / "world.json"
+    files.write_document(path, WORLD)
+    return path
+
+
 @contextmanager
 def starting(
     model: Path, address: str, lora: LoraConfig | None = None, variables: Mapping[str, str] = MappingProxyType({})
@@ -93,7 +101,7 @@ def starting_of(
     model = Path(config.model.path)
     with process.hold_port() as holder:
         place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),))
-        environment = dict(os.environ) | inference.server_environment(config, place, SECRET)
+        environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
         environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"

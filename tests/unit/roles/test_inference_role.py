@@ -18,7 +18,7 @@ from pipeline.weights.shared_gpu import SHARED
 from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
 
-SECRET = "do-not-show"
+WORLD = Path("/runs/demo/rendezvous/demo-1/7-0/world.json")
 
 
 def place(**values: Any) -> Placement:
@@ -41,16 +41,17 @@ def test_a_server_listens_where_it_was_placed_and_serves_the_configured_model() 
     assert option(command, "--seed") == "7"
 
 
-def test_the_secret_is_in_the_environment_and_not_in_the_command() -> None:
-    assert SECRET in inference.server_environment(config(), place(), SECRET).values()
-    assert not any(SECRET in word for word in inference.server_command(config(), place()))
+def test_a_server_gets_the_path_of_its_secret_and_asks_for_no_key_of_the_users() -> None:
+    environment = inference.server_environment(config(), place(), WORLD)
+    assert environment["ROLLCALL_WORLD"] == str(WORLD)
+    assert environment["VLLM_API_KEY"] == ""
     assert "pipeline.weights.guard.Guard" in inference.server_command(config(), place())
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_way_of_log_probabilities_is_as_configured(fast: bool) -> None:
     chosen = config(inference={"fast_logprobs": fast})
-    assert inference.server_environment(chosen, place(), SECRET)[SWITCH] == str(int(fast))
+    assert inference.server_environment(chosen, place(), WORLD)[SWITCH] == str(int(fast))
 
 
 def test_a_server_starts_without_weights_of_its_own() -> None:
@@ -90,13 +91,13 @@ def test_only_a_server_of_adapters_gets_a_folder_for_them(tmp_path: Path) -> Non
 
 
 def test_a_server_keeps_a_connection_for_longer_than_its_clients() -> None:
-    environment = inference.server_environment(config(), place(), SECRET)
+    environment = inference.server_environment(config(), place(), WORLD)
     assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > KEPT_SECONDS
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
-    environment = inference.server_environment(config(resources={"device": device}), place(gpus=(2, 3)), SECRET)
+    environment = inference.server_environment(config(resources={"device": device}), place(gpus=(2, 3)), WORLD)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
@@ -106,7 +107,7 @@ def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
 )
 def test_a_server_knows_whether_it_has_neighbours(resources: dict[str, Any], shared: str) -> None:
     given = config(resources={"device": "cuda"} | resources)
-    assert inference.server_environment(given, place(gpus=(0,)), SECRET)[SHARED] == shared
+    assert inference.server_environment(given, place(gpus=(0,)), WORLD)[SHARED] == shared
 
 
 def test_a_server_that_computes_on_gpus_spreads_the_model_over_them() -> None:
@@ -140,7 +141,7 @@ def test_a_server_on_a_cpu_takes_the_memory_and_threads_it_was_given() -> None:
     resources = {"inference": {"threads": 3}}
     given = config(resources=resources, inference={"kv_cache_bytes": 1 << 20})
     assert option(inference.server_command(given, place()), "--kv-cache-memory-bytes") == str(1 << 20)
-    assert inference.server_environment(given, place(), SECRET)["OMP_NUM_THREADS"] == "3"
+    assert inference.server_environment(given, place(), WORLD)["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_head_is_float32_whatever_the_model_is() -> None:
