@@ -39,7 +39,7 @@ def main(target: Path, dry_run: bool = False) -> int:
         print(refusal, file=sys.stderr)
         return 2
     print(
-        f"installing into {target} (4 GB with a CPU build of torch, 9 GB with a CUDA build; some minutes) …", flush=True
+        f"installing into {target} (4 GB with a CPU build of torch, 7 GB with a CUDA build; some minutes) …", flush=True
     )
     if not (target / "bin" / "pip").exists():
         venv.create(target, with_pip=True)
