@@ -83,6 +83,11 @@ class ClusterConfig(Section):
         description="Who may read the run directory: `owner` gives it mode 0700, `group` 0750. Every submission sets "
         "the mode again. Files with secrets stay readable by their owner alone; see docs/security.md.",
     )
+    max_jobs: NotNegative = Field(
+        0,
+        description="How many jobs of one sweep may be eligible to run at a time: each further one waits, in Slurm's "
+        "queue, for the end of an earlier one (`--dependency=afterany`); 0: all of them.",
+    )
     max_restarts: NotNegative = Field(100, description="How often one job may be requeued, by Slurm or by itself.")
     max_failures: Positive = Field(
         3, description="The job ends after so many attempts in a row that failed, or ran out of time, without a commit."

@@ -175,6 +175,9 @@ def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
     if config.cluster.kind == "slurm":
+        if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
+            expected = "no dependency of your own with cluster.max_jobs, which makes each job wait for an earlier one"
+            raise ConfigError("cluster.sbatch.dependency", waits, expected, "set one of the two")
         return
     plain = ClusterConfig(kind="local")
     for key in SLURM_KEYS:

@@ -19,13 +19,14 @@ from rich.console import Console
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.words import count
-from pipeline.rundir.paths import SweepPaths
+from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
 from pipeline.world.plan import Plan
 from slurm.launch.compose import expand_sweep
 from slurm.launch.following import called
 from slurm.launch.points import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
 from slurm.launch.signals import INTERRUPTED, noted_signals
+from slurm.registry import runs
 from slurm.registry.manifest import Point, SweepManifest
 from slurm.watch.overview import Overview
 from slurm.watch.table import follow_table, print_table
@@ -101,24 +102,38 @@ def submit_all(prepared: Prepared, launch: PointLauncher) -> bool:
 
     A signal ends it between two points, never between a job and its record.
     """
-    kept, done = prepared.manifest, 0
+    kept, done, jobs = prepared.manifest, 0, _live_jobs(prepared)
     with noted_signals() as interrupted:
         for entry, plan in prepared.open:
             if interrupted:
                 break
             try:
-                job = launch.submit(entry.config, plan)
+                job = launch.submit(queued_behind(entry.config, jobs), plan)
             except RollcallError as error:
                 note_submission(prepared.paths, kept, entry.point, refused=str(error))
                 print(f"error: {entry.point}: {error}", file=sys.stderr)
                 break
             kept = note_submission(prepared.paths, kept, entry.point, job=job)
+            jobs.append(job)
             done += 1
             print(f"  {entry.point.name}: job {job}", flush=True)
     complete = done == len(prepared.open)
     if not complete:
         print(f"submitted {done} of {len(prepared.open)}; the same command submits the rest", file=sys.stderr)
     return complete
+
+
+def queued_behind(config: RunConfig, jobs: Sequence[str]) -> RunConfig:
+    """The config of a point whose job starts when at most `cluster.max_jobs` - 1 of the sweep's earlier ones are left.
+
+    Slurm holds the job back, so the bound needs neither this process nor the terminal. Each job waits for one other:
+    with a bound of 2, the jobs 1, 2, 3, 4 are two chains, 1 before 3 and 2 before 4. A requeue does not end a job.
+    """
+    bound = config.cluster.max_jobs
+    if not bound or len(jobs) < bound:
+        return config
+    sbatch = config.cluster.sbatch | {"dependency": f"afterany:{jobs[-bound]}"}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"sbatch": sbatch})})
 
 
 def watched(prepared: Prepared, launch: PointLauncher) -> int:
@@ -143,6 +158,13 @@ def note_submission(
     kept = kept.noted(msgspec.structs.replace(point, refused=refused))
     files.write_document(paths.manifest, kept)
     return kept
+
+
+def _live_jobs(prepared: Prepared) -> list[str]:
+    """The ids of the jobs of this sweep that the queue still has, in the order of their points."""
+    live = [entry for entry in prepared.entries if entry.standing == "live"]
+    found = [runs.submitted_job(RunPaths(entry.config.directory)) for entry in live]
+    return [job.job for job in found if job is not None]
 
 
 def _show(prepared: Prepared, launch: PointLauncher) -> int:

@@ -25,6 +25,7 @@ SWEEP = (
     "training.checkpoint_every=20",
     "cluster.max_failures=1",
     "cluster.exclusive=true",
+    "cluster.max_jobs=2",
 )
 """SFT alone, on one node a point."""
 
@@ -57,8 +58,11 @@ def test_a_sweep_survives_a_preemption_and_a_failure_and_is_taken_up_again(
     assert len(set(jobs.values())) == 3
 
     points = {name: SlurmRun(cluster, RunPaths(sweep / name)) for name in POINTS}
+    assert cluster.job(jobs[POINTS[2]])["Dependency"].startswith(f"afterany:{jobs[PREEMPTED]}")
     points[PREEMPTED].wait_for_step(2, job="sft")
     cluster.run("scontrol", "requeue", jobs[PREEMPTED])
+    points[PREEMPTED].wait_for_step(STEPS, job="sft")
+    assert points[POINTS[2]].rows(job="sft") == []  # a requeue is no end of the job that it waits for
     ends = {name: point.wait_for_end() for name, point in points.items()}
 
     assert {name: end["JobState"] for name, end in ends.items()} == {

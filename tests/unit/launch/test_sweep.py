@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import RunConfig
+from pipeline.config.kept import kept_config
+from pipeline.config.rules import check_config
 from pipeline.errors import ConfigError, RunStateError, SchedulerError
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
@@ -87,6 +89,35 @@ def test_the_same_command_again_submits_only_what_is_unfinished(
     assert fake.submitted == [NAMES[1], NAMES[2]]
     assert "4 points, 1 finished, 1 live, 2 to submit" in capsys.readouterr().out
     assert [point.job for point in kept(tmp_path)] == ["1", "5", "6", "4"]
+
+
+def dependencies(fake: FakeLaunch, output: Path) -> list[str]:
+    """What the job of each point waits for, as its run keeps it."""
+    configs = [kept_config(RunPaths(output / "lr" / name)) for name in NAMES]
+    return [str(config.cluster.sbatch.get("dependency", "")) for config in configs if config]
+
+
+def test_jobs_beyond_the_bound_wait_for_earlier_ones(tmp_path: Path, fake: FakeLaunch) -> None:
+    assert sweep([*command(tmp_path), "cluster.max_jobs=2"], fake.launch, detach=True) == 0
+    assert dependencies(fake, tmp_path) == ["", "", "afterany:1", "afterany:2"]
+
+
+def test_jobs_that_are_live_already_count_for_the_bound(tmp_path: Path, fake: FakeLaunch) -> None:
+    bounded = [*command(tmp_path), "cluster.max_jobs=3"]
+    sweep(bounded, fake.launch, detach=True)
+    fake.end(tmp_path, NAMES[0], "FAILED")
+    fake.end(tmp_path, NAMES[2], "COMPLETED")
+    assert sweep(bounded, fake.launch, detach=True) == 0  # jobs 2 and 4 are live
+    assert dependencies(fake, tmp_path)[0] == ""
+    fake.end(tmp_path, NAMES[0], "FAILED")
+    assert sweep([*command(tmp_path), "cluster.max_jobs=1"], fake.launch, detach=True) == 0
+    assert dependencies(fake, tmp_path)[0] == "afterany:4"
+
+
+def test_a_bound_and_a_dependency_of_the_user_s_exclude_each_other(tmp_path: Path, fake: FakeLaunch) -> None:
+    both = ("cluster.max_jobs=2", "cluster.sbatch.dependency=afterok:7")
+    with pytest.raises(ConfigError, match=r"cluster\.sbatch\.dependency='afterok:7': expected no dep"):
+        check_config(compose_config([*command(tmp_path, "loss=grpo"), *both]))
 
 
 def test_a_sweep_that_is_all_finished_submits_nothing(tmp_path: Path, fake: FakeLaunch) -> None:
