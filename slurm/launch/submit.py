@@ -34,6 +34,7 @@ from slurm.batch.allocation import split_components
 from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
+from slurm.launch.declined import refuse_launcher_key, refuse_option
 from slurm.launch.following import conclude_run, follow_job, print_job
 from slurm.launch.here import JobHere, check_shared_gpus, lacking_gpus, refuse_lacking_gpus
 from slurm.launch.signals import noted_signals
@@ -86,9 +87,11 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("option", " ".join(argv), expected, str(error)) from None
     unknown = [argument for argument in overrides if argument.startswith("-")]
     if unknown:
-        raise ConfigError("option", unknown[0], expected, "everything else is set as key=value")
+        refuse_option(unknown[0], expected)
     if options.cfg and options.multirun:
         raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    for text in overrides:
+        refuse_launcher_key(text.partition("=")[0].lstrip("+~"), text.partition("=")[2])
     if not options.multirun and (named := names_hydra(overrides)):
         raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
