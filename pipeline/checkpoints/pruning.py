@@ -34,18 +34,19 @@ def prune(newest: Checkpoint, keep: int) -> list[str]:
     return doomed
 
 
-def remove_unfinished(root: str, owner: str) -> list[str]:
+def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]:
     """Remove the folders of other attempts than `owner` that have no COMMIT: saves that did not end; what went.
 
-    For whoever owns the run and has restored from it: such an attempt is over, or was cut off and may commit no more. A
+    For whoever owns the run and has restored from it: such an attempt is over, or was cut off and may commit no more;
+    or, with `over`, for whoever knows that the owner's attempt is over too: then its own go as well. A
     folder that cannot be removed stays, with a warning; `prune` tries again. `OvertakenError` if another attempt took
     over.
     """
     storage, fence = Storage(root), Fence(root, owner)
     try:
         places = [place for name in folder_names(storage) for place in places_of(storage, name)]
-        others = [place for place in places if place.partition("/")[2] != owner]
-        unfinished = [place for place in others if COMMIT not in storage.sizes(place)]
+        ended = [place for place in places if over or place.partition("/")[2] != owner]
+        unfinished = [place for place in ended if COMMIT not in storage.sizes(place)]
         _remove(storage, fence, unfinished)
     except OvertakenError:
         raise

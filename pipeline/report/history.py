@@ -92,8 +92,7 @@ class Attempt:
         told = self.events.get("training_finished") or self.events.get("draining")
         if told is None or not self.is_down:
             return "", ""
-        why = f"{told.detail} ({told.by})" if told.detail else told.by
-        return "finished" if told.name == "training_finished" else "interrupted", why
+        return "finished" if told.name == "training_finished" else "interrupted", told.why
 
     @property
     def span(self) -> tuple[float, float] | None:

@@ -63,7 +63,8 @@ class Controller:
         heard = self._listener.heard()
         ending = heard.get("failed") or heard.get("draining")
         if ending is not None:
-            raise Interrupted(f"{ending.name} by {ending.by}")
+            detail = f" ({ending.detail})" if ending.detail else ""
+            raise Interrupted(f"{ending.name} by {ending.by}{detail}")
 
     def _finish(self) -> None:
         """Give the devices back, then tell that the training is finished."""

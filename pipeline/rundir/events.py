@@ -19,6 +19,8 @@ from pipeline.system.outages import OUTAGE_SECONDS
 from pipeline.system.waiting import CLOCK, Clock
 
 EventName = Literal["training_finished", "draining", "failed"]
+LAUNCHER = "launcher"
+"""Who tells an event that the launcher of a local run tells."""
 
 LOOKS_PER_SECOND = 500
 """Of all ranks together, on one file server, while nothing happens."""
@@ -26,12 +28,25 @@ _LEAST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened: its name, who told it, when (seconds since the epoch), and one line of detail."""
+    """One thing that happened: its name, who told it, when (seconds since the epoch), and one line of detail.
+
+    Attributes:
+        patient: of `draining`: whether the trainer may take as long as its step and its checkpoint need, instead of
+            `cluster.grace_seconds`.
+    """
 
     name: EventName
     by: str
     time: float
     detail: str = ""
+    patient: bool = False
+
+    @property
+    def why(self) -> str:
+        """The detail, and who told it where the detail does not say so."""
+        if not self.detail:
+            return self.by
+        return self.detail if self.by == LAUNCHER else f"{self.detail} ({self.by})"
 
 
 class Events:
@@ -42,13 +57,13 @@ class Events:
         self._attempt = attempt or FileDirectory(paths.root)
         self._slots: dict[int, Event] = {}
 
-    def publish(self, name: EventName, by: str, detail: str = "") -> bool:
+    def publish(self, name: EventName, by: str, detail: str = "", *, patient: bool = False) -> bool:
         """Tell an event; True if this call was the first to tell it.
 
         A slot that is taken and cannot be read yet is passed over. So two may both take themselves for the first; then
         readers hold to the lower slot.
         """
-        event = Event(name=name, by=by, time=time.time(), detail=detail)
+        event = Event(name=name, by=by, time=time.time(), detail=detail, patient=patient)
         self.told()
         slot = 1
         while name not in _by_name(self._slots):

@@ -17,7 +17,7 @@ from submitit.local.local import Controller
 
 from pipeline.errors import DeadlineError
 from pipeline.roles.context import read_config
-from pipeline.rundir.events import Events
+from pipeline.rundir.events import LAUNCHER, Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import FIRST_FAILURE, RunPaths, down_mark
 from pipeline.system.directory import FileDirectory
@@ -78,7 +78,10 @@ class VirtualController(Controller):
                     self._tell_failure(rank, code)
             if all(code is not None for code in codes):
                 return codes
-            if any(codes) or not self._launcher_lives():
+            if any(codes):
+                self._ask()
+            elif not self._launcher_lives():
+                self._say_launcher_is_gone()
                 self._ask()
             if self._asked_at is not None and time.monotonic() - self._asked_at > self._patience:
                 return codes
@@ -89,6 +92,12 @@ class VirtualController(Controller):
         if self._asked_at is None:
             self._asked_at = time.monotonic()
             self._forward_signal(signal.SIGTERM)
+
+    def _say_launcher_is_gone(self) -> None:
+        """Say so before the agents, which hear TERM, say only that."""
+        if self._asked_at is None:
+            events = Events(self._paths, FileDirectory(self._paths.root))
+            self._outbox.say(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
 
     def _tell_failure(self, rank: int, code: int) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""

@@ -200,11 +200,15 @@ def _end_local(run: RunPaths) -> Ending | None:
 
 
 def _is_draining(run: RunPaths) -> bool:
-    """Whether the attempt of the job that was submitted last was told to come down."""
+    """Whether the attempt of the job that was submitted last was told to come down within its grace.
+
+    One that may take as long as its trainer needs has no deadline, unless its controller is told too.
+    """
     identity, job, names = files.read_document(run.run, RunIdentity), runs.submitted_job(run), attempt_names(run)
     if identity is None or job is None or not names or names[-1].rpartition("-")[0] != job.job:
         return False
-    return Events(run.attempt(identity.run_id, names[-1])).seen("draining") is not None
+    draining = Events(run.attempt(identity.run_id, names[-1])).seen("draining")
+    return draining is not None and not (draining.patient and locks.holder(run.job_lock) is not None)
 
 
 def _terminate(process: psutil.Process) -> bool:

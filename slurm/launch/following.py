@@ -17,7 +17,7 @@ from pipeline.config.kept import kept_config
 from pipeline.errors import DeadlineError, one_line
 from pipeline.report.history import RUNS, read_history
 from pipeline.rundir.documents import Finished, Outcome
-from pipeline.rundir.events import Events
+from pipeline.rundir.events import LAUNCHER, Event, Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
@@ -25,7 +25,7 @@ from pipeline.system.directory import FileDirectory
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from slurm.batch.executors import RunJob
 from slurm.batch.facts import LONGEST_PAUSE, look_again
-from slurm.launch.signals import exit_code
+from slurm.launch.signals import describe, exit_code
 from slurm.registry import runs
 from slurm.watch.view import follow_run
 
@@ -135,16 +135,23 @@ def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sign
     if _tell_failure(attempt, outcome):
         return 1
     if interrupted:
-        print(f"interrupted; the same command {_what_resuming_does(paths)}", file=sys.stderr)
+        print(f"{describe(interrupted[0])}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
         return exit_code(interrupted[0])
     draining = Events(attempt).seen("draining")
     if draining is not None or job_state == CANCELLED:
-        why = f"{draining.by} was told to end ({draining.detail})" if draining else "the job was cancelled"
-        print(f"interrupted: {why}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
+        print(f"{_interruption(draining)}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
         return exit_code(signal.SIGTERM)
     how = f" ({job_state})" if job_state else ""
     print(f"failed: the job ended without a reason{how}; see its output in {paths.submitit}", file=sys.stderr)
     return 1
+
+
+def _interruption(draining: Event | None) -> str:
+    if draining is None:
+        return "interrupted: the job was cancelled"
+    if draining.by == LAUNCHER:
+        return draining.detail
+    return f"interrupted: {draining.by} was told to end ({draining.detail})"
 
 
 def _tell_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:

@@ -1,33 +1,39 @@
 """A run's job on this machine, for whoever started it.
 
 Owns the start of such a job and its end from here. Promises that it is on record before it starts, that it comes down
-in order within a deadline, and at once where that is asked for. The caller has claimed the run, and shows it.
+in order once its trainer has made a checkpoint, however long that takes, and at once where that is asked for; and that
+nothing is left of a checkpoint that it did not finish. The caller has claimed the run, and shows it.
 
     refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths:
-        job = JobHere(paths, config, plan)
-        …                                   until job.done(), or job.cancel()
-        job.end()
+        follow_here(JobHere(paths, config, plan), interrupted)
 """
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from pipeline.checkpoints import remove_unfinished, root_of
+from pipeline.checkpoints.storage import Storage
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigError, PlanError
+from pipeline.errors import CheckpointError, ConfigError, PlanError
+from pipeline.rundir.events import LAUNCHER, Events
+from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system.waiting import wait_for
+from pipeline.system.waiting import CLOCK
 from pipeline.world.memory import on_gpus_of
 from pipeline.world.plan import Plan
 from slurm.batch.executors import VirtualNodes
+from slurm.launch.signals import describe
 from slurm.node.agent import Agent
 from slurm.node.claims import missing_gpus
 from slurm.node.preflight import GIB, find_gpus
-from slurm.node.supervisor import longest_descent
 from slurm.registry import runs
 from slurm.scheduler.environment import gpus_of_user
+from slurm.watch.view import follow_run
 
-_SLACK_SECONDS = 20.0
-"""How much longer than its agents a job may take to come down."""
+_PAUSE = 0.1
 
 
 def lacking_gpus(plan: Plan) -> str:
@@ -63,11 +69,11 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
 
 
 class JobHere:
-    """A job of virtual nodes, which ends with this process. `attempt` is the one that it makes."""
+    """A job of virtual nodes of `run`, which ends with this process. `attempt` is the one that it makes."""
 
     def __init__(self, paths: RunPaths, config: RunConfig, plan: Plan) -> None:
         print(f"{'starting' if runs.is_new(paths) else 'resuming'} {paths.root}", flush=True)
-        self._most = longest_descent(config.cluster) + _SLACK_SECONDS
+        self.run, self._config = paths, config
         self._executor = VirtualNodes(paths, plan.ranks)
         runs.record_job(paths, "local", self._executor.job_name)
         self._job = self._executor.submit(Agent(paths.root))
@@ -77,12 +83,58 @@ class JobHere:
         """Whether all of it is over."""
         return self._job.done()
 
-    def cancel(self) -> None:
-        """Have it commit and come down."""
-        self._job.cancel()
+    def cancel(self, why: str) -> None:
+        """Have it make a checkpoint, for as long as that takes, and come down; `why` is recorded as the reason."""
+        try:
+            Events(self.attempt).publish("draining", LAUNCHER, why, patient=True)
+        except OSError:
+            self._job.cancel()  # the agents then hear a signal, and have their grace
+
+    def awaited(self) -> str:
+        """What an end in order waits for, in one line."""
+        rows = [row for row in read_rows(self.run.metrics) if row.get("attempt") == self.attempt.attempt]
+        last = next((row for row in reversed(rows) if row["kind"] == "train"), {})
+        measured = [
+            f"the last {what} took {seconds:.0f} s"
+            for what, name in (("step", "seconds/step"), ("checkpoint", "checkpoint/seconds"))
+            if (seconds := last.get(name)) is not None
+        ]
+        known = f" ({', '.join(measured)})" if measured else ""
+        return f"waiting for the trainer to end its step and make a checkpoint{known}, however long that takes"
 
     def end(self, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it is over, as long as it may take to come down; from `at_once()` on it is killed."""
-        wait_for("the job to end", lambda: self.done() or at_once(), self._most)
+        """Wait until it is over; from `at_once()` on it is killed.
+
+        There is no deadline here: a step and its checkpoint take as long as they take, and a trainer that hangs in them
+        is ended by its agent.
+        """
+        while not (self.done() or at_once()):
+            CLOCK.sleep(_PAUSE)
         if not self.done():
             self._executor.kill()
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what the attempt left of a checkpoint, if it is on this machine's disks: nobody may ever resume it."""
+        with suppress(CheckpointError):
+            root = root_of(self._config, self.run, self.attempt.run_id)
+            if Storage(root).local:
+                remove_unfinished(root, self.attempt.attempt, over=True)
+
+
+def follow_here(job: JobHere, interrupted: Sequence[signal.Signals]) -> None:
+    """Show the job until it is over. The first signal in `interrupted` has it make a checkpoint and come down, which is
+    waited for; a second one ends it at once."""
+    asked = False
+
+    def over() -> bool:
+        nonlocal asked
+        if interrupted and not asked and not job.done():
+            asked = True
+            job.cancel(describe(interrupted[0]))
+            print(f"{interrupted[0].name}: {job.awaited()}", file=sys.stderr, flush=True)
+            print("press Ctrl-C again to end it at once, back to its last checkpoint", file=sys.stderr, flush=True)
+        return job.done() or len(interrupted) > 1
+
+    follow_run(job.run.root, over, attempt=job.attempt.attempt)
+    job.end(at_once=lambda: len(interrupted) > 1)

@@ -27,6 +27,11 @@ def exit_code(number: signal.Signals) -> int:
     return 128 + number
 
 
+def describe(number: signal.Signals) -> str:
+    """What a launcher records of its end by this signal."""
+    return f"interrupted by {'Ctrl-C (SIGINT)' if number == signal.SIGINT else number.name} at the launcher"
+
+
 INTERRUPTED = frozenset(map(exit_code, SIGNALS))
 """The exit codes of launchers that were told to end."""
 

@@ -36,7 +36,7 @@ from slurm.batch.sites import check_site, warnings
 from slurm.launch.compose import compose_config
 from slurm.launch.declined import refuse_launcher_key, refuse_option
 from slurm.launch.following import conclude_run, follow_job, print_job
-from slurm.launch.here import JobHere, check_shared_gpus, lacking_gpus, refuse_lacking_gpus
+from slurm.launch.here import JobHere, check_shared_gpus, follow_here, lacking_gpus, refuse_lacking_gpus
 from slurm.launch.signals import noted_signals
 from slurm.launch.sweep import PointLauncher, sweep
 from slurm.launch.sweepers.drive import search
@@ -45,7 +45,6 @@ from slurm.node.agent import Agent
 from slurm.registry import runs
 from slurm.scheduler.commands import find_slurm
 from slurm.scheduler.protocol import Scheduler
-from slurm.watch.view import follow_run
 
 
 def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
@@ -279,12 +278,7 @@ def run_here(config: RunConfig, plan: Plan) -> int:
     refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths, noted_signals() as interrupted:
         job = JobHere(paths, config, plan)
-        follow_run(paths.root, lambda: job.done() or bool(interrupted), attempt=job.attempt.attempt)
-        if interrupted:
-            print(f"{interrupted[0].name}: committing and stopping …", file=sys.stderr, flush=True)
-            job.cancel()
-            print("press Ctrl-C again to end it at once", file=sys.stderr, flush=True)
-        job.end(at_once=lambda: len(interrupted) > 1)
+        follow_here(job, interrupted)
         return conclude_run(paths, job.attempt, interrupted)
 
 

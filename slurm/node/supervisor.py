@@ -3,14 +3,16 @@
 Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that a server
 which fails after it was ready is started again, up to `inference.restarts` times, once nothing is left of its group and
 after a pause that grows; that the first other failure on any rank stops every role of every rank, a trainer that is
-ready after it had time to commit; that an orderly end comes down in the order of `lifecycle.DESCENT`; that when `run`
-returns nothing it started is alive, but for what the kernel itself cannot end; that what other ranks tell may be seen
-`lateness` later and changes no end; and that a disk which fails for a while is tolerated (`pipeline.system.outages`).
+ready after it had time to commit (`cluster.grace_seconds`; as long as it needs where a launcher waits for it); that an
+orderly end comes down in the order of `lifecycle.DESCENT`; that when `run` returns nothing it started is alive, but for
+what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no end; and that
+a disk which fails for a while is tolerated (`pipeline.system.outages`).
 Must not know what a role does.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +27,7 @@ from pipeline.config.places import ClusterConfig
 from pipeline.errors import DeadlineError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
-from pipeline.rundir.events import EventName, Events, Listener, look_seconds
+from pipeline.rundir.events import Event, EventName, Events, Listener, look_seconds
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.system import process
@@ -92,6 +94,7 @@ class Supervisor:
         self._roles = [self._supervised(context) for context in contexts]
         self._end: End | None = None
         self._ending_since = 0.0
+        self._patient = False
 
     def _supervised(self, context: RoleContext) -> SupervisedRole:
         launch = launch_of(context)
@@ -130,6 +133,7 @@ class Supervisor:
     def _listen(self, at_once: bool = False) -> None:
         """Learn how the attempt ends; a failure overrides an orderly end until the roles are down."""
         heard = self._listener.heard(at_once)
+        self._mind_patience(heard)
         if reason := self._listener.outage or ("" if "draining" in heard else self._notice.reason):
             self._say("draining", reason)
         end = end_of([*heard, *(event for event in self._said if event not in heard)])
@@ -138,6 +142,16 @@ class Supervisor:
         if (self._end, end) != ("preempted", "failed"):  # else the trainer commits already
             self._ending_since = self._clock.now()
         self._end = end
+
+    def _mind_patience(self, heard: Mapping[EventName, Event]) -> None:
+        """The trainer takes as long as it needs while the launcher waits for it: until this agent is told to end too,
+        or something else ends the attempt. Then the grace begins."""
+        draining = heard.get("draining")
+        asked = draining is not None and draining.patient and not self._notice.reason
+        patient = asked and "failed" not in (*heard, *self._said)
+        if self._patient and not patient:
+            self._ending_since = self._clock.now()
+        self._patient = patient
 
     def _say(self, event: EventName, detail: str, by: str = "") -> None:
         """Tell an event, once; here it counts from now on, whenever the disk takes it."""
@@ -181,8 +195,13 @@ class Supervisor:
             self._failed(role, "overslept", self._story(role, str(role.deadline.error(role.vitals.probe.trouble))))
         elif role.state == "stopping" and role.deadline.passed:
             self._kill(role)
-        elif role.state == "ready" and self._end is None and (hang := role.vitals.watch(role.pid)):
+        elif role.state == "ready" and self._is_watched(role) and (hang := role.vitals.watch(role.pid)):
             self._hung(role, hang)
+
+    def _is_watched(self, role: SupervisedRole) -> bool:
+        """Whether a hang of the role is looked for: it has a deadline in an attempt that comes down, unless that waits
+        for the trainer."""
+        return self._end is None or (self._patient and role.context.placement.role == "trainer")
 
     def _hung(self, role: SupervisedRole, hang: Hang) -> None:
         """Have all its processes tell where they are, those that hang and those that wait for them, then end it."""
@@ -305,7 +324,8 @@ class Supervisor:
         In a run that finished there is time: what others still talk to stays until they must have heard of the end.
         """
         stop = self._cluster.stop_seconds
-        trainer = stop / 2 if self._end == "finished" else self._cluster.grace_seconds
+        grace = math.inf if self._patient else self._cluster.grace_seconds
+        trainer = stop / 2 if self._end == "finished" else grace
         late = self._cluster.lateness if self._end == "finished" and stage > 1 else 0.0
         return trainer + (stage - 1) * stop / 2 + late if stage else 0.0
 

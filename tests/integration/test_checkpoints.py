@@ -106,9 +106,10 @@ def test_what_saves_of_other_attempts_left_unfinished_is_removed_and_all_else_st
     assert remove_unfinished(disk, "1-1") == ["rl-40/1-0", "rl-20/0-0"]
     assert {place.parent.name for place in Path(disk).glob("rl-*/*/COMMIT")} == {"1-0", "1-1"}
     assert (Path(disk) / "rl-40/1-1").is_dir(), "of the attempt that runs"
-    assert newest_step(disk, hashes=True) == 30
     with pytest.raises(OvertakenError):
-        remove_unfinished(disk, "1-0")
+        remove_unfinished(disk, "1-0", over=True)
+    assert remove_unfinished(disk, "1-1", over=True) == ["rl-40/1-1"], "once that one is over too"
+    assert newest_step(disk, hashes=True) == 30
 
 
 def test_another_model_is_refused_and_the_difference_named(disk: str) -> None:

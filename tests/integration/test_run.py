@@ -52,6 +52,10 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     done = interrupted.rows()[-1]["step"]
     assert list(interrupted.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
     assert Events(interrupted.attempts[0]).seen("training_finished") is None
+    draining = Events(interrupted.attempts[0]).seen("draining")
+    assert draining is not None
+    assert draining.why == "interrupted by Ctrl-C (SIGINT) at the launcher"
+    assert "interrupted by Ctrl-C (SIGINT) at the launcher; the same command resumes it" in interrupted.output()
 
     assert crashed.end() == 1
     failure = crashed.failure()

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from pipeline.rundir.events import Events
 from pipeline.rundir.metrics import read_rows
 from tests.support.runs.launched import Launched, Launches
 
@@ -44,3 +45,19 @@ def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(la
     assert list(second.run.model.glob("*.safetensors"))
     assert second.run.report.exists()
     second.assert_nothing_left()
+
+
+def test_ctrl_c_loses_no_step_that_takes_longer_than_the_grace(launches: Launches) -> None:
+    longer = ("training.warm_start.batch=12000", "cluster.grace_seconds=0.5", "cluster.stop_seconds=0.5")
+    run = launches.submit("slow", *SFT, *longer)
+    run.wait("a step", lambda: bool(steps_of(run)), 300)
+    run.interrupt(signal.SIGINT)
+    assert run.end(300) == 130, run.output()
+    first, *_, last = (row for row in read_rows(run.run.metrics) if row["job"] == "sft")
+    assert last["step"] > first["step"], "the step under way was waited for"
+    assert last["seconds/step"] > 1.5, "this machine is too fast for this test: it proves nothing"
+    assert list(run.run.checkpoints.glob(f"sft-{last['step']}/*/COMMIT"))
+    assert "SIGINT: waiting for the trainer to end its step and make a checkpoint" in run.output()
+    draining = Events(run.attempts[0]).seen("draining")
+    assert draining is not None
+    assert draining.why == "interrupted by Ctrl-C (SIGINT) at the launcher"

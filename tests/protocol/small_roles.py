@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -106,10 +107,13 @@ class Attempt:
             assert not thread.is_alive(), "a supervisor did not end"
         return set(self.ends.values())
 
-    def history(self) -> list[tuple[str, str]]:
+    def lines(self) -> list[dict[str, Any]]:
+        """Of all timelines, by time."""
         lines = [line for file in self.paths.timeline.glob("*.jsonl") for line in file.read_text().splitlines()]
-        entries = sorted((json.loads(line) for line in lines), key=lambda entry: entry["time"])
-        return [(entry["role"], entry["state"]) for entry in entries]
+        return sorted((json.loads(line) for line in lines), key=lambda entry: entry["time"])
+
+    def history(self) -> list[tuple[str, str]]:
+        return [(entry["role"], entry["state"]) for entry in self.lines()]
 
     def has_been(self, role: str, states: list[str]) -> bool:
         """Whether these, in this order, are all states of the role so far."""

@@ -2,14 +2,17 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.rundir.events import LAUNCHER
 from pipeline.system import files
 from pipeline.system.process import Child
 from pipeline.system.waiting import Deadline, wait_for
+from slurm.launch.signals import describe
 from slurm.node import shortage
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, RANKS, STUBBORN, STUCK, UNTIL_TOLD, Attempt
@@ -230,3 +233,58 @@ def test_a_trainer_that_fails_to_commit_while_draining_is_a_failure(attempt: Cal
     assert run.ends[RANKS["trainer"]] == "failed"
     failure = run.first_failure
     assert (failure.role, failure.exit_code) == ("trainer.0", 5)
+
+
+SLOW_STEP = (
+    f"{UNTIL_TOLD}\ntime.sleep(GRACE + 3)\n"
+    "pathlib.Path(sys.argv[1], '..', 'checkpoint').touch()  # what a step and its checkpoint end with"
+)
+"""A trainer whose step and checkpoint take longer than the grace and the time to stop together."""
+
+
+def by_launcher(run: Attempt) -> None:
+    why = describe(signal.SIGINT)
+    assert run.events.publish("draining", LAUNCHER, why, patient=True)
+
+
+@pytest.mark.parametrize(("patient", "saved"), [(True, True), (False, False)])
+def test_a_launcher_that_waits_lets_a_step_and_its_checkpoint_take_longer_than_the_grace(
+    attempt: Callable[..., Attempt], patient: bool, saved: bool
+) -> None:
+    run = attempt(trainer=SLOW_STEP.replace("GRACE", "3"))
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    if patient:
+        by_launcher(run)
+    else:
+        run.notices[0].reason = "SIGTERM"  # as Slurm tells it
+    assert run.join() == {"preempted"}
+    assert (run.paths.root / "checkpoint").exists() == saved
+    states = dict(run.history())
+    assert states["trainer.0"] == "stopped"
+    assert [role for role, state in run.history() if state == "stopped"][-1] == "redis.0"
+
+
+def test_a_launcher_that_waits_no_longer_leaves_the_trainer_its_grace_from_then_on(
+    attempt: Callable[..., Attempt],
+) -> None:
+    run = attempt(trainer=STUBBORN)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    by_launcher(run)
+    wait_for("the actor to be down", lambda: ("actor.0", "stopped") in run.history(), WAIT_SECONDS)
+    time.sleep(run.cluster.grace_seconds + run.cluster.stop_seconds)
+    assert ("trainer.0", "stopping") not in run.history()
+    for notice in run.notices.values():  # its controller, once the launcher is gone
+        notice.reason = "SIGTERM"
+    assert run.join() == {"preempted"}
+    asked = next(line for line in run.lines() if (line["role"], line["state"]) == ("trainer.0", "stopping"))
+    told = next(line for line in run.lines() if (line["role"], line["state"]) == ("actor.0", "stopped"))
+    assert asked["time"] - told["time"] > 2 * run.cluster.grace_seconds, "once without an end to it, once for good"
+
+
+def test_a_trainer_that_hangs_while_its_launcher_waits_is_found(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(silence_seconds=2, trainer=f"{BEATS}{STUCK}\nget_stuck()")
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    by_launcher(run)
+    assert run.join() == {"failed"}
+    assert run.first_failure.role == "trainer.0"
+    assert any("get_stuck" in line for line in run.first_failure.stacks)

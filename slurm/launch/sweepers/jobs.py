@@ -52,10 +52,10 @@ class HereJob:
         if self._job.done():
             self._claim.close()
 
-    def cancel(self) -> None:
-        """Tell it to commit and come down, unless it is over."""
+    def cancel(self, why: str) -> None:
+        """Have it make a checkpoint and come down, unless it is over; `why` is recorded as the reason."""
         if not self._job.done():
-            self._job.cancel()
+            self._job.cancel(why)
 
     def end(self, at_once: Callable[[], bool]) -> None:
         """Wait until it came down; from `at_once()` on it is killed."""

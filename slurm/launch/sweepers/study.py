@@ -21,7 +21,7 @@ from pipeline.world.plan import Plan
 from slurm.launch.cancel import cancel
 from slurm.launch.compose import Expansion, spell_point
 from slurm.launch.points import PlannedPoint, prepare_sweep
-from slurm.launch.signals import INTERRUPTED, exit_code
+from slurm.launch.signals import INTERRUPTED, describe, exit_code
 from slurm.launch.sweep import PointLauncher, note_submission
 from slurm.launch.sweepers.jobs import ElsewhereJob, HereJob, PointJob, SlurmJob
 from slurm.launch.sweepers.objective import Objective
@@ -165,15 +165,17 @@ class Study:
         """After a signal, end these jobs and raise `StudyInterrupted`."""
         if self._told:
             if jobs:
-                print(f"{self._told[0].name}: what was started commits and stops …", file=sys.stderr, flush=True)
+                said = "what was started makes a checkpoint, however long that takes, and stops"
+                print(f"{self._told[0].name}: {said}; a second signal ends it at once", file=sys.stderr, flush=True)
             self._stop(jobs)
             raise StudyInterrupted(exit_code(self._told[0]))
 
     def _stop(self, jobs: dict[str, PointJob]) -> None:
         """End what this command has started and what Slurm has of it; a second signal kills what runs here."""
         here = [job for job in jobs.values() if isinstance(job, HereJob)]
+        why = describe(self._told[0]) if self._told else "another point of the sweep was interrupted"
         for job in here:
-            job.cancel()
+            job.cancel(why)
         for job in here:
             job.end(at_once=lambda: len(self._told) > 1)
         if queued := [job.run for job in jobs.values() if isinstance(job, SlurmJob)]:

@@ -97,6 +97,17 @@ def test_what_a_killed_agent_could_not_say_is_said_once_the_disk_takes_it(
     assert attempt.down("agent.0").exists()
 
 
+def test_a_launcher_that_is_gone_is_named_as_the_reason(
+    controlled: VirtualController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controlled.tasks = [FakeTask(), FakeTask()]  # type: ignore[list-item]
+    monkeypatch.setattr(controlled, "_launcher", None)
+    assert list(controlled.wait()) == [0, 0]
+    draining = Events(controlled._paths).seen("draining")
+    assert draining is not None
+    assert (draining.why, draining.patient) == ("the launcher was killed", False)
+
+
 def test_a_disk_that_takes_nothing_any_more_leaves_the_others_their_time(
     controlled: VirtualController, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

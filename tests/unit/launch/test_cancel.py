@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.rundir.events import LAUNCHER, Events
 from pipeline.rundir.paths import SweepPaths
 from pipeline.system import files
 from slurm.launch.cancel import cancel, cancel_sweep, main
@@ -231,6 +232,16 @@ def test_a_point_that_cannot_be_cancelled_keeps_no_other_from_it(
     assert cancel_sweep(paths, lambda: scheduler) == 1
     assert scheduler.cancelled == jobs[1:]
     assert "error: 0-seed_1: " in capsys.readouterr().err
+
+
+def test_a_local_run_that_waits_for_its_checkpoint_is_told_to_end_within_its_grace(
+    run: FakeRun, local_job: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.record_job(run.paths, "local", "local1")
+    attempt = run.attempt("local1-0")
+    Events(attempt.paths).publish("draining", LAUNCHER, "interrupted", patient=True)
+    assert cancel([run.paths], no_scheduler) == 0
+    assert f"process {local_job.pid} ({run.root}) was told to end" in capsys.readouterr().out
 
 
 def test_a_local_run_that_comes_down_already_is_only_waited_for(

@@ -8,14 +8,16 @@ import pytest
 from msgspec import Struct
 
 from pipeline.errors import SchedulerError
+from pipeline.report.history import read_attempt
 from pipeline.rundir.documents import Finished, Outcome, RunIdentity
-from pipeline.rundir.events import Events
+from pipeline.rundir.events import LAUNCHER, Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 from slurm.batch.executors import RunJob
 from slurm.launch.following import called, conclude_job, conclude_run, follow_job, last_attempt
+from slurm.launch.signals import describe
 from slurm.scheduler.protocol import PENDING, RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -166,6 +168,21 @@ def test_a_job_that_was_cancelled_while_it_drained_is_an_interruption(
     slurm.set(job.job_id, "CANCELLED")
     assert conclude_job(job) == 143
     assert "interrupted: agent.1 was told to end (SIGTERM)" in capsys.readouterr().err
+
+
+def test_an_interruption_at_the_launcher_is_told_as_what_it_was(
+    ended: tuple[RunPaths, AttemptPaths], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By whoever tells the end: the launcher itself, one that waited for a run of another, and the report."""
+    run, attempt = ended
+    Events(attempt).publish("draining", LAUNCHER, describe(signal.SIGINT), patient=True)
+    for interrupted in ([signal.SIGINT], []):
+        conclude_run(run, attempt, interrupted)
+        assert capsys.readouterr().err.startswith("interrupted by Ctrl-C (SIGINT) at the launcher; the same command ")
+    Path(attempt.timeline).mkdir(parents=True)
+    line = '{"time": 1.0, "role": "trainer.0", "rank": 0, "state": "stopped"}'
+    attempt.timeline_of(0).write_text(f"{line}\n")
+    assert read_attempt(attempt).end == ("interrupted", "interrupted by Ctrl-C (SIGINT) at the launcher")
 
 
 def test_who_leaves_a_job_leaves_it_alone(
