@@ -105,7 +105,7 @@ def _head_of(template: Template, role: str) -> str:
     try:
         plain = template.render(before, asks=False)
         text = template.render([*before, {"role": role, "content": _PROBE}], asks=False)
-    except (TemplateError, TypeError, ValueError, KeyError):
+    except (TemplateError, ValueError, KeyError):
         return ""
     head, found, _ = text.partition(_PROBE)
     return head.removeprefix(plain) if found and head.startswith(plain) else ""

@@ -47,7 +47,7 @@ def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
     steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SETTLED:]
     if len(steps) < ENOUGH:
         return []
-    rules = (_not_finite, _cut, _clipped, _refused, _idle)
+    rules = (_not_finite, _equal, _cut, _clipped, _refused, _idle)
     return [finding for rule in rules for finding in rule(config, steps)]
 
 
@@ -60,6 +60,17 @@ def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
                 f"Lower {rate}, or lengthen optim.warmup_steps.",
                 "docs/algorithms.md#gradients-that-are-not-finite",
             )
+
+
+def _equal(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    spread = _values(steps, "reward/std")
+    if spread and not any(spread) and not config.teacher.url:
+        yield Finding(
+            f"All samples of a step have one reward, {_median(steps, 'reward/mean'):g}: nothing is learned from them.",
+            "Read some samples: raise rollout.max_tokens if they are cut off, fix reward.functions if the reward looks "
+            "for another form than the model writes, or choose easier or harder prompts.",
+            "docs/rewards.md#when-all-rewards-are-equal",
+        )
 
 
 def _cut(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:

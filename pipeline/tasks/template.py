@@ -57,7 +57,10 @@ class Template:
         return self._marks
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, asks: bool = True) -> str:
-        """The conversation as the template writes it; where it `asks`, up to where the policy speaks."""
+        """The conversation as the template writes it; where it `asks`, up to where the policy speaks.
+
+        `TemplateError` for whatever keeps the template from it, such as a text joined with an object.
+        """
         return self._render(messages, tools, asks, {})
 
     def marked(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Marked:
@@ -85,7 +88,12 @@ class Template:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], asks: bool, marks: Mapping[str, str]
     ) -> str:
         rest = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": asks}
-        return self._compiled.render(messages=list(messages), **rest, **marks, **self.specials)
+        try:
+            return self._compiled.render(messages=list(messages), **rest, **marks, **self.specials)
+        except TemplateError:
+            raise
+        except Exception as error:  # what Python raises for the template's own expressions
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
 
     def reply(self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """What the template writes after a turn of the policy that follows `messages`: the end of the turn, then

@@ -22,7 +22,7 @@ from pipeline.training.evaluation import Evaluations
 from pipeline.training.jobs import RlJob
 from pipeline.training.publisher import Publisher
 from pipeline.training.rows import Row
-from pipeline.training.tally import Skips
+from pipeline.training.tally import EqualRewards, Skips
 from pipeline.training.update import PolicyUpdate
 from pipeline.training.warm_up import WarmUp
 
@@ -47,7 +47,7 @@ class ReinforcementLearning:
         self._config, self._batches = config, batches
         self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
-        self._skips, self._agreement = Skips(), Agreement()
+        self._skips, self._agreement, self._equal = Skips(), Agreement(), EqualRewards(config.loss)
 
     def begin(self, step: int) -> None:
         """Bring the servers to the weights of `step`, and measure them if no earlier attempt did.
@@ -75,6 +75,8 @@ class ReinforcementLearning:
         metrics = self._update.run(rows, step)
         about = batch_metrics(groups, step, oldest)
         self._agreement.check(metrics | about)
+        if not self._config.teacher.url:  # a teacher's divergence teaches where rewards are alike
+            self._equal.note([[sample.reward for sample in prepared.group.samples] for prepared in groups])
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}
         aside = self._batches.counts

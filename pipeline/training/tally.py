@@ -1,18 +1,29 @@
 """One set of metrics from the several optimizer steps of a step.
 
-Owns how the metrics of optimizer steps become those of the whole step, and when a model is given up for lost. Promises
-that those of a single one stay what they are. Pure; must not know models or losses.
+Owns how the metrics of optimizer steps become those of the whole step, when a model is given up for lost, and when a
+warning is due that rewards teach nothing. Promises that those of a single one stay what they are. Must not know models.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from math import fsum
 
+from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
+
+log = logging.getLogger(__name__)
 
 PLAIN = ("loss", "grad_norm")
 """Means in which every optimizer step counts alike: they are none over tokens."""
 
 
+MOST_EQUAL = 5
+"""Steps in a row whose rewards may be all alike: one or two are chance in small batches."""
+LIKELY = (
+    "Likely reasons: the prompts are too hard or too easy for this model; answers are cut off before they are scored "
+    "(samples/cut, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
+    "python launchers/rollouts.py"
+)
 MOST_SKIPPED = 5
 """Steps in a row whose gradient may be not finite."""
 
@@ -41,6 +52,28 @@ class Skips:
         """`TrainingError` when the last `MOST_SKIPPED` steps were lost: so is the model."""
         if self._row >= MOST_SKIPPED:
             raise TrainingError(f"the gradient was not finite in {self._row} steps in a row; lower optim.lr")
+
+
+class EqualRewards:
+    """Warns, once, of rewards that teach nothing for several steps in a row.
+
+    Under a group's baseline that is a prompt whose samples have one reward; under the batch's, one reward for all.
+    """
+
+    def __init__(self, loss: LossConfig) -> None:
+        self._by_group = loss.advantage in ("group", "group_std", "leave_one_out", "group_batch")
+        self._row, self._warned = 0, False
+
+    def note(self, groups: Sequence[Sequence[float]]) -> None:
+        """The rewards of a step, of each prompt's samples."""
+        everything = {reward for group in groups for reward in group}
+        equal = all(len(set(group)) == 1 for group in groups) if self._by_group else len(everything) == 1
+        self._row = self._row + 1 if equal else 0
+        if self._row < MOST_EQUAL or self._warned:
+            return
+        self._warned = True
+        found = f"every reward is {everything.pop():g}" if len(everything) == 1 else "a prompt's samples score alike"
+        log.warning("in %d steps in a row, %s: nothing is learned from them. %s", self._row, found, LIKELY)
 
 
 class Tally:

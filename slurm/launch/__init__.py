@@ -5,6 +5,7 @@
 | `submit` | one run: checked, planned, submitted |
 | `compose` | overrides to a config; a sweep to its points |
 | `declined` | options and keys of Hydra and submitit that are spelled otherwise here |
+| `advice` | what may go wrong, said before a start |
 | `following` | a job from its submission to its end |
 | `cancel` | runs and sweeps, told to end |
 | `sweep`, `points` | many runs; each point, prepared and claimed |

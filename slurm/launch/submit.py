@@ -33,6 +33,7 @@ from pipeline.world.plan import Plan, make_plan
 from slurm.batch.allocation import split_components
 from slurm.batch.executors import RunJob, SlurmNodes
 from slurm.batch.sites import check_site, warnings
+from slurm.launch.advice import advice, check_agents
 from slurm.launch.compose import compose_config
 from slurm.launch.declined import refuse_launcher_key, refuse_option
 from slurm.launch.following import conclude_run, follow_job, print_job
@@ -168,6 +169,7 @@ def check_inputs(config: RunConfig) -> None:
     if not config.training.jobs:
         task = load_task(config.task, config.seed)
         check_task(task, config)
+        check_agents(config)
         check_data(config)
         if config.has_rollouts:
             check_rewards(config.reward, task, config.task.name)
@@ -200,9 +202,9 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
 def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
     """What may stand in the way later; `dry_run` also of what would, here and now."""
     if config.cluster.kind == "slurm":
-        return warnings(config, find_slurm())
+        return [*advice(config), *warnings(config, find_slurm())]
     lacking = lacking_gpus(plan) if dry_run else ""
-    return [f"this machine, now: {lacking}"] if lacking else []
+    return [*advice(config), *([f"this machine, now: {lacking}"] if lacking else [])]
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:

@@ -26,6 +26,7 @@ ONE_GPU = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 1, "s
 CALM = {
     "skipped": 0.0,
     "samples/cut": 0.1,
+    "reward/std": 0.4,
     "clip_fraction": 0.01,
     "groups/stale": 0.0,
     "idle/trainer": 0.1,
@@ -35,6 +36,11 @@ CALM = {
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
     "gradients": (ASYNCHRONOUS, {"skipped": 1.0}, "20 optimizer steps changed nothing"),
     "the critic's": (ASYNCHRONOUS, {"critic/skipped": 1.0}, "20 optimizer steps of the critic changed nothing"),
+    "equal rewards": (
+        ASYNCHRONOUS,
+        {"reward/std": 0.0, "reward/mean": 0.0},
+        "All samples of a step have one reward, 0",
+    ),
     "cut": (ASYNCHRONOUS, {"samples/cut": 0.4}, "40% of the samples are cut off"),
     "clip": (ASYNCHRONOUS, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
     "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were sampled in vain"),

@@ -12,7 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.training.conversations import Conversations, check_data, coloured, first_trainable_row
 from pipeline.training.rows import Row
-from tests.fakes.chat_models import MARKED, THINKING, make_chat_model
+from tests.fakes.chat_models import CHATML, MARKED, THINKING, make_chat_model
 from tests.fakes.configs import make_config
 
 BATCH = 4
@@ -153,6 +153,23 @@ def test_what_is_dropped_is_neither_refused_nor_shown_first(tmp_path: Path) -> N
     found = first_trainable_row(dropping)
     assert found is not None
     assert "2+2" in found[0].text
+
+
+def test_a_row_on_which_the_template_fails_with_an_error_of_python_is_refused_or_left_out(tmp_path: Path) -> None:
+    """As templates do that join the arguments of a call with a text: here they are an object."""
+    template = CHATML.replace("call.function.arguments | tojson", "'' + call.function.arguments")
+    model = make_chat_model(tmp_path / "model", template)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    calls = {
+        "messages": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    }
+    path = write(tmp_path / "rows.jsonl", [talk(1), calls, talk(2)])
+    with pytest.raises(ConfigError, match=r"row 1: the chat template refuses it: TypeError: can only concatenate str"):
+        check_data(config(path, model=str(model)))
+    dropping = config(path, model=str(model), invalid="drop")
+    check_data(dropping)
+    rows = Conversations(dropping).rows
+    assert (len(rows), rows.counts["invalid"]) == (2, 1)
 
 
 def test_held_out_rows_belong_to_the_digest(path: str) -> None:

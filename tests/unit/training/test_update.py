@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.training.rows import Row
-from pipeline.training.tally import Skips, Tally, is_lost
+from pipeline.training.tally import EqualRewards, Skips, Tally, is_lost
 from pipeline.training.update import cut_by_prompt, in_order_of
+from tests.fakes.configs import make_config
 
 prompts_of_rows = st.lists(st.integers(0, 6), min_size=1, max_size=30)
 
@@ -76,6 +77,31 @@ def test_means_weigh_tokens_extremes_stay_extreme_and_skips_are_counted() -> Non
 @pytest.mark.parametrize(("taken", "skipped", "lost"), [(4, 4, True), (4, 1, False), (4, 0, False), (0, 0, False)])
 def test_a_step_is_lost_when_all_its_optimizer_steps_were_skipped(taken: float, skipped: float, lost: bool) -> None:
     assert is_lost({"optimizer_steps": taken, "skipped": skipped}) is lost
+
+
+@pytest.mark.parametrize(
+    ("advantage", "groups", "said"),
+    [
+        ("group_std", [[0.0, 0.0], [0.0, 0.0]], "in 5 steps in a row, every reward is 0: nothing is learned"),
+        ("group_std", [[0.0, 0.0], [1.0, 1.0]], "in 5 steps in a row, a prompt's samples score alike"),
+        ("batch", [[0.5, 0.5], [0.5, 0.5]], "in 5 steps in a row, every reward is 0.5: nothing is learned"),
+        ("batch", [[0.0, 0.0], [1.0, 1.0]], ""),
+        ("group_std", [[0.0, 1.0], [1.0, 1.0]], ""),
+    ],
+)
+def test_rewards_that_teach_nothing_for_several_steps_are_warned_of_once(
+    advantage: str, groups: list[list[float]], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    equal = EqualRewards(make_config(loss={"name": "grpo", "advantage": advantage}).loss)
+    for _ in range(4):
+        equal.note(groups)
+    equal.note([[0.0, 1.0]])  # one step that teaches starts the count again
+    for _ in range(4):
+        equal.note(groups)
+    assert not caplog.messages
+    for _ in range(9):
+        equal.note(groups)
+    assert [message.startswith(said) for message in caplog.messages] == ([True] if said else [])
 
 
 def test_a_model_is_given_up_after_five_lost_steps_in_a_row() -> None:
