@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.config import RunConfig
 from pipeline.rundir.metrics import Row
+from pipeline.world.gpu_split import best_split
 
 SETTLED, ENOUGH = 10, 20
 """Steps that are left out at the beginning; steps after them without which nothing is said."""
@@ -20,6 +21,8 @@ that holds 0.07 of the tokens slows learning to less than half, and one that hol
 SEVERAL = 4
 """Steps with groups that came too old: a server that was lost for a while is the trouble of one or two."""
 
+KEYS = {"trainer": "trainer", "servers": "inference"}
+"""The section of `resources` for each half."""
 CLIPS = ("ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp")
 """Losses in which a token that the clip holds has no gradient. In `gspo` whole samples are held, many by design."""
 
@@ -129,15 +132,33 @@ def _idle(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
     elif trainer >= IDLE and servers <= BUSY:
         yield Finding(
             f"The trainer waits for samples {trainer:.0%} of the time: the servers are the slower half.",
-            "Give them more GPUs, and the trainer fewer: resources.inference, resources.trainer.",
+            _resplit(config, trainer, servers, "servers"),
             "docs/gpus.md",
         )
     elif servers >= IDLE and trainer <= BUSY:
         yield Finding(
             f"The servers have nothing to do {servers:.0%} of the time: the trainer is the slower half.",
-            "Give it more GPUs, and the servers fewer: resources.trainer, resources.inference.",
+            _resplit(config, trainer, servers, "trainer"),
             "docs/gpus.md",
         )
+
+
+def _resplit(config: RunConfig, idle_trainer: float, idle_servers: float, slower: str) -> str:
+    """Which split of the run's GPUs would be faster, and the keys that set it."""
+    trainer, inference = config.resources.trainer, config.resources.inference
+    training = trainer.nodes * trainer.processes * trainer.gpus
+    serving = inference.nodes * inference.servers * inference.gpus // inference.per_gpu
+    split = best_split(training, serving, inference.gpus, idle_trainer, idle_servers) if training and serving else None
+    if split is None:
+        return f"No other split of these GPUs is faster; give the {slower} more of them: resources.{KEYS[slower]}."
+    keys = "resources.trainer, resources.inference"
+    if trainer.nodes == inference.nodes == 1:
+        servers = split.servers * inference.per_gpu // inference.gpus
+        keys = f"resources.trainer.processes={split.trainer // trainer.gpus} resources.inference.servers={servers}"
+    return (
+        f"Train on {split.trainer} GPUs and serve on {split.servers}: a step would take 1/{split.factor:.1f} of the "
+        f"time, if both halves scale with their GPUs. Set {keys}."
+    )
 
 
 def _values(steps: Sequence[Row], name: str) -> list[float]:

@@ -92,6 +92,17 @@ def test_a_number_that_stands_out_is_told_with_keys_that_exist(
     assert all(any(f"{key}.".startswith(f"{name}.") for key in keys) for name in named), named
 
 
+def test_a_half_that_is_too_small_is_told_the_split_that_would_be_fastest() -> None:
+    resources = {"device": "cuda", "trainer": {"processes": 2, "gpus": 1}, "inference": {"servers": 6, "gpus": 1}}
+    (found,) = find(
+        of(ASYNCHRONOUS | {"resources": resources}),
+        steps(SETTLED + ENOUGH, **{"idle/trainer": 0.0, "idle/servers": 2 / 3}),
+    )
+    # 2 GPUs of work for the trainer, 6 × 1/3 for the servers: half of 8 each takes 2/4 of the time.
+    assert "Train on 4 GPUs and serve on 4: a step would take 1/2.0 of the time" in found.change
+    assert "resources.trainer.processes=4 resources.inference.servers=4" in found.change
+
+
 @pytest.mark.parametrize(("run", "limits"), MEASURED.items())
 def test_runs_that_were_measured_are_told_what_limited_them(run: str, limits: list[str]) -> None:
     measured = json.loads((ROOT / "docs" / "performance" / f"{run}.json").read_text())
