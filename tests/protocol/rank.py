@@ -1,8 +1,9 @@
 """One rank of a rendezvous as a process of its own: prints the world it gets, or the error on standard error.
 
-    python -m tests.protocol.rank DIRECTORY ATTEMPT RANK RANKS SPARES SECONDS LEASE [--hold NAME]
+    python -m tests.protocol.rank DIRECTORY ATTEMPT RANK RANKS SPARES SECONDS LEASE TIME PLACE [--hold NAME]
 
-With `--hold` it says `holding` before it creates the file of that name, and goes on when it may read a line.
+Its clock is the one at the path TIME (`tests.protocol.shared_time`). With `--hold` it says `holding` before it creates
+the file of that name, and goes on when it may read a line.
 """
 
 import argparse
@@ -15,10 +16,12 @@ import msgspec
 
 from pipeline.errors import RollcallError
 from pipeline.system.directory import FileDirectory
+from pipeline.system.waiting import Clock
 from pipeline.world.plan import Card, Plan, Seat, Slot
 from slurm.node.preflight import node_id
 from slurm.rendezvous.beacon import Beacon
 from slurm.rendezvous.meeting import meet
+from tests.protocol.shared_time import SharedClock
 
 
 class HeldDirectory(FileDirectory):
@@ -40,7 +43,7 @@ def make_plan(ranks: int, spares: int) -> Plan:
     return Plan(ranks=ranks, seats=seats)
 
 
-def main() -> int:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("attempt")
@@ -48,8 +51,13 @@ def main() -> int:
         parser.add_argument(number, type=int)
     parser.add_argument("seconds", type=float)
     parser.add_argument("lease", type=float)
+    parser.add_argument("time", type=Path)
+    parser.add_argument("place", type=int)
     parser.add_argument("--hold", default="")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def take_part(given: argparse.Namespace, clock: Clock) -> int:
     address = f"127.0.0.{given.rank + 2}"
     with Beacon("run", given.attempt, given.rank, address) as beacon:
         card = Card(
@@ -64,12 +72,21 @@ def main() -> int:
         )
         directory, plan = HeldDirectory(given.directory, given.hold), make_plan(given.ranks, given.spares)
         try:
-            world = meet(directory, plan, card, run_id="run", seconds=given.seconds, lease=given.lease)
+            world = meet(directory, plan, card, run_id="run", seconds=given.seconds, lease=given.lease, clock=clock)
         except RollcallError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return error.exit_code
         print(msgspec.json.encode(world).decode(), flush=True)
         return 0
+
+
+def main() -> int:
+    given = read_arguments()
+    clock = SharedClock(given.time, given.place)
+    try:
+        return take_part(given, clock)
+    finally:
+        clock.leave()
 
 
 if __name__ == "__main__":

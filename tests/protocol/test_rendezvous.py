@@ -5,77 +5,96 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from pipeline.system.directory import FileDirectory
-from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Card, World
 from slurm.rendezvous import beacon as beacons
 from slurm.rendezvous.beacon import CALLERS, Beacon, find_addresses
 from slurm.rendezvous.meeting import Claim, Lease
 from tests.fakes.ranks import make_cards
+from tests.patience import WAIT_SECONDS
+from tests.protocol.shared_time import SharedTime
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-AMPLE, SHORT = 60.0, 8.0  # seconds; where somebody is missing, the short deadline is lived through
-LEASE, BOUND = 1.0, 90.0
+SECONDS, LEASE = 8.0, 2.0
+"""On the time that the ranks share, which stands while one of them does something."""
+MOST_RANKS = 16
 
 Rank = subprocess.Popen[str]
-Start = Callable[..., Rank]
+
+
+@dataclass
+class Ranks:
+    """Processes of four ranks, one of them spare, in the attempts below a directory."""
+
+    root: Path
+    path: Path
+    time: SharedTime
+    started: list[Rank] = field(default_factory=list)
+
+    def start(self, rank: int, attempt: str = "7-0", hold: str = "", spares: int = 1) -> Rank:
+        numbers = [str(number) for number in (rank, 4, spares, SECONDS, LEASE)]
+        held = ["--hold", hold] if hold else []
+        clock = [str(self.path), str(self.time.expect())]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.protocol.rank",
+            str(self.root / attempt),
+            attempt,
+            *numbers,
+            *clock,
+            *held,
+        ]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.started.append(process)
+        return process
+
+    def start_all(self, attempt: str = "7-0") -> list[Rank]:
+        return [self.start(rank, attempt) for rank in range(4)]
+
+    def lead_and_hold(self) -> tuple[Rank, list[Rank]]:
+        """A leader that is about to publish the world, and the others."""
+        leader, *others = [self.start(0, hold="world.json"), *(self.start(rank) for rank in (1, 2, 3))]
+        assert leader.stdout is not None
+        assert leader.stdout.readline() == "holding\n"
+        return leader, others
+
+    def place(self, process: Rank) -> int:
+        return self.started.index(process)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts ranks of four, one of them spare, and ends those that a test leaves."""
-    started: list[Rank] = []
-
-    def one(rank: int, seconds: float = AMPLE, attempt: str = "7-0", hold: str = "", spares: int = 1) -> Rank:
-        numbers = [str(number) for number in (rank, 4, spares, seconds, LEASE)]
-        held = ["--hold", hold] if hold else []
-        command = [sys.executable, "-m", "tests.protocol.rank", str(tmp_path / attempt), attempt, *numbers, *held]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        started.append(process)
-        return process
-
-    yield one
-    for process in started:
-        process.kill()
-        process.communicate(timeout=BOUND)
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Starts ranks, and ends those that a test leaves."""
+    with SharedTime(tmp_path / "time", MOST_RANKS) as time:
+        made = Ranks(tmp_path, tmp_path / "time", time)
+        yield made
+        for process in made.started:
+            process.kill()
+            process.communicate(timeout=WAIT_SECONDS)
 
 
 def world_of(process: Rank, told: str | None = None) -> World:
     """The world that a rank ended with, after it was told to go on, where it holds."""
-    out, err = process.communicate(told, timeout=BOUND)
+    out, err = process.communicate(told, timeout=WAIT_SECONDS)
     assert process.returncode == 0, err
     return msgspec.json.decode(out.splitlines()[-1], type=World)
 
 
-def hold(process: Rank) -> None:
-    """Wait until a rank is about to create the file that it holds at."""
-    assert process.stdout is not None
-    assert process.stdout.readline() == "holding\n"
-
-
-def led_by_a_holder(start: Start, directory: Path, seconds: float = AMPLE) -> tuple[Rank, list[Rank]]:
-    """A leader that is about to publish the world, and the others, who come after it has claimed to lead."""
-    leader = start(0, seconds, hold="world.json")
-    wait_for("its claim", (directory / "claim-1.json").exists, BOUND)
-    others = [start(rank, SHORT) for rank in (1, 2, 3)]
-    hold(leader)
-    return leader, others
-
-
-def test_four_processes_agree_on_one_world(start, tmp_path):
-    worlds = [world_of(process) for process in [start(rank) for rank in range(4)]]
+def test_four_processes_agree_on_one_world(ranks, tmp_path):
+    worlds = [world_of(process) for process in ranks.start_all()]
     assert all(world == worlds[0] for world in worlds)
     assert [(place.rank, place.address) for place in worlds[0].placements] == [
         (0, "127.0.0.2"),
@@ -86,10 +105,11 @@ def test_four_processes_agree_on_one_world(start, tmp_path):
     assert left == {"cards", "claim-1.json", "lease-1.json", "world.json"}
 
 
-def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(start, tmp_path):
-    leader, others = led_by_a_holder(start, tmp_path / "7-0")
-    leader.send_signal(signal.SIGKILL)
-    leader.wait(BOUND)
+def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(ranks, tmp_path):
+    leader, others = ranks.lead_and_hold()
+    leader.kill()
+    leader.wait(WAIT_SECONDS)
+    ranks.time.leave_out(ranks.place(leader))
     worlds = [world_of(process) for process in others]
     assert all(world == worlds[0] for world in worlds)
     assert worlds[0].epoch >= 2
@@ -97,58 +117,59 @@ def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(s
     assert {place.rank for place in worlds[0].placements} == {1, 2, 3}
 
 
-def test_a_leader_that_was_stopped_and_wakes_up_too_late_accepts_the_world_of_its_successor(start, tmp_path):
-    leader, others = led_by_a_holder(start, tmp_path / "7-0", 2 * SHORT)
-    until = time.monotonic() + 2 * SHORT
+def test_a_leader_that_was_stopped_and_wakes_up_too_late_accepts_the_world_of_its_successor(ranks, tmp_path):
+    leader, others = ranks.lead_and_hold()
     leader.send_signal(signal.SIGSTOP)
+    ranks.time.leave_out(ranks.place(leader))
     worlds = [world_of(process) for process in others]
-    time.sleep(max(0.0, until - time.monotonic()))  # its own deadline has passed
+    ranks.time.pass_by(SECONDS)  # its own deadline has passed
+    ranks.time.take_in(ranks.place(leader))
     leader.send_signal(signal.SIGCONT)
     assert world_of(leader, "go on\n") == worlds[0]
     assert worlds[0].leader != 0
 
 
-def test_of_two_processes_with_one_rank_one_is_told_who_has_it(start):
-    first, *others = [start(rank) for rank in (1, 0, 2, 3)]
-    twin = start(1)
+def test_of_two_processes_with_one_rank_one_is_told_who_has_it(ranks):
+    first, *others = [ranks.start(rank) for rank in (1, 0, 2, 3)]
+    twin = ranks.start(1)
     worlds = [world_of(process) for process in others]
-    outcomes = [process.communicate(timeout=BOUND) for process in (first, twin)]
+    outcomes = [process.communicate(timeout=WAIT_SECONDS) for process in (first, twin)]
     assert sorted(process.returncode for process in (first, twin)) == [0, 1]
     refused = outcomes[0][1] or outcomes[1][1]
     assert "RendezvousError: rank 1 of attempt 7-0 is taken" in refused
     assert all(world == worlds[0] for world in worlds)
 
 
-def test_a_finished_attempt_beside_it_is_never_looked_at(start):
-    old, *_ = [world_of(process) for process in [start(rank) for rank in range(4)]]
-    new, *_ = [world_of(process) for process in [start(rank, attempt="7-1") for rank in range(4)]]
+def test_a_finished_attempt_beside_it_is_never_looked_at(ranks):
+    old, *_ = [world_of(process) for process in ranks.start_all()]
+    new, *_ = [world_of(process) for process in ranks.start_all("7-1")]
     assert (old.attempt, new.attempt) == ("7-0", "7-1")
     assert old.secret != new.secret
 
 
-def test_claim_lease_and_card_that_strayed_from_an_old_attempt_do_no_harm(start, tmp_path):
+def test_claim_lease_and_card_that_strayed_from_an_old_attempt_do_no_harm(ranks, tmp_path):
     directory = FileDirectory(tmp_path / "7-0")
     directory.create("claim-1.json", Claim(epoch=1, rank=2, hostname="ghost", pid=1))
     directory.create("lease-1.json", Lease(epoch=1, beat=9))
     directory.create("cards/3.json", make_cards(4, attempt="6-0")[3])
-    worlds = [world_of(process) for process in [start(rank, SHORT) for rank in range(3)]]
+    worlds = [world_of(process) for process in [ranks.start(rank) for rank in range(3)]]
     assert all(world == worlds[0] for world in worlds)
     assert worlds[0].epoch == 2
     assert {place.rank for place in worlds[0].placements} == {0, 1, 2}
 
 
-def test_torn_files_are_waited_out(start, tmp_path):
+def test_torn_files_are_waited_out(ranks, tmp_path):
     cards = tmp_path / "7-0" / "cards"
     cards.mkdir(parents=True)
     for name in (cards / "3.json", cards.parent / "lease-1.json"):
         name.write_bytes(b"rollcall 400 00")
-    worlds = [world_of(process) for process in [start(rank, SHORT) for rank in range(3)]]
+    worlds = [world_of(process) for process in [ranks.start(rank) for rank in range(3)]]
     assert {place.rank for place in worlds[0].placements} == {0, 1, 2}
 
 
-def test_who_is_missing_is_named_by_all_who_came(start):
-    for process in [start(rank, SHORT, spares=0) for rank in range(3)]:
-        _, err = process.communicate(timeout=BOUND)
+def test_who_is_missing_is_named_by_all_who_came(ranks):
+    for process in [ranks.start(rank, spares=0) for rank in range(3)]:
+        _, err = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == 1
         assert "rank 3" in err
 
@@ -201,7 +222,7 @@ def strangers(monkeypatch):
 
         def connect(beacon: Beacon, address: str) -> None:
             for _ in range(3 * CALLERS):
-                connected.enter_context(socket.create_connection((address, beacon.port), timeout=BOUND))
+                connected.enter_context(socket.create_connection((address, beacon.port), timeout=WAIT_SECONDS))
 
         yield connect
 
@@ -220,17 +241,17 @@ def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strange
         socket.create_server(("127.0.0.4", 0)) as slow,
         ThreadPoolExecutor(1) as pool,
     ):
-        slow.settimeout(BOUND)
+        slow.settimeout(WAIT_SECONDS)
         card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.4"), beacon=slow.getsockname()[1])
         witness = beacon_card(other, 3, "127.0.0.3")
         found = pool.submit(find_addresses, "run", [card], [witness], 20)
         relayed, _ = slow.accept()
         strangers(other, "127.0.0.3")
         assert find_addresses("run", [witness], seconds=20) == {3: "127.0.0.3"}, "the strangers before it are in"
-        with relayed, socket.create_connection(("127.0.0.2", leader.port), timeout=BOUND) as call:
+        with relayed, socket.create_connection(("127.0.0.2", leader.port), timeout=WAIT_SECONDS) as call:
             call.sendall(relayed.recv(4096))
             relayed.sendall(call.recv(4096))
-        assert found.result(BOUND) == {0: "127.0.0.4"}
+        assert found.result(WAIT_SECONDS) == {0: "127.0.0.4"}
 
 
 def test_a_closed_beacon_answers_nobody():
