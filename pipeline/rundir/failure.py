@@ -38,7 +38,7 @@ class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
         time: seconds since the epoch.
         log: path of the role's log.
         last_lines: the end of that log.
-        stacks: of a process that hung, where its Python threads were.
+        stacks: of a process that hung, where its threads were: the Python stacks, else what the kernel tells.
         mend: what to do; derived from the rest when it is not given.
     """
 

@@ -25,9 +25,10 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pipeline.errors import RollcallError
 
@@ -95,11 +96,10 @@ class _Heart:
     def __init__(self, board: Path, stacks: Path, slot: int) -> None:
         with board.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
-        self._stacks = stacks.open("ab", buffering=0)  # as long as the process lives
         self._offset, self._pid = slot * _RECORD.size, os.getpid()
         self._ticks, self._beats = 0, 0
         self.allowed: tuple[float, bytes] = 0.0, b""
-        faulthandler.register(STACKS, self._stacks, all_threads=True)
+        _write_stacks_to(stacks)
         threading.Thread(target=self._tick, name="heartbeat", daemon=True).start()
 
     def beat(self) -> None:
@@ -117,6 +117,8 @@ class _Heart:
 
 
 _heart: _Heart | None = None
+_stacks: list[IO[bytes]] = []
+"""Open as long as the process lives."""
 
 
 def start(slot: int = 0, variables: Mapping[str, str] = os.environ) -> None:
@@ -133,6 +135,22 @@ def start(slot: int = 0, variables: Mapping[str, str] = os.environ) -> None:
     except (OSError, ValueError) as error:
         raise RollcallError(f"{VARIABLE}={variables[VARIABLE]}: expected my agent's memory; {error}") from error
     os.register_at_fork(after_in_child=_forget)
+
+
+def show_stacks(variables: Mapping[str, str] = os.environ) -> None:
+    """From now on this process, and what it forks, writes its stacks when its agent asks, and tells nothing else.
+
+    For a program that is not ours (vLLM). Does nothing without an agent, or where its memory cannot be reached.
+    """
+    if VARIABLE in variables:
+        with suppress(OSError, ValueError):
+            _write_stacks_to(Path(variables[VARIABLE].split()[1]))
+
+
+def _write_stacks_to(memory: Path) -> None:
+    file = memory.open("ab", buffering=0)
+    _stacks.append(file)
+    faulthandler.register(STACKS, file, all_threads=True)
 
 
 def beat() -> None:

@@ -10,11 +10,13 @@ import os
 import signal
 import socket
 import stat
-from multiprocessing import util
+from contextlib import suppress
+from multiprocessing import process, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
 
+from pipeline.system import heartbeat
 from pipeline.system.process import die_with_parent, start_resource_tracker
 from pipeline.system.waiting import Deadline
 
@@ -29,6 +31,8 @@ _ENGINE = "EngineCore"
 """How vLLM's names for an engine's process begin."""
 _of_server: list[object] = []
 """What a forked process holds of its server's, and leaves alone."""
+_started: list[process.BaseProcess] = []
+"""What this process started, by `multiprocessing`."""
 CHILD_SECONDS = 4.0
 """As long as vLLM itself waits for its workers."""
 MODEL = "policy"
@@ -46,6 +50,7 @@ def register() -> None:
 
     if multiprocessing.parent_process() is not None:
         die_with_parent()
+    heartbeat.show_stacks()
     start_resource_tracker()
     for name, (module, engine) in _PLACES.items():
         if name not in WeightTransferEngineFactory._registry:
@@ -93,10 +98,25 @@ def end_children_in_time() -> None:
     By itself Python sends TERM, which no process of a role hears, and waits without an end: an engine that failed to
     start, as for want of memory, waited for its workers on GPUs, and its server for the engine.
     """
+    note_children()
     util.Finalize(None, _end_children, exitpriority=0)
 
 
+def note_children() -> None:
+    """Remember what this process starts from now on: Python forgets those that have ended."""
+    stock = process.BaseProcess.start
+    if stock.__module__ == __name__:
+        return
+
+    def start(self: process.BaseProcess) -> None:
+        stock(self)
+        _started.append(self)
+
+    process.BaseProcess.start = start  # type: ignore[method-assign]
+
+
 def _end_children() -> None:
+    _tell_who_was_killed()
     children = multiprocessing.active_children()
     for child in children:
         if child.pid is not None:
@@ -108,8 +128,18 @@ def _end_children() -> None:
             child.kill()
 
 
+def _tell_who_was_killed() -> None:
+    """Say it, as torchrun does of its ranks: vLLM ends with 0 when its engine is killed, and does not say why."""
+    for child in _started:
+        with suppress(ValueError):  # closed, so it ended in order
+            if child.exitcode is not None and child.exitcode < 0:
+                number = signal.Signals(-child.exitcode)
+                print(f"{child.name}: Signal {number.value} ({number.name}) received by PID {child.pid}", flush=True)
+
+
 def _leave_parent(_: object) -> None:
     """In a forked process: end with the server, tell no signal to its event loop, and count for oneself."""
+    _started.clear()
     end_children_in_time()  # what the server had registered was its own
     die_with_parent()
     signal.set_wakeup_fd(-1)

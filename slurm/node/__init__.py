@@ -9,6 +9,7 @@
 | `claims` | which GPUs of a node are whose |
 | `scratch` | what libraries leave in a node's folder for temporary files |
 | `alive` | what an agent leaves on disk: that it lives, that it is down |
-| `shortage` | whether the kernel ended processes of the node for lack of memory |
+| `shortage` | whether the kernel ended a role's process for lack of memory |
 | `vitals` | whether a role is there, and whether it still lives |
+| `processes` | what the kernel tells of a process: stopped or not, where its threads wait |
 """

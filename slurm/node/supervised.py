@@ -33,8 +33,6 @@ class SupervisedRole:
     deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     reason: Deadline | None = None
     """Until when it may show why the role, which has ended with exit code 0, did so."""
-    ended_before: int = 0
-    """Processes of this node that the kernel had ended for lack of memory when it was started."""
     replaced: int = 0
     """How often its process was replaced."""
     pauses: Iterator[float] = field(default_factory=lambda: growing_pauses(FIRST_PAUSE, LONGEST_PAUSE))

@@ -36,7 +36,7 @@ from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, Outbox, is_tra
 from pipeline.system.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.node import lifecycle
 from slurm.node.alive import Marks
-from slurm.node.shortage import ended_for_memory
+from slurm.node.shortage import Shortage
 from slurm.node.supervised import STUCK, SupervisedRole
 from slurm.node.vitals import Hang, Vitals
 from slurm.scheduler.environment import child_environment
@@ -92,6 +92,7 @@ class Supervisor:
         self._marks = Marks(self._attempt, look_seconds(ranks), clock)
         self._outbox, self._said = Outbox(), list[EventName]()
         self._roles = [self._supervised(context) for context in contexts]
+        self._shortage = Shortage(clock)
         self._end: End | None = None
         self._ending_since = 0.0
         self._patient = False
@@ -124,6 +125,7 @@ class Supervisor:
     def _step(self) -> None:
         self._outbox.flush()
         self._listen()
+        self._shortage.look()
         for role in self._roles:
             if not role.down:
                 self._watch(role)
@@ -170,7 +172,6 @@ class Supervisor:
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
         variables = child_environment({**self._variables, **role.launch.env, **role.vitals.board.environment, **hidden})
-        role.ended_before = ended_for_memory()
         role.child = retry_transient("the log", lambda: process.Child(argv, log, variables), patience, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")
@@ -207,9 +208,7 @@ class Supervisor:
         """Have all its processes tell where they are, those that hang and those that wait for them, then end it."""
         stacks = role.vitals.stacks(role.pid)
         failure = self._story(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MOST_LINES])
-        told = [
-            f"\nPython stacks of process {pid}, as its role was taken for hung:\n{text}" for pid, text in stacks.items()
-        ]
+        told = [f"\nStacks of process {pid}, as its role was taken for hung:\n{text}" for pid, text in stacks.items()]
         with suppress(OSError):
             _append(self._log(role), "".join(told).encode())
         self._failed(role, "hung", failure)
@@ -221,7 +220,13 @@ class Supervisor:
         elif self._end is not None and code == 0:
             self._advance(role, "finished")
         elif code != 0 or not self._may_yet_hear_why(role):
-            self._failed(role, "died", self._story(role, _cause(role, code), code))
+            self._failed(role, "died", self._story(role, self._cause(role, code), code))
+
+    def _cause(self, role: SupervisedRole, code: int) -> str:
+        """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
+        with 0."""
+        explained = self._shortage.explains(code, _last_lines(self._log(role)))
+        return f"{process.describe_exit(code)}{explained}{_own_words(role)}"
 
     def _may_yet_hear_why(self, role: SupervisedRole) -> bool:
         """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and
@@ -346,14 +351,6 @@ class Supervisor:
             _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
         if role.down:
             self._outbox.say(lambda: self._attempt.replace(down_mark(role.name), role.state))
-
-
-def _cause(role: SupervisedRole, code: int) -> str:
-    """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
-    with 0."""
-    shortage = ended_for_memory() - role.ended_before
-    meanwhile = f", and the kernel ended {shortage} of this node's processes for lack of memory" if shortage > 0 else ""
-    return f"{process.describe_exit(code)}{meanwhile}{_own_words(role)}"
 
 
 def _own_words(role: SupervisedRole) -> str:

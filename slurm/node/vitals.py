@@ -14,6 +14,9 @@ A role that is not ours (Redis, vLLM) is asked whether it is ready for as long a
 
 While a process of the role waits inside the kernel for a disk (a file server that is away), its silence is no hang yet:
 such time counts against `OUTAGE_SECONDS` alone, as for everybody who meets a disk that fails.
+
+A process that is stopped (SIGSTOP) is found earlier, since the kernel tells it, and before those that wait for it give
+up: the first process of a role, which may be torchrun, those that tell heartbeats, and all of a role that is not ours.
 """
 
 import os
@@ -22,7 +25,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -31,10 +33,13 @@ from pipeline.roles import Launch
 from pipeline.system import heartbeat
 from pipeline.system.outages import OUTAGE_SECONDS
 from pipeline.system.waiting import CLOCK, Clock, Deadline, growing_pauses
+from slurm.node import processes
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 LONGEST_LOOK = 1.0
 """Most seconds that one look adds to a silence: a look that comes later was delayed on this side."""
+STOPPED_SECONDS = 10.0
+"""For which a process may be stopped, or for half of a role's silence where that is less."""
 STACKS_SECONDS = 2.0
 """How long all hung processes of a role have to write their stacks."""
 
@@ -118,6 +123,8 @@ class Vitals:
         self._beats, self._seconds, self._clock = launch.beats, seconds, clock
         self._runs: list[Silence] = []
         self._works: list[Silence] = []
+        self._stopped: dict[int, Silence] = {}
+        self._due = 0.0
 
     def watch(self, pid: int) -> Hang | None:
         """Whether the role, whose first process is `pid`, hangs. To be called about as often as once a second."""
@@ -126,8 +133,30 @@ class Vitals:
             self._works = [Silence(self._clock) for _ in range(max(1, self._beats))]
             if self._beats:
                 self.probe.close()
-        if self._beats:
-            return self._listen(pid)
+        if self._clock.now() >= self._due:
+            self._due = self._clock.now() + LONGEST_LOOK
+            if hang := self._find_stopped(pid):
+                return hang
+        return self._listen(pid) if self._beats else self._answered(pid)
+
+    def _find_stopped(self, pid: int) -> Hang | None:
+        """The process that has been stopped for longest, if that is too long."""
+        stopped = [each for each in self._processes(pid) if processes.is_stopped(each)]
+        self._stopped = {each: self._stopped.get(each) or Silence(self._clock) for each in stopped}
+        seconds, longest = max(((self._stopped[each].look(True), each) for each in stopped), default=(0.0, 0))
+        if seconds < min(STOPPED_SECONDS, self._seconds / 2):
+            return None
+        who = f"its process {longest} ({processes.name_of(longest)})"
+        return Hang(f"hung: {who} has been stopped (SIGSTOP) for {seconds:.0f} s", longest)
+
+    def _processes(self, leader: int) -> list[int]:
+        """Those of the role that do its work. What ours start for code of others may stop itself."""
+        if not self._beats:
+            return [leader, *processes.below(leader)]
+        told = (record.pid for record in self.board.read())
+        return [leader, *(each for each in told if processes.parent_of(each) == leader)]
+
+    def _answered(self, pid: int) -> Hang | None:
         silence = self._works[0].look(self.probe.answers)
         if not self._works[0].lasts(self._seconds, lambda: _waits_for_disk(pid)):
             return None
@@ -146,16 +175,21 @@ class Vitals:
                 found.append((True, runs, Hang(cause, record.pid)))
             elif self._works[slot].lasts(max(self._seconds, record.seconds), lambda: _waits_for_disk(leader)):
                 doing = f" in {record.doing!r}" if record.doing else ""
-                found.append(
-                    (False, works, Hang(f"hung: its {who} makes no progress{doing} for {works:.0f} s", record.pid))
-                )
+                cause = f"hung: its {who} makes no progress{doing} for {works:.0f} s{_state(record.pid)}"
+                found.append((False, works, Hang(cause, record.pid)))
         return max(found, key=lambda one: one[:2])[2] if found else None
 
     def stacks(self, pid: int) -> dict[int, str]:
-        """The Python stacks of the role's processes, by id, as far as they can write them; `pid` is the first one's."""
+        """Where the role's processes are, by id; `pid` is the first one's.
+
+        Those of Python that can write them tell their stacks; of the others (Redis, torchrun, a library's) the kernel
+        tells where their threads wait. That is read first: to tell, a stopped process has to be continued.
+        """
         deadline = Deadline("the stacks", STACKS_SECONDS)
-        told = [record.pid for record in self.board.read()]
-        return {each: self._stacks_of(each, deadline) for each in _ours(pid, told)}
+        told = [record.pid for record in self.board.read()] if self._beats else processes.below(pid)
+        those = list(dict.fromkeys([pid, *_ours(pid, told)]))
+        waits = {each: processes.threads_of(each) for each in those}
+        return {each: self._stacks_of(each, deadline) or waits[each] for each in those}
 
     def close(self) -> None:
         """Ask and listen no more."""
@@ -163,7 +197,9 @@ class Vitals:
         self.board.close()
 
     def _stacks_of(self, pid: int, deadline: Deadline) -> str:
-        """One process after the other, so that what they write does not mix."""
+        """One process after the other, so that what they write does not mix; empty for one that cannot write."""
+        if not processes.handles(pid, heartbeat.STACKS):
+            return ""
         self.board.drop_stacks()
         with suppress(ProcessLookupError):
             os.kill(pid, heartbeat.STACKS)
@@ -186,24 +222,7 @@ def _ours(leader: int, pids: Iterable[int]) -> list[int]:
 
 def _waits_for_disk(leader: int) -> bool:
     """Whether a thread of this process, or of one below it, is in uninterruptible sleep (state D)."""
-    try:
-        below = psutil.Process(leader).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return False
-    pids = [leader, *(child.pid for child in below)]
-    return any(_state_of_thread(stat) == "D" for pid in pids for stat in _threads(pid))
-
-
-def _threads(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").glob("*/stat"))
-
-
-def _state_of_thread(stat: Path) -> str:
-    """The letter of a thread's state; empty if it has ended."""
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return any("D" in processes.states_of(pid) for pid in [leader, *processes.below(leader)])
 
 
 def _state(pid: int) -> str:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from pipeline.weights import plugin
+from slurm.node import shortage
 from tests.patience import WAIT_SECONDS
 
 # Importing vLLM has torch say what of it is deprecated.
@@ -148,6 +149,25 @@ def test_an_engine_that_failed_ends_with_its_worker(
             worker.wait(WAIT_SECONDS / 2)
         finally:
             engine.kill()  # its worker goes with it
+
+
+def lose_an_engine() -> None:
+    """As vLLM does: it starts an engine, which is killed, waits for it, and ends well."""
+    plugin.end_children_in_time()
+    engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(WAIT_SECONDS,), name="EngineCore")
+    engine.start()
+    os.kill(engine.pid or 0, signal.SIGKILL)
+    engine.join()
+    multiprocessing.active_children()
+
+
+def test_a_server_whose_engine_was_killed_says_so_when_it_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its exit code is 0; the agent says of what the engine may have died (`slurm.node.shortage`)."""
+    server = multiprocessing.get_context("fork").Process(target=lose_an_engine)
+    server.start()
+    server.join(WAIT_SECONDS)
+    assert server.exitcode == 0
+    assert shortage._KILLED.search(capfd.readouterr().out)
 
 
 def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.rundir.events import LAUNCHER
@@ -57,7 +58,8 @@ def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the kernel says of its own counters: three processes have been ended for lack of memory."""
     made = tmp_path / "vmstat"
     made.write_text("pgfault 7\noom_kill 3\nthp_fault 1\n")
-    monkeypatch.setattr(shortage, "COUNTERS", made)
+    monkeypatch.setattr(shortage, "NODE", made)
+    monkeypatch.setattr(shortage, "GROUPS", tmp_path / "none")
     return made
 
 
@@ -70,17 +72,29 @@ def test_a_role_that_the_kernel_ended_for_lack_of_memory_says_so(
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
     failure = run.first_failure
-    assert failure.cause == "killed by SIGKILL, and the kernel ended 1 of this node's processes for lack of memory"
+    told = "killed by SIGKILL, as the kernel ended 1 of the processes of this node for lack of memory"
+    assert failure.cause == told
     assert "cluster.memory" in failure.mend
 
 
 def test_a_server_whose_engine_was_ended_for_lack_of_memory_says_so_though_it_ends_well(
     attempt: Callable[..., Attempt], counters: Path
 ) -> None:
-    run = attempt(inference=f"open({str(counters)!r}, 'w').write('oom_kill 5')")
+    says = "print('EngineCore: Signal 9 (SIGKILL) received by PID 7', flush=True)"
+    run = attempt(inference=f"open({str(counters)!r}, 'w').write('oom_kill 5'); {says}")
     assert run.join() == {"failed"}
-    told = "exited with code 0, and the kernel ended 2 of this node's processes for lack of memory"
-    assert run.first_failure.cause == told
+    told = "exited with code 0, after one of its processes was killed by SIGKILL, as the kernel ended 2 of"
+    assert run.first_failure.cause.startswith(told)
+
+
+def test_a_role_that_fails_while_the_kernel_ends_strangers_is_not_said_to_lack_memory(
+    attempt: Callable[..., Attempt], counters: Path
+) -> None:
+    fails = "raise OSError(98, 'Address already in use')"
+    run = attempt(inference=f"open({str(counters)!r}, 'w').write('oom_kill 5'); {fails}")
+    assert run.join() == {"failed"}
+    assert run.first_failure.cause == "exited with code 1"
+    assert "a port was taken" in run.first_failure.mend
 
 
 def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:
@@ -120,12 +134,72 @@ def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt
     assert run.join() == {"failed"}
     failure = run.first_failure
     assert (failure.role, failure.rank, failure.last_lines) == ("actor.0", 0, ("up",))
-    assert "has shown no sign of life" in failure.cause
-    assert failure.cause.endswith("it is stopped (SIGSTOP)")
+    assert " (python" in failure.cause
+    assert " has been stopped (SIGSTOP) for " in failure.cause
     assert any(" in work" in line for line in failure.stacks)
     assert " in work" in run.paths.log("actor", 0).read_text()
     assert "cluster.silence_seconds" in failure.mend
     assert run.left() == set()
+
+
+def test_a_role_that_tells_seldom_that_it_works_is_said_to_be_stopped_too(attempt: Callable[..., Attempt]) -> None:
+    """What it told last of its work is older than what its thread told: the longer silence is not the reason."""
+    run = attempt(silence_seconds=3, actor=f"{BEATS}\nwhile True: heartbeat.beat(); time.sleep(2)")
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    os.kill(run.pid_of("actor"), signal.SIGSTOP)
+    assert run.join() == {"failed"}
+    assert " has been stopped (SIGSTOP) for " in run.first_failure.cause
+
+
+def test_a_program_that_is_not_ours_and_is_stopped_is_named_before_those_that_wait_for_it(
+    attempt: Callable[..., Attempt],
+) -> None:
+    run = attempt(silence_seconds=8, redis=FOREVER)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    os.kill(run.pid_of("redis"), signal.SIGSTOP)
+    assert run.join() == {"failed"}
+    failure = run.first_failure
+    assert failure.role == "redis.0"
+    assert " has been stopped (SIGSTOP) for 4 s" in failure.cause
+    assert any("thread python" in line and "stopped (SIGSTOP)" in line for line in failure.stacks)
+    assert "thread python" in run.paths.log("redis", 0).read_text()
+
+
+def starts(program: str) -> str:
+    """A program that starts another one and waits for it."""
+    return f"import subprocess, sys\nprint('up', flush=True)\nsubprocess.run([sys.executable, '-c', {program!r}])"
+
+
+def test_a_stopped_torchrun_is_named_although_its_ranks_run(attempt: Callable[..., Attempt]) -> None:
+    run = attempt(silence_seconds=4, trainer=starts(f"{BEATS}\nwork()"))
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    torchrun = run.pid_of("trainer")
+    os.kill(torchrun, signal.SIGSTOP)
+    assert run.join() == {"failed"}
+    failure = run.first_failure
+    assert failure.role == "trainer.0"
+    assert f"its process {torchrun} (python" in failure.cause
+    assert any("stopped (SIGSTOP)" in line for line in failure.stacks)
+    assert " in work" in run.paths.log("trainer", 0).read_text(), "its ranks tell their stacks beside it"
+
+
+def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stacks(
+    attempt: Callable[..., Attempt],
+) -> None:
+    engine = "from pipeline.system import heartbeat\nheartbeat.show_stacks()\nimport time\n" + (
+        "def answer():\n    print('engine', flush=True)\n    time.sleep(600)\nanswer()"
+    )
+    run = attempt(silence_seconds=4, inference=starts(engine))
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    log = run.paths.log("inference", 0)
+    wait_for("the engine", lambda: "engine" in log.read_text(), WAIT_SECONDS)
+    (stopped,) = psutil.Process(run.pid_of("inference")).children()
+    stopped.suspend()
+    assert run.join() == {"failed"}
+    failure = run.first_failure
+    assert (failure.role, f"its process {stopped.pid} (python" in failure.cause) == ("inference.0", True)
+    assert any(" in answer" in line for line in failure.stacks)
+    assert "thread python" in log.read_text(), "the server itself registered nothing"
 
 
 def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: Callable[..., Attempt]) -> None:
