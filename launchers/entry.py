@@ -1,7 +1,8 @@
 """What all launchers share: is this our code, then run it.
 
 Owns the guard against namesakes: `pipeline`, `slurm` and `conf` are common names, and another project's may come first
-in the search path. Promises one line for it, before any of them is imported. Uses the standard library alone.
+in the search path. Promises one line for it, before any of them is imported;
+and that text from outside commands no terminal. Uses the standard library alone.
 """
 
 import sys
@@ -24,7 +25,8 @@ def run(module: str, usage: str = "") -> int:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     try:
-        code: int = import_module(module).main(sys.argv[1:])
+        with import_module("pipeline.system.terminal").clean_output():
+            code: int = import_module(module).main(sys.argv[1:])
     except KeyboardInterrupt:
         print("interrupted; nothing was started", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
@@ -25,6 +25,7 @@ from pipeline.report.history import find_run
 from pipeline.report.samples import Filter, KeptRow, KeptTable, ReadSample, read_kept
 from pipeline.report.words import number
 from pipeline.rundir.paths import RunPaths
+from pipeline.system.terminal import console, visible
 
 SHOWN = 5
 """Samples that are shown where no number is asked for."""
@@ -117,11 +118,11 @@ def _show(run: RunPaths, options: argparse.Namespace) -> None:
         for sample in chosen.load():
             print(msgspec.json.encode(as_json(sample, reader)).decode())
         return
-    console, shown = Console(highlight=False), 0
+    screen, shown = console(highlight=False), 0
     for sample in chosen.load():
-        console.print(rendered(sample, reader, tokens=options.tokens))
+        screen.print(rendered(sample, reader, tokens=options.tokens))
         shown += 1
-    console.print(Text(f"{shown} of {len(found)} samples that fit, of {len(kept)} that were kept", "bright_black"))
+    screen.print(Text(f"{shown} of {len(found)} samples that fit, of {len(kept)} that were kept", "bright_black"))
 
 
 def _filter(options: argparse.Namespace) -> Filter:
@@ -176,7 +177,7 @@ def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) 
     """One sample as a panel: a line of what it is, its conversation, and its numbers by name."""
     body: list[RenderableType] = []
     if sample["failure"] is not None:
-        body.append(Text(sample["failure"], "red"))
+        body.append(Text(visible(sample["failure"]), "red"))
     rows = sample.rows()
     for place, row in enumerate(rows, 1):
         body += [Text(f"row {place} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
@@ -201,17 +202,6 @@ def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
         lines.append(Text(part.role, f"{colour} dim"))
         lines.append(Text(visible(part.text), f"{colour} bold" if part.sampled else colour))
     return lines
-
-
-def visible(text: str) -> str:
-    """Text that a terminal shows and does not obey: control characters but line ends and tabs as Unicode's pictures of
-    them, those without a picture as their number."""
-    return "".join(each if each.isprintable() or each in "\n\t" else _picture(each) for each in text)
-
-
-def _picture(character: str) -> str:
-    number_of = ord(character)
-    return chr(0x2400 + number_of) if number_of < 0x20 else f"\\u{number_of:04x}"
 
 
 def token_lines(row: KeptRow, reader: SampleReader) -> Text:

@@ -12,6 +12,6 @@
 | `network`, `answers` | interfaces and addresses; what an HTTP server says of an error |
 | `rest`, `deaths` | servers that fail are left alone for a while; requests that they die of are given up |
 | `signed` | messages that only the world can have written |
-| `logs` | the roles' logging |
+| `logs`, `terminal` | the roles' logging; text from outside in a terminal |
 | `extras` | how to install an optional part of the project |
 """

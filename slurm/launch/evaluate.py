@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.checkpoints import Job
@@ -28,7 +27,7 @@ from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.history import find_run
 from pipeline.rundir.documents import Finished
 from pipeline.rundir.paths import RunPaths
-from pipeline.system import files, folders, process
+from pipeline.system import files, folders, process, terminal
 from pipeline.system.waiting import wait_for
 from pipeline.training.exported import export_command, find_commit
 from slurm.launch import submit
@@ -224,7 +223,7 @@ def _is_model(directory: Path) -> bool:
 def show(evaluation: Path) -> None:
     """Print what was found as a table."""
     found = msgspec.json.decode(evaluation.read_bytes())
-    console = Console(highlight=False)
+    console = terminal.console(highlight=False)
     console.print(f"\n[bold]{found['model']}[/]  step {found['step']}", soft_wrap=True)
     console.print(table_of(found["sets"]))
     output = RunPaths(evaluation.parent).benchmark

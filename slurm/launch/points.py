@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError, RunStateError
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
 from pipeline.system.private import make_directory
+from pipeline.system.terminal import console
 from pipeline.world.plan import Plan
 from slurm.launch.compose import Expansion, compose_config
 from slurm.registry import locks, manifest, runs
@@ -74,7 +75,7 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
     """Every point composed, compared with what is there, and checked; the error names the point."""
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
     configs = []
-    for overrides in track(expansion.points, "composing", transient=True, disable=quiet):
+    for overrides in track(expansion.points, "composing", console=console(), transient=True, disable=quiet):
         with named_point(overrides):
             configs.append(compose_config([*expansion.base, *overrides]))
     _refuse_unlike(configs)
@@ -85,7 +86,7 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
     kept = manifest.extended(found, expansion.base, expansion.points)
     entries = []
     pairs = list(zip(kept.of(expansion.points), configs, strict=True))
-    for point, config in track(pairs, "checking", transient=True, disable=quiet):
+    for point, config in track(pairs, "checking", console=console(), transient=True, disable=quiet):
         mine = config.model_copy(update={"name": point.name, "output": paths.root})
         with named_point(point.overrides):
             entries.append(_entry(point, mine, check, scheduler))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.rundir.paths import RunPaths
+from pipeline.system import terminal
 from pipeline.tasks import check_demonstrations, check_task, load_task
 from pipeline.tasks.rewards import check_rewards
 from pipeline.tasks.sets import check_eval_tasks, check_held_out
@@ -210,7 +210,7 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
     """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
     GPU's memory, and what Slurm would get."""
-    console = Console(highlight=False)
+    console = terminal.console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
     for line in describe_plan(plan, without_gpus=services):

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from rich.console import Console
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.words import count
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
+from pipeline.system.terminal import console
 from pipeline.world.plan import Plan
 from slurm.launch.compose import expand_sweep
 from slurm.launch.following import called
@@ -93,7 +93,7 @@ def run_all(prepared: Prepared, launch: PointLauncher) -> int:
             return code
         failed += code != 0
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name)
-    print_table(overview.look(), overview.source, Console())
+    print_table(overview.look(), overview.source, console())
     return 1 if failed else 0
 
 

@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError, RollcallError
 from pipeline.report.history import RUNS
 from pipeline.report.words import number
 from pipeline.rundir.paths import SweepPaths
+from pipeline.system import terminal
 from pipeline.system.waiting import CLOCK, Clock
 from slurm.registry import locks, manifest
 from slurm.scheduler.commands import find_slurm
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         document = {"output": str(output), "source": overview.source, "runs": [asdict(line) for line in lines]}
         print(json.dumps(document, indent=2))
     else:
-        print_table(lines, overview.source, Console())
+        print_table(lines, overview.source, terminal.console())
     return 0
 
 
@@ -149,7 +150,7 @@ def follow_table(
     Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
     to its size until the end, when all of it is shown.
     """
-    console = console or Console()
+    console = console or terminal.console()
 
     def look() -> tuple[list[Line], bool]:
         lines = overview.look()

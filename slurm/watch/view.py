@@ -20,6 +20,7 @@ from rich.live import Live
 
 from pipeline.errors import RollcallError
 from pipeline.report.history import find_run
+from pipeline.system import terminal
 from pipeline.system.outages import OUTAGE_SECONDS, is_transient, retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 from slurm.scheduler.commands import find_slurm
@@ -122,7 +123,7 @@ class _Steady:
 
 def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> Snapshot:
     """Show one look after the other until the last."""
-    console = console or Console()
+    console = console or terminal.console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
 

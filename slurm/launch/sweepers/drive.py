@@ -30,6 +30,7 @@ from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RunStateError, SweepError, one_line
 from pipeline.report.words import count
 from pipeline.rundir.paths import SweepPaths
+from pipeline.system.terminal import console
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.world.plan import Plan
 from slurm.launch.compose import CONF, compose_config, ends_of, prepare_fixed, split_axes
@@ -129,7 +130,7 @@ def _prepare(hydra: Hydra, settings: SweeperCommand, launch: PointLauncher) -> S
     _refuse_changed(paths, settings)
     first, *others = [config.model_copy(update={"name": "point", "output": paths.root}) for config in configs]
     plan = launch.check(first)
-    for config in track(others, "checking", transient=True, disable=len(others) < _MANY):
+    for config in track(others, "checking", console=console(), transient=True, disable=len(others) < _MANY):
         launch.check(config)
     return Search(settings, paths, sweeper, objective, directions, first, plan)
 
@@ -159,7 +160,7 @@ def _tried(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> list[RunConf
     for place, values in enumerate(ends):
         points += [[*first[:place], value, *first[place + 1 :]] for value in values[1:]]
     configs = []
-    for point in track(points, "composing", transient=True, disable=len(points) < _MANY):
+    for point in track(points, "composing", console=console(), transient=True, disable=len(points) < _MANY):
         with named_point(point):
             configs.append(compose_config([*settings.fixed, *point]))
     return configs
