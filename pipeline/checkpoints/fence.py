@@ -3,8 +3,8 @@
 Owns the one rule against zombies. A node that was cut off goes on with its attempt while the scheduler runs the next
 one, and its trainer reaches the run's files again some time. So the trainer of an attempt claims the run before it
 reads anything of it, and whoever writes a file of the run checks right before: checkpoints, `ledger.jsonl`,
-`metrics.jsonl`, the exported model, `finished.json`. Promises that a check after a later claim fails; so does one that
-cannot tell. Everything else belongs to an attempt (`pipeline.rundir.paths`), or has a fence of its own
+`metrics.jsonl`, kept samples, the exported model, `finished.json`. Promises that a check after a later claim fails; so
+does one that cannot tell. Everything else belongs to an attempt (`pipeline.rundir.paths`), or has a fence of its own
 (`pipeline.streams.segments`).
 
     checkpoints/OWNER                the attempt that may write
@@ -18,6 +18,7 @@ through there does no harm, because
 - nothing of an owner's can be removed: what is removed was listed before the check, so before the owner began;
 - a line of `ledger.jsonl` or `metrics.jsonl` goes to a file that was opened before the check, and every owner begins
   with new files under these names (`pipeline.system.journal`);
+- a late segment of samples has the name of its attempt;
 - a late `model/` or `finished.json` is whole, and is of the last step of the same run.
 
 One thing stays open: an attempt that is replaced while it restores, and whose rename of one of those two files hangs,

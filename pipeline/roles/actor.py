@@ -123,6 +123,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             config.rollout.request_seconds,
             request_tokens=config.rollout.request_tokens,
             max_lag=config.training.max_lag,
+            server_seconds=2 * config.cluster.startup_seconds,
             vocabulary=chat.vocabulary,
         ) as client,
     ):

@@ -1,5 +1,6 @@
 """Where a role keeps samples. Owns the shares that training and evaluations have of `rollout.kept_bytes`."""
 
+from pipeline.checkpoints import Fence, root_of
 from pipeline.roles.context import RoleContext
 from pipeline.rollouts.kept import SHARES, KeptSamples
 
@@ -7,4 +8,5 @@ from pipeline.rollouts.kept import SHARES, KeptSamples
 def kept_samples(context: RoleContext, kind: str) -> KeptSamples:
     """The samples of this attempt of one kind, `train` or `eval`; to be entered."""
     bound = int(SHARES[kind] * context.config.rollout.kept_bytes)
-    return KeptSamples(context.run.rollouts / kind, context.paths.attempt, bound)
+    fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
+    return KeptSamples(context.run.rollouts / kind, context.paths.attempt, bound, fence.check)

@@ -3,7 +3,7 @@
 Owns which server gets a request, and what happens when it does not work: least loaded first, transient failures again
 elsewhere, with growing pauses, and without limit unless servers die of the request. Promises that only servers with
 recent enough weights are asked, and that cancelling a call ends it at once. Waits without spinning while there is no
-server. Must not know tasks, streams or how weights travel.
+such server, at most `server_seconds`. Must not know tasks, streams or how weights travel.
 
 A sample goes on where it stopped, whether a weight update or the time limit of a request cut it off: it keeps its
 tokens, log-probabilities and versions, and the rest is asked for. To sample it anew would favour short samples, which
@@ -31,7 +31,10 @@ from pipeline.rollouts.server import Completion, GenerationRequest, Server, Tran
 from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
 from pipeline.system.network import KEPT_SECONDS
 from pipeline.system.rest import pause_after, rested
+from pipeline.system.waiting import Deadline
 
+SHOWN = 8
+"""Servers that an error names."""
 COMPARED = 32
 """Servers whose loads are compared for one request."""
 
@@ -47,6 +50,7 @@ class InferenceClient:
         *,
         request_tokens: int | None = None,
         max_lag: int = 1,
+        server_seconds: float = 600.0,
         vocabulary: int | None = None,
         fixed: bool = False,
     ) -> None:
@@ -58,12 +62,13 @@ class InferenceClient:
             request_seconds: how long one server may work on a request; then it goes on elsewhere.
             request_tokens: most tokens that one request samples; None: no bound.
             max_lag: most versions that a server may be behind the newest one to be asked.
+            server_seconds: how long to wait for a server that may be asked.
             fixed: whether the servers have their weights from disk, for good.
             vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
         """
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, request_tokens
-        self._max_lag, self._vocabulary = max_lag, vocabulary
+        self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
         self._changed, self._suspects = asyncio.Event(), Suspects()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
@@ -107,7 +112,8 @@ class InferenceClient:
 
         With `top_p` or `top_k` the log-probabilities are those of the distribution that they leave.
 
-        Tries until it works; raises `RolloutError` for a request that can never work, or that servers die of.
+        Tries until it works; raises `RolloutError` for a request that can never work, or that servers die of, and
+        `DeadlineError` if for `server_seconds` no server may be asked.
         """
         self._check(token_ids)
         self.requests += 1
@@ -160,9 +166,14 @@ class InferenceClient:
 
     async def _least_loaded(self) -> Server:
         """The least loaded of all, or of `COMPARED` drawn at random: as good, and as cheap with 4,096 servers."""
+        deadline = Deadline("an inference server that may be asked", self._server_seconds)
         while not (eligible := self._current()):
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(deadline.left):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise deadline.error(self._without_weights()) from None
         among = eligible if len(eligible) <= COMPARED else random.sample(eligible, COMPARED)
         awake = rested(among)
         least = min(server.samples for server in awake)
@@ -175,6 +186,12 @@ class InferenceClient:
             newest = max(versions.values(), default=0)
             self._eligible = [server for server, version in versions.items() if newest - version <= self._max_lag]
         return self._eligible
+
+    def _without_weights(self) -> str:
+        """The servers, all of which have no weights where none may be asked."""
+        names = list(self._servers)
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return f"weights on {', '.join(names[:SHOWN])}{more}" if names else "any server"
 
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:

@@ -2,10 +2,11 @@
 
 Owns the Parquet segments of samples below a run's directory: their columns, how they are written, and how many stay.
 Promises that whoever hands over samples never waits: a thread writes them, what comes too fast is left out, and a disk
-that fails costs samples and a warning; that a segment is whole or has another name; and that all of them together stay
-below a bound: above it the newer half stays, and the older half is thinned out evenly.
+that fails costs samples and a warning; that a segment is whole or has another name; that an attempt which another one
+has replaced neither adds nor removes any; and that all of them together stay below a bound: above it the newer half
+stays, and the older half is thinned out evenly.
 
-    with KeptSamples(folder, attempt, bound) as kept:
+    with KeptSamples(folder, attempt, bound, fence.check) as kept:
         kept.add(rows_of_group(prepared, "countdown"))
 
 Any reader of Parquet reads them, one row a sample: `pandas.read_parquet("runs/demo/rollouts/train")`. Each column is
@@ -17,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -72,11 +73,12 @@ Row = dict[str, Any]
 class KeptSamples:
     """Writes segments below `folder`, at most `bound` bytes of them; 0 keeps nothing."""
 
-    def __init__(self, folder: Path, attempt: str, bound: int) -> None:
-        self._folder, self._attempt, self._bound = folder, attempt, bound
+    def __init__(self, folder: Path, attempt: str, bound: int, check: Callable[[], None] = lambda: None) -> None:
+        """`check` raises where this attempt may not write (`pipeline.checkpoints.fence`)."""
+        self._folder, self._attempt, self._bound, self._check = folder, attempt, bound, check
         self._waiting: queue.Queue[list[Row] | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="kept samples", daemon=True)
-        self._warned = False
+        self._warned = self._begun = False
         self.left_out = 0
 
     def add(self, rows: list[Row]) -> None:
@@ -112,7 +114,6 @@ class KeptSamples:
     def _write_all(self) -> None:
         """Write a segment whenever there is enough for one, or when its first row has waited long enough."""
         table_of([])  # imports Arrow, and what that imports, before there is work or anybody waits for the end
-        remove_parts(self._folder)
         rows, size, since = list[Row](), 0, time.monotonic()
         got: list[Row] | None = []
         while got is not None:
@@ -138,7 +139,11 @@ class KeptSamples:
 
     def _write(self, rows: Sequence[Row]) -> None:
         try:
-            write_segment(self._folder, self._attempt, rows)
+            self._check()
+            if not self._begun:  # what is half written is nobody's who may write
+                remove_parts(self._folder)
+                self._begun = True
+            write_segment(self._folder, self._attempt, rows, self._check)
             thin_out(self._folder, self._bound)
         except Exception as error:  # noqa: BLE001 - the samples are lost, and nothing else may be
             self.left_out += len(rows)
@@ -147,8 +152,8 @@ class KeptSamples:
                 log.warning("samples are not kept in %s: %s", self._folder, error)
 
 
-def write_segment(folder: Path, attempt: str, rows: Sequence[Row]) -> Path:
-    """Write one segment, named by now, and return its path."""
+def write_segment(folder: Path, attempt: str, rows: Sequence[Row], check: Callable[[], None] = lambda: None) -> Path:
+    """Write one segment, named by now, and return its path; nothing is left of it where `check` raises at its end."""
     from pyarrow import parquet
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,6 +161,7 @@ def write_segment(folder: Path, attempt: str, rows: Sequence[Row]) -> Path:
     part = target.with_name(f".{target.name}.part")
     try:
         parquet.write_table(table_of(rows), part, compression="zstd", use_dictionary=True)
+        check()
         part.rename(target)
     finally:
         part.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import RolloutError
+from pipeline.errors import DeadlineError, RolloutError
 from pipeline.rollouts.client import InferenceClient, _joined, _pauses
 from pipeline.rollouts.server import FINAL_ONLY, Completion, Server
 from pipeline.system import rest
@@ -201,6 +201,18 @@ def test_a_sample_aborted_at_its_last_token_is_whole() -> None:
 
     (completion,) = run(story())
     assert (completion.tokens, completion.finish) == ((7, 7, 7, 7), "length")
+
+
+def test_who_may_ask_no_server_is_told_which_have_no_weights() -> None:
+    async def story(script: Script) -> None:
+        async with client_and(script, server_seconds=0.1) as client:
+            client.update(script.endpoint, None)
+            with pytest.raises(DeadlineError, match=f"may be asked; missing: weights on {script.endpoint}$"):
+                await ask(client)
+            client.update(script.endpoint, 5)
+            assert (await ask(client))[0].tokens == (7, 7, 7)
+
+    run(story(Script([works])))
 
 
 def test_the_least_loaded_server_is_asked() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from pipeline.checkpoints import Fence
 from pipeline.groups.records import Branch, Group, PreparedGroup, Sample
 from pipeline.rollouts import kept as module
 from pipeline.rollouts.kept import (
@@ -50,6 +51,44 @@ def a_group(position: int = 7, *, outcome: str = "train", failures: tuple[str, .
 
 def written(folder: Path) -> list[Row]:
     return [row for file in segments(folder) for row in parquet.read_table(file).to_pylist()]
+
+
+def test_an_attempt_that_was_replaced_adds_and_removes_no_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It writes until then. That both may write at once, which needs more than the bound, is what the fence is for."""
+    folder, root = tmp_path / "rollouts", str(tmp_path / "checkpoints")
+    old, new = Fence(root, "7-0"), Fence(root, "7-1")
+    old.claim("7")
+    with KeptSamples(folder, "7-0", 1 << 20, old.check) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    assert len(segments(folder)) == 1
+    new.claim("7")
+    part = folder / ".00000000000000000009-7-1.parquet.part"
+    part.write_bytes(bytes(100))
+    with caplog.at_level(logging.WARNING), KeptSamples(folder, "7-0", 1, old.check) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    assert part.exists()
+    assert {row["attempt"] for row in written(folder)} == {"7-0"}
+    assert len(segments(folder)) == 1
+    assert "attempt 7-1 has taken over" in caplog.text
+
+
+def test_an_attempt_that_is_replaced_while_it_writes_leaves_no_segment(tmp_path: Path) -> None:
+    root = str(tmp_path / "checkpoints")
+    old, checks = Fence(root, "7-0"), list[int]()
+    old.claim("7")
+
+    def check() -> None:
+        checks.append(1)
+        if len(checks) == 2:
+            Fence(root, "7-1").claim("7")
+        old.check()
+
+    with KeptSamples(tmp_path, "7-0", 1 << 20, check) as kept:
+        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    assert not segments(tmp_path)
+    assert not list(tmp_path.glob(".*.part"))
 
 
 def test_what_a_killed_attempt_left_half_written_is_removed(tmp_path: Path) -> None:
