@@ -31,6 +31,7 @@ them.
     fence.check()                                        # whoever writes
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -45,10 +46,14 @@ OWNER, LINES = "OWNER", "lines"
 Line = tuple[str, ...] | None
 """Commits that count, as `<job>-<step>/<attempt>`, and attempts all of whose commits count; None for any whatever."""
 T = TypeVar("T")
+ANYBODY = b"anybody"
+"""What a person writes to `OWNER` where it, or a line, is lost: nobody owns the run, and every whole commit counts."""
+_SAVE = re.compile(r"[a-z]+-\d+")
+"""The folder of the saves of one step."""
 _MEND = (
-    "make sure that no attempt of the run is left running, remove the file, and resume the run. Without it every whole "
-    "commit counts, also one that was refused or came from a cut-off attempt, and the run goes on from the newest: "
-    "remove first the folders of those that must not count"
+    "make sure that no attempt of the run is left running, write the word anybody to {}, and resume the run. Then "
+    "every whole commit counts, also one that was refused or came from a cut-off attempt, and the run goes on from the "
+    "newest: remove first the folders of those that must not count"
 )
 
 
@@ -123,26 +128,42 @@ class Fence:
 def lineage(storage: Storage) -> Lineage:
     """Whose commits count, as it is now."""
     owner = _owner(storage)
-    line = _read(storage, f"{LINES}/{owner}", Line, None, "which commits count") if owner else None
-    if line is None and _owner(storage) != owner:  # replaced meanwhile, and its line is gone
-        return lineage(storage)
-    return Lineage(owner, line)
+    if not owner:
+        return Lineage("", None)
+    name = f"{LINES}/{owner}"
+    data = storage.get(name)
+    if data is None:
+        if _owner(storage) != owner:  # replaced meanwhile, and its line is gone
+            return lineage(storage)
+        raise _lost(storage, name, "is missing", "which commits count")
+    return Lineage(owner, _read(storage, name, data, Line, "which commits count"))
 
 
 def _owner(storage: Storage) -> str:
-    return _read(storage, OWNER, str, "", "who may write")
+    """The attempt that owns the run; empty before the first claim, and where a person has written `ANYBODY`.
+
+    A claim writes its line, then the owner. Saves come later: with lines and saves, a missing owner got lost.
+    """
+    data = storage.get(OWNER)
+    if data is None and storage.sizes(LINES) and any(_SAVE.fullmatch(name) for name in storage.folders()):
+        data = storage.get(OWNER)  # claimed between the two looks
+        if data is None:
+            raise _lost(storage, OWNER, "is missing", "who may write")
+    if data is None or data.strip() == ANYBODY:
+        return ""
+    return _read(storage, OWNER, data, str, "who may write")
 
 
-def _read(storage: Storage, name: str, kind: type[T] | object, otherwise: T, told: str) -> T:
-    """The document of that name, which tells `told`; `otherwise` if there is none. A damaged one must not open the
-    fence."""
-    data = storage.get(name)
-    if data is None:
-        return otherwise
+def _read(storage: Storage, name: str, data: bytes, kind: type[T] | object, told: str) -> T:
+    """The document of that name, which tells `told`. A damaged one must not open the fence."""
     try:
         return msgspec.json.decode(files.unseal(data) or b"", type=kind)
     except msgspec.DecodeError:
-        raise CheckpointError(f"{storage.url(name)} is damaged, so {told} is not known: {_MEND}") from None
+        raise _lost(storage, name, "is damaged", told) from None
+
+
+def _lost(storage: Storage, name: str, state: str, told: str) -> CheckpointError:
+    return CheckpointError(f"{storage.url(name)} {state}, so {told} is not known: {_MEND.format(storage.url(OWNER))}")
 
 
 def _is_later(one: str, other: str) -> bool:

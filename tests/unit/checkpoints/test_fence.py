@@ -256,11 +256,30 @@ def test_a_line_that_cannot_be_read_counts_nothing(root: str) -> None:
     Fence(root, "12-0").keep(["rl-1/11-0"])
     line = Path(root) / "lines/12-0"
     line.write_bytes(line.read_bytes().replace(b"11-0", b"11-1"))
-    told = r"lines/12-0 is damaged, so which commits count is not known: .*remove the file.*every whole commit counts"
+    told = r"lines/12-0 is (damaged|missing), so which commits count is not known: .*write the word anybody to .*/OWNER"
     with pytest.raises(CheckpointError, match=told):
         newest_committed(root)
     line.unlink()
-    assert lineage(Storage(root)).counts("rl-1", "11-1"), "it says what its removal does"
+    with pytest.raises(CheckpointError, match=told):
+        newest_committed(root)
+    (Path(root) / "OWNER").write_text("anybody\n")
+    assert lineage(Storage(root)).counts("rl-1", "11-1"), "it does what the error says"
+    Fence(root, "12-1").claim()
+    assert lineage(Storage(root)).counts("rl-1", "11-1")
+    Fence(root, "12-1").keep(["rl-1/11-1"])
+    assert not lineage(Storage(root)).counts("rl-2", "11-1")
+
+
+def test_an_owner_that_got_lost_with_saves_there_keeps_everybody_out(root: str) -> None:
+    fence = Fence(root, "12-0")
+    fence.claim()
+    (Path(root) / "OWNER").unlink()
+    fence.check()
+    assert lineage(Storage(root)).owner == "", "nobody has saved: nothing could be lost"
+    (Path(root) / "rl-50" / "12-0").mkdir(parents=True)
+    for act in (fence.check, Fence(root, "12-1").claim, lambda: newest_committed(root)):
+        with pytest.raises(CheckpointError, match=r"OWNER is missing, so who may write is not known: make sure that"):
+            act()
 
 
 def test_what_counted_before_a_claim_counts_until_the_owner_has_chosen(root: str) -> None:
