@@ -4,6 +4,7 @@
 |---|---|
 | `store`, `pruning` | which checkpoints exist and which one counts; which are removed |
 | `state` | what a checkpoint holds beside tensors |
+| `progress` | what shows that a run has committed, and what it needs to go on |
 | `fence` | who may write, and whose commits count |
 | `location`, `storage` | where a run keeps them; a folder of files behind a URL |
 | `sharded`, `background` | saving and loading as collective operations; while training goes on |
@@ -15,6 +16,7 @@ not know the model or the algorithm: it takes a tree of (sharded) tensors and a 
 
     checkpoints/OWNER                    the attempt that may write (see `fence`)
     checkpoints/lines/<attempt>          the commits before its own that count (see `fence`)
+    checkpoints/run.json, config.json    copies of the run's own (see `progress`)
     checkpoints/rl-50/<attempt>/         shards, `state.msgpack`, and `manifest.json` with sizes and hashes of both
     checkpoints/rl-50/<attempt>/COMMIT   written last; holds the hash of the manifest
 

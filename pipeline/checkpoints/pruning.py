@@ -58,6 +58,13 @@ def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]
     return unfinished
 
 
+def committed_places(storage: Storage) -> list[str]:
+    """The folders that count and have a COMMIT, whole or not, as `<job>-<step>/<attempt>`, the newest first."""
+    counting = lineage(storage)
+    places = [place for name in folder_names(storage) for place in places_of(storage, name)]
+    return [place for place in places if counting.counts(*place.split("/")) and COMMIT in storage.sizes(place)]
+
+
 def _remove(storage: Storage, fence: Fence, places: list[str]) -> None:
     for place in places:
         fence.check()

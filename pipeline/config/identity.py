@@ -12,6 +12,7 @@ from pipeline.config import RunConfig
 
 OPERATIONAL = (
     "output",
+    "resume",
     "cluster",
     "resources",
     "tracking",

@@ -268,6 +268,11 @@ class RunConfig(Section):
     )
     output: Path = Field(Path("runs"), description="Directory (shared by all nodes) that holds the run directories.")
     seed: NotNegative = Field(0, description="Seed of weights, data order and sampling.")
+    resume: Literal["auto", "scratch"] = Field(
+        "auto",
+        description="`auto`: a run that exists goes on from its newest checkpoint, and is refused if that is lost. "
+        "`scratch`: this submission starts it over, and moves what is there to `aside/` in the run directory.",
+    )
     cluster: ClusterConfig
     resources: ResourcesConfig = ResourcesConfig()
     model: ModelConfig

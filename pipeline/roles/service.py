@@ -41,6 +41,7 @@ class ServiceSession(Controller):
             Facts(servers, context.world.password),
             self._pulse,
             self._warming_up,
+            context.paths,
         )
         engine.on_progress = self._report
         submitted = files.read_document(context.run.job, SubmittedJob)

@@ -4,6 +4,7 @@
 |---|---|
 | `paths` | every file name of a run |
 | `documents` | who the run is, its job, its end |
+| `ending` | whether the run is at its end |
 | `events` | what happened in an attempt, told once |
 | `failure` | the first failure of an attempt |
 | `metrics` | where the numbers go |

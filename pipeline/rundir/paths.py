@@ -22,6 +22,7 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       exports/<job>-<step>/               a commit as a model, made to be evaluated
       best/                               of SFT, the model of the lowest held-out loss so far, in the same way
       tracking/                           wandb's own files
+      aside/<number>/                     what was there when the run was started over (resume=scratch)
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       rollouts/train/  rollouts/eval/     samples that are kept to be read
       metrics.jsonl  ledger.jsonl  report.html  finished.json
@@ -37,7 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN, SWEEP, METRICS, CHECKPOINTS, MODEL = "run.json", "sweep.json", "metrics.jsonl", "checkpoints", "model"
-WORLD = "world.json"
+CONFIG, WORLD = "config.json", "world.json"
+RENDEZVOUS = "rendezvous"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
 COMMITTED, EXHAUSTED = "committed", "exhausted"
 """Names below an attempt's own directory for those who see it as a `pipeline.system.directory.Directory`."""
@@ -72,7 +74,7 @@ class AttemptPaths:
     @property
     def rendezvous(self) -> Path:
         """Cards, claims and `world.json`: read and written by `slurm/rendezvous/` only."""
-        return self.run / "rendezvous" / self.run_id / self.attempt
+        return self.run / RENDEZVOUS / self.run_id / self.attempt
 
     @property
     def logs(self) -> Path:
@@ -129,7 +131,7 @@ class AttemptPaths:
 
     @property
     def committed(self) -> Path:
-        """A mark: this attempt committed steps of a job of `training.jobs`, wherever that keeps them."""
+        """A mark: this attempt has committed, wherever the run, or the job of `training.jobs`, keeps that."""
         return self.root / COMMITTED
 
     @property
@@ -171,7 +173,7 @@ class RunPaths:
 
     @property
     def config(self) -> Path:
-        return self.root / "config.json"
+        return self.root / CONFIG
 
     @property
     def job(self) -> Path:
@@ -196,6 +198,16 @@ class RunPaths:
     @property
     def attempts(self) -> Path:
         return self.root / "attempts"
+
+    @property
+    def rendezvous(self) -> Path:
+        """A folder with one folder of all attempts, named by the run_id."""
+        return self.root / RENDEZVOUS
+
+    @property
+    def aside(self) -> Path:
+        """What was there when the run was started over, in a numbered folder each time."""
+        return self.root / "aside"
 
     @property
     def redis(self) -> Path:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished, root_of
+from pipeline.checkpoints.progress import keep_copies, mark_committed, refuse_restart
 from pipeline.checkpoints.state import JOBS
 from pipeline.config import RunConfig
 from pipeline.config.models import describe_weights
@@ -87,6 +88,7 @@ class Commits:
         """`conversations` are the data of SFT; None where that trains demonstrations, or is not done."""
         self._conversations = conversations
         self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
+        self._paths, self._marked = paths, False
         self._root = root_of(config, self._run, paths.run_id)
         self.fence = Fence(self._root, paths.attempt)
         self._settled = Journal(self._run.ledger, self.fence.check)
@@ -101,13 +103,15 @@ class Commits:
         """Make the models as the newest commit left them, or new; take the right to write from earlier attempts.
 
         A commit that is found damaged while it is loaded is given up for the one before it. From then on none counts
-        for anybody but this one, those before it, and those that this attempt makes.
+        for anybody but this one, those before it, and those that this attempt makes. `CheckpointError` where a run that
+        had committed has no commit to go on from.
         A model whose replacement an earlier attempt could not end has its name again.
         """
         submitted = files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
         folders.mend(self._run.model)
         folders.mend(self._run.best)
+        keep_copies(self._run, self._root)
         position = self._newest() or self._afresh()
         remove_unfinished(self._root, self._attempt)
         expect_save(self._dispatch, self._dispatch.models)
@@ -128,6 +132,7 @@ class Commits:
         return None
 
     def _afresh(self) -> JobPosition:
+        refuse_restart(self._run, self._root)
         log.info("%s", describe_weights(self._config.model))
         jobs = self._jobs(JOBS[0])
         self._make_models(jobs[0])
@@ -203,6 +208,7 @@ class Commits:
         self.seconds = time.monotonic() - flight.began
         log.info("committed %s after %.2f s", checkpoint.name, self.seconds)
         self._durable = flight.name
+        self._marked = self._marked or mark_committed(self._paths)
         self.on_durable(flight.covered)
 
     def finish(self) -> None:

@@ -22,6 +22,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, SchedulerError
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.paths import RunPaths
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.world.plan import Plan
@@ -126,7 +127,7 @@ class RunJob(SlurmJob[Any]):
     def _ask(self, *, force: bool = False) -> None:
         """Ask the scheduler, but not often: every login node's users share it."""
         now = self._clock.now()
-        pause = _ASK_SECONDS_AT_END if self.run.finished.exists() else _ASK_SECONDS
+        pause = _ASK_SECONDS_AT_END if is_finished(self.run) else _ASK_SECONDS
         if self._over or (not force and now - self._asked < pause):
             return
         self._asked = now

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pipeline.checkpoints import kept_root, newest_committed
 from pipeline.errors import DeadlineError
 from pipeline.rundir.documents import Outcome
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.events import Event, EventName, Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import COMMITTED, EXHAUSTED, FIRST_FAILURE, AttemptPaths, RunPaths
@@ -94,7 +95,7 @@ def gather_facts(
     committer = newest_committer(run)
     return AttemptFacts(
         restart=restart,
-        finished=run.finished.exists(),
+        finished=is_finished(run),
         told=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",
         notice=draining is not None and told and draining.detail == NOTICE,
         failure=failure,
@@ -149,7 +150,7 @@ def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> N
 
     def shows() -> bool:
         look_again(run)
-        return run.finished.exists() or events.seen("draining") is not None
+        return is_finished(run) or events.seen("draining") is not None
 
     try:
         wait_for("the agents' reason to leave", shows, late, longest_pause=LONGEST_PAUSE, clock=clock)

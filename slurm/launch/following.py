@@ -17,6 +17,7 @@ from pipeline.config.kept import kept_config
 from pipeline.errors import DeadlineError, one_line
 from pipeline.report.history import RUNS, read_history
 from pipeline.rundir.documents import Finished, Outcome
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.events import LAUNCHER, Event, Events
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.paths import AttemptPaths, RunPaths
@@ -66,7 +67,7 @@ def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
     if job.state in MAY_BE_FINISHED:
         _await_end(job, clock)
     attempt = last_attempt(job.run, job.job_id)
-    if attempt is not None or job.run.finished.exists():
+    if attempt is not None or is_finished(job.run):
         named = attempt or job.run.attempt(runs.identity(job.run).run_id, f"{job.job_id}-0")
         return conclude_run(job.run, named, [], job.state)
     print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
@@ -88,7 +89,7 @@ def _await_end(job: RunJob, clock: Clock) -> None:
         look_again(job.run)
         attempt = last_attempt(job.run, job.job_id)
         outcome = _outcome(attempt) if attempt is not None else None
-        return job.run.finished.exists() or (outcome is not None and outcome.decision != "requeued")
+        return is_finished(job.run) or (outcome is not None and outcome.decision != "requeued")
 
     try:
         late = config.cluster.lateness if config is not None else 0.0

@@ -18,6 +18,7 @@ from pipeline.config import ClusterConfig, RunConfig
 from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RunStateError
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
 from pipeline.system.private import make_directory
@@ -25,6 +26,7 @@ from pipeline.system.terminal import console
 from pipeline.world.plan import Plan
 from slurm.launch.compose import Expansion, compose_config
 from slurm.registry import locks, manifest, runs
+from slurm.registry.contents import located_config
 from slurm.registry.manifest import Point, SweepManifest
 from slurm.scheduler.protocol import Scheduler
 
@@ -172,11 +174,11 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
 def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
     run = RunPaths(config.directory)
     old = kept_config(run)
-    changes = differences(old, runs.located_config(config)) if old else []
+    changes = differences(old, located_config(config)) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)
-    if run.finished.exists():
+    if is_finished(run):
         return PlannedPoint(point, config, "finished")
     if _is_live(run, config, scheduler):
         return PlannedPoint(point, config, "live")

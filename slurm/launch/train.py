@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.paths import RunPaths
 from slurm.launch import submit
 from slurm.launch.compose import compose_config
@@ -50,4 +51,4 @@ def name_of(path: Path) -> str:
 def next_name(output: Path, name: str) -> str:
     """The first of `name`, `name-2`, `name-3`, … that is no finished run's."""
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(each for each in names if not RunPaths(output / each).finished.exists())
+    return next(each for each in names if not is_finished(RunPaths(output / each)))

@@ -21,11 +21,12 @@ from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_line
 from pipeline.roles.context import RoleContext, read_config
 from pipeline.rundir.documents import Finished
+from pipeline.rundir.ending import finish, is_finished
 from pipeline.rundir.events import Events, Listener, look_seconds
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.metrics import read_rows
 from pipeline.rundir.paths import FIRST_FAILURE, AttemptPaths, RunPaths
-from pipeline.system import files, network, process
+from pipeline.system import network, process
 from pipeline.system.directory import Directory, FileDirectory
 from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, retry_transient
 from pipeline.system.waiting import CLOCK, Clock, wait_for
@@ -72,7 +73,7 @@ def run_agent(run: RunPaths, environment: Environment, notice: Notice) -> End:
 
     In a finished run nothing is started, and in one that is another job's by now nothing is touched.
     """
-    if run.finished.exists():
+    if retry_transient("the end of the run", lambda: is_finished(run), LAST_SECONDS):
         return "finished"
     _require_ownership(run, environment, notice)
     paths = run.attempt(runs.identity(run).run_id, environment.attempt)
@@ -289,7 +290,7 @@ def _finish(
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
     finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
-    retry_transient("the end of the run", lambda: files.create_document(run.finished, finished), OUTAGE_SECONDS, clock)
+    retry_transient("the end of the run", lambda: finish(run, finished), OUTAGE_SECONDS, clock)
 
 
 def _steps_of(run: RunPaths, config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `runs` | the runs, and the job that each belongs to |
+| `contents` | what a submission finds and leaves in a run directory |
 | `manifest` | sweeps and their points |
 | `locks` | which launcher is at a run or a sweep |
 """

@@ -1,9 +1,8 @@
 """Run directories: made once, resumed, refused.
 
-Owns what a submission finds and leaves on disk before the job starts: the run's identity, its frozen config, the
-snapshot of the code, and what says that a run is live: a lock for a local job, `job.json` and the scheduler's answer
-for one of Slurm. Promises that a run directory only ever belongs to one config, that two live jobs never share one, and
-that `examine` writes nothing. A job that cannot be asked about counts as live.
+Owns who is at a run: a lock for a local job, `job.json` and the scheduler's answer for one of Slurm. What a submission
+finds and leaves in the directory is in `slurm.registry.contents`. Promises that two live jobs never share one, and that
+`examine` writes nothing. A job that cannot be asked about counts as live.
 
     with claimed(config) as run, job_replaced(run):
         record_job(run, "slurm", sbatch(...))   # from here on the job keeps others out, the claim need not
@@ -11,33 +10,23 @@ that `examine` writes nothing. A job that cannot be asked about counts as live.
 
 import errno
 import os
-import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import pipeline
-from pipeline.config import RunConfig, TaskConfig, load_config
-from pipeline.config.data import located_data, located_options
-from pipeline.config.identity import differences, identity_digest
-from pipeline.config.models import located_model
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.rundir.documents import RunIdentity, SubmittedJob
-from pipeline.rundir.paths import RunPaths, SweepPaths
+from pipeline.rundir.paths import RunPaths
 from pipeline.system import files
 from pipeline.system.private import make_directory
 from slurm.registry import locks
+from slurm.registry.contents import freeze, located_config, refuse_contents, set_aside
 from slurm.scheduler.commands import find_slurm, my_name
 from slurm.scheduler.protocol import PENDING, QueuedJob, Scheduler
-
-PACKAGES = ("pipeline", "slurm", "conf")
-"""What an attempt runs from its snapshot."""
-ENTRANCES = ("slurm/node/agent.py", "slurm/batch/requeue.py", "slurm/batch/controller.py")
-"""The modules in a run's snapshot that a launcher, which may be newer, tells its job to start."""
 
 
 def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:
@@ -51,7 +40,7 @@ def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
         _refuse_unwritable(run)
         _refuse_queued(run, config, scheduler)
         _refuse_live(run, config, run.lock, run.job_lock)
-        _refuse_contents(run, config)
+        refuse_contents(run, config)
     return run
 
 
@@ -67,8 +56,10 @@ def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
             _lock(lock.fileno(), run, config)
             _refuse_queued(run, config, scheduler)
             _refuse_live(run, config, run.job_lock)
-            _refuse_contents(run, config)
-            _freeze(run, located_config(config))
+            known = refuse_contents(run, config)
+            if config.resume == "scratch":
+                set_aside(run)
+            freeze(run, known, located_config(config))
         yield run
 
 
@@ -81,7 +72,8 @@ def identity(run: RunPaths) -> RunIdentity:
     """Who this run is; made at its first submission."""
     found = files.read_document(run.run, RunIdentity)
     if found is None:
-        raise _unreadable(run, run.run)
+        expected = f"a run with a readable {run.run}"
+        raise RunStateError("name", run.root.name, expected, "the command that submitted the run makes it again")
     return found
 
 
@@ -240,106 +232,3 @@ def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:
         f"(name={config.name}-2)"
     )
     return RunStateError("name", config.name, f"a run that is not live ({who})", mend)
-
-
-def _refuse_contents(run: RunPaths, config: RunConfig) -> None:
-    """Insist that what is there, if anything, is this run and not at its end."""
-    if SweepPaths(run.root).manifest.exists():
-        raise RunStateError("name", config.name, "a name that is no sweep's", f"add -m, or name={config.name}-2")
-    if run.finished.exists():
-        mend = f"start a new run with name={config.name}-2, or remove {run.root}"
-        raise RunStateError("name", config.name, f"a run that is not finished (see {run.report})", mend)
-    if run.run.exists():
-        identity(run)
-    if not run.config.exists():
-        if run.attempts.exists():
-            raise _unreadable(run, run.config)
-        return
-    if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
-        raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
-    old, new = _kept_config(run), located_config(config)
-    if identity_digest(old) != identity_digest(new):
-        changes = "; ".join(differences(old, new))
-        mend = f"submit it as it was, or give the new one another name (name={config.name}-2)"
-        raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", mend)
-
-
-def _kept_config(run: RunPaths) -> RunConfig:
-    tree = files.read_document(run.config, dict)
-    if tree is None:
-        raise _unreadable(run, run.config)
-    try:
-        return load_config(tree)
-    except ConfigError as error:
-        raise _of_another_version(run, f"a run whose config this version reads ({error})") from None
-
-
-def _of_another_version(run: RunPaths, expected: str) -> RunStateError:
-    """A run that is sound, but not for this checkout."""
-    made = identity(run).revision if run.run.exists() else ""
-    mend = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
-    return RunStateError("name", run.root.name, expected, f"{mend}name={run.root.name}-2")
-
-
-def _unreadable(run: RunPaths, path: Path) -> RunStateError:
-    mend = f"start a new run with name={run.root.name}-2, or remove {run.root}"
-    return RunStateError("name", run.root.name, f"a run with a readable {path}", mend)
-
-
-def located_config(config: RunConfig) -> RunConfig:
-    """The config as it is kept: right from whatever directory the next submission is made."""
-    jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
-    located: dict[str, Any] = {
-        "model": located_model(config.model),
-        "data": located_data(config.data),
-        "training": config.training.model_copy(update={"jobs": jobs}),
-    }
-    located["task"] = _located_task(config.task)
-    sets = config.evaluation.sets
-    with_tasks = {
-        name: each.model_copy(update={"task": _located_task(each.task)}) for name, each in sets.items() if each.task
-    }
-    located["evaluation"] = config.evaluation.model_copy(update={"sets": {**sets, **with_tasks}})
-    return config.model_copy(update=located)
-
-
-def _located_task(task: TaskConfig) -> TaskConfig:
-    if task.name != "dataset":
-        return task
-    return task.model_copy(update={"options": located_options(task.options)})
-
-
-def _freeze(run: RunPaths, config: RunConfig) -> None:
-    """Keep code, config and identity, each unless it is there; a config that is there takes the operational changes.
-
-    In this order: a submission that is killed between two of them is completed by the next.
-    """
-    if not run.config.exists():
-        _snapshot(run)
-    files.write_document(run.config, config.model_dump(mode="json"))
-    if not run.run.exists():
-        run_id = f"{config.name}-{secrets.token_hex(4)}"
-        files.create_document(run.run, RunIdentity(run_id=run_id, created=time.time(), revision=git_revision()))
-
-
-def _snapshot(run: RunPaths) -> None:
-    """Copy the packages this checkout runs; a half copy of an earlier try is replaced."""
-    source = Path(pipeline.__file__).parent.parent
-    part = run.code.with_name(f"{run.code.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    for package in PACKAGES:
-        shutil.copytree(source / package, part / package, ignore=shutil.ignore_patterns("__pycache__"))
-    if run.code.exists():
-        shutil.rmtree(run.code)
-    part.rename(run.code)
-
-
-def git_revision() -> str:
-    """Revision of this checkout, with `-dirty` when it is edited; empty without git."""
-    source = Path(pipeline.__file__).parent.parent
-    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip()

@@ -14,6 +14,7 @@ from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, SchedulerError
 from pipeline.report.history import Attempt, AttemptReader, attempt_names
 from pipeline.rundir.documents import RunIdentity, SubmittedJob
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.metrics import RowReader
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import files
@@ -64,7 +65,7 @@ class Watcher:
         name = self._attempt or next(reversed(names), "")
         attempt = self._read(name) if name else None
         past = [self._past(other) for other in names if other != name]
-        finished, alive = self._run.finished.exists(), runs.is_live_here(self._run) if job is None else None
+        finished, alive = is_finished(self._run), runs.is_live_here(self._run) if job is None else None
 
         def composed(job: Job | None) -> Snapshot:
             return compose_snapshot(

@@ -14,7 +14,9 @@ import msgspec
 
 from pipeline.api.records import Adapter
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished
+from pipeline.checkpoints.progress import keep_copies, mark_committed, refuse_restart
 from pipeline.errors import DamagedError
+from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.ranks import Site
 from pipeline.training.dispatch.saving import await_save, fill, forget_models, load_model, stage_model, start_save
@@ -35,16 +37,25 @@ class _Model(msgspec.Struct, frozen=True):
 class ServiceCommits:
     """The commits of one attempt below `root`."""
 
-    def __init__(self, root: str, attempt: str, dispatch: Dispatch, keep: int) -> None:
+    def __init__(
+        self, root: str, attempt: str, dispatch: Dispatch, keep: int, paths: AttemptPaths | None = None
+    ) -> None:
+        """`paths` are those of the attempt, where it belongs to a run."""
         self._root, self._attempt, self._dispatch, self._keep = root, attempt, dispatch, keep
+        self._paths, self._marked = paths, paths is None
         self.fence = Fence(root, attempt)
         self._number = 0
         self._flight: dict[str, int] | None = None
         self._began = self._took = 0.0
 
     def restore(self, models: ServedModels, job: str) -> dict[str, int]:
-        """Make the models of the newest commit that is whole; the last request that each has behind it."""
+        """Make the models of the newest commit that is whole; the last request that each has behind it.
+
+        `CheckpointError` where a run that had committed has no commit to go on from.
+        """
         self.fence.claim(job)
+        if self._paths is not None:
+            keep_copies(RunPaths(self._paths.run), self._root)
         cursors = self._newest(models)
         remove_unfinished(self._root, self._attempt)
         return cursors
@@ -62,6 +73,8 @@ class ServiceCommits:
             else:
                 self.fence.keep([checkpoint.place, *(older.place for older in found)])
                 return cursors
+        if self._paths is not None:
+            refuse_restart(RunPaths(self._paths.run), self._root)
         self.fence.keep([])
         return {}
 
@@ -125,6 +138,8 @@ class ServiceCommits:
         self._took = self._dispatch.saver.ended - self._began
         checkpoint = self._dispatch.saver.result()
         log.info("committed %s", checkpoint.name)
+        if self._paths is not None:
+            self._marked = self._marked or mark_committed(self._paths)
         return flight
 
     def finish(self) -> dict[str, int] | None:

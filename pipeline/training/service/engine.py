@@ -19,6 +19,7 @@ from pipeline.api.records import Create, Done, Facts, Failed, Load, Pass, Plain,
 from pipeline.config import RunConfig
 from pipeline.config.serving import ServeConfig
 from pipeline.errors import CheckpointError, OvertakenError, first_line
+from pipeline.rundir.paths import AttemptPaths
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.service.commits import ServiceCommits
@@ -47,10 +48,12 @@ class Engine:
         facts: Facts,
         pulse: Callable[[], None],
         phase: Phase = nullcontext,
+        paths: AttemptPaths | None = None,
     ) -> None:
+        """`paths` are those of the attempt, where it belongs to a run."""
         self._config, self._pulse = config, pulse
         self._models = ServedModels(dispatch, config, root / "weights", attempt)
-        self._commits = ServiceCommits(checkpoints, attempt, dispatch, config.training.keep_checkpoints)
+        self._commits = ServiceCommits(checkpoints, attempt, dispatch, config.training.keep_checkpoints, paths)
         self._link = FrontLink(root, attempt, facts, pulse)
         self._warm_up = WarmUp(config, dispatch, pulse, phase)
         self._cursors: dict[str, int] = {}

@@ -29,6 +29,7 @@ from pipeline.config.identity import differences
 from pipeline.config.kept import kept_config
 from pipeline.errors import ConfigError, RunStateError, SweepError, one_line
 from pipeline.report.words import count
+from pipeline.rundir.ending import is_finished
 from pipeline.rundir.paths import SweepPaths
 from pipeline.system.terminal import console
 from pipeline.system.waiting import CLOCK, Clock
@@ -42,7 +43,8 @@ from slurm.launch.sweepers import launcher, optuna_studies
 from slurm.launch.sweepers.objective import Objective
 from slurm.launch.sweepers.settings import SweeperCommand, read_objective, read_sweeper_command, refuse_missing
 from slurm.launch.sweepers.study import Study, StudyInterrupted
-from slurm.registry import manifest, runs
+from slurm.registry import manifest
+from slurm.registry.contents import located_config
 
 _MOST_TRIED = 50
 """Values of one axis that are tried before the sweeper chooses any."""
@@ -184,7 +186,7 @@ def _refuse_changed(paths: SweepPaths, settings: SweeperCommand) -> None:
             continue
         new = compose_config([*settings.fixed, *point.overrides])
         new = new.model_copy(update={"name": point.name, "output": paths.root})
-        if changes := differences(old, runs.located_config(new)):
+        if changes := differences(old, located_config(new)):
             mend = f"go on with it as it was, or give the new one another name (name={paths.root.name}-2)"
             expected = f"the values its points were made with, but {'; '.join(changes)}"
             raise RunStateError("name", paths.root.name, expected, mend)
@@ -220,7 +222,7 @@ def _tell_end(found: Search) -> None:
     numbers = {}
     for point in kept.points if kept else ():
         run = found.paths.point(point.name)
-        if run.finished.exists():
+        if is_finished(run):
             try:
                 numbers[point.number] = found.objective.of(run)
             except SweepError:

@@ -9,7 +9,9 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.rules import check_run
 from pipeline.errors import ConfigError
+from pipeline.rundir.documents import Finished
 from pipeline.rundir.paths import RunPaths
+from pipeline.system import files
 from pipeline.world.plan import Plan
 from slurm.launch import submit, train
 from slurm.launch.compose import compose_config
@@ -83,7 +85,8 @@ def test_the_next_run_of_the_same_jobs_begins_when_the_one_before_is_finished(tm
     for finished in ("queue", "queue-2"):
         RunPaths(tmp_path / finished).root.mkdir()
         assert name() == finished, "one that is there and not finished is gone on with"
-        RunPaths(tmp_path / finished).finished.touch()
+        end = Finished(time=0.0, steps=1, attempt="a-0")
+        files.write_document(RunPaths(tmp_path / finished).finished, end)
     assert name() == "queue-3"
     assert compose_jobs(tmp_path / "queue", [f"output={tmp_path}", "name=queue"]).name == "queue"
 

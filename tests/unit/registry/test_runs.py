@@ -90,16 +90,16 @@ def test_a_torn_document_is_never_replaced(name: str, content: str, tmp_path: Pa
         pass
     torn = run.root / name
     torn.write_text(content)
-    with pytest.raises(RunStateError, match=rf"readable .*{name}.*name=demo-2"), runs.claimed(demo(tmp_path)):
+    with pytest.raises(RunStateError, match=rf"{name} is damaged, .*resume=scratch"), runs.claimed(demo(tmp_path)):
         pass
     assert torn.read_text() == content
 
 
 def test_a_config_that_got_lost_after_an_attempt_is_not_made_up(tmp_path: Path) -> None:
     with runs.claimed(demo(tmp_path)) as run:
-        run.attempts.mkdir()
+        (run.attempts / "a-0").mkdir(parents=True)
     run.config.unlink()
-    with pytest.raises(RunStateError, match=r"readable .*config\.json"), runs.claimed(demo(tmp_path)):
+    with pytest.raises(RunStateError, match=r"config\.json is missing"), runs.claimed(demo(tmp_path)):
         pass
 
 
@@ -155,7 +155,7 @@ def test_examining_makes_nothing_and_refuses_what_claiming_refuses(tmp_path: Pat
         runs.examine(demo(tmp_path))
     run.config.write_bytes(b"")
     run.finished.unlink()
-    with pytest.raises(RunStateError, match="readable"):
+    with pytest.raises(RunStateError, match="is damaged"):
         runs.examine(demo(tmp_path))
     with pytest.raises(ConfigError, match="Not a directory"):
         runs.examine(demo(run.config))

@@ -1,6 +1,7 @@
 """What a trainer goes on from: real commits of a policy that is one tensor, and the files that belong to them."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from pipeline import host_memory
 from pipeline.checkpoints import newest_committed
 from pipeline.checkpoints.background import Saver
-from pipeline.errors import OvertakenError
+from pipeline.errors import CheckpointError, OvertakenError
 from pipeline.rundir.metrics import MetricSinks, read_rows
 from pipeline.training.commits import Commits
 from pipeline.training.dispatch import saving
@@ -144,20 +145,43 @@ def test_what_an_attempt_commits_after_a_damaged_one_stays_and_is_gone_on_from(r
     assert Trainer(run, "12-2").done == 120
 
 
-def test_a_first_commit_after_all_were_damaged_stays(run: FakeRun) -> None:
+def test_a_run_whose_commits_are_all_damaged_is_not_begun_again_and_keeps_its_rows(run: FakeRun) -> None:
     first = Trainer(run, "12-0")
+    log(run, "12-0", range(1, 151))
     for step in (100, 150):
         first.commit(step)
     rot(run, 100, 150)
-    second = Trainer(run, "12-1")
-    assert (second.done, second.policy) == (0, 0.0)
-    second.commit(50)
-    assert newest(run) == "rl-50/12-1"
+    before = run.paths.metrics.read_bytes(), run.paths.ledger.read_bytes()
+    for attempt in ("12-1", "12-2"):
+        with pytest.raises(CheckpointError, match=r"had progress \(attempt 12-0 committed, .*resume=scratch"):
+            Trainer(run, attempt)
+    assert (run.paths.metrics.read_bytes(), run.paths.ledger.read_bytes()) == before
+    rot(run, 150)  # the same bits: it is as it was committed again
+    assert Trainer(run, "12-3").policy == 150.0
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(run: FakeRun) -> None:
+    Trainer(run, "12-0").commit(50)
+    away = run.paths.checkpoints.rename(run.root / "away")
+    with pytest.raises(CheckpointError, match=r"attempt 12-0 committed, 50 lines of ledger.jsonl"):
+        Trainer(run, "12-1")
+    shutil.rmtree(run.paths.checkpoints)
+    away.rename(run.paths.checkpoints)
     assert Trainer(run, "12-2").policy == 50.0
 
 
+def test_a_run_that_was_cut_off_before_its_first_commit_begins_again(run: FakeRun) -> None:
+    log(run, "12-0", range(1, 9))
+    assert Trainer(run, "12-0").done == 0
+    log(run, "12-0", range(1, 9))
+    assert Trainer(run, "12-1").done == 0
+    assert read_rows(run.paths.metrics) == []
+
+
 def test_a_requeue_sees_the_progress_that_came_after_a_damaged_commit(run: FakeRun) -> None:
-    Trainer(run, "12-0").commit(150)
+    first = Trainer(run, "12-0")
+    for step in (100, 150):
+        first.commit(step)
     rot(run, 150)
     second = Trainer(run, "12-1")
     second.commit(110)
