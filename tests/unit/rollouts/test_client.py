@@ -210,7 +210,7 @@ def test_who_may_ask_no_server_is_told_which_have_no_weights() -> None:
             with pytest.raises(DeadlineError, match=f"may be asked; missing: weights on {script.endpoint}$"):
                 await ask(client)
             client.update(script.endpoint, 5)
-            assert (await ask(client))[0].tokens == (7, 7, 7)
+            assert (await ask(client))[0].tokens == (7, 7, 7, 7)
 
     run(story(Script([works])))
 
