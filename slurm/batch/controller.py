@@ -23,10 +23,12 @@ from pipeline.rundir.paths import FIRST_FAILURE, RunPaths, down_mark
 from pipeline.system.directory import FileDirectory
 from pipeline.system.outages import Outbox
 from pipeline.system.process import adopt_orphans, describe_exit, end_descendants
-from pipeline.system.waiting import wait_for
+from pipeline.system.waiting import CLOCK, wait_for
 from slurm.node.agent import END_SIGNALS
 from slurm.node.alive import agent_name
+from slurm.node.processes import is_stopped
 from slurm.node.supervisor import longest_descent
+from slurm.node.vitals import STOPPED_SECONDS, Silence
 from slurm.registry import runs
 from slurm.scheduler.environment import launcher_process
 
@@ -47,6 +49,7 @@ class VirtualController(Controller):
         self._patience = longest_descent(read_config(run).cluster) + 5.0
         self._launcher = launcher
         self._failed: set[int] = set()
+        self._stopped: dict[int, Silence] = {}
         self._outbox = Outbox()
 
     def start_tasks(self) -> None:
@@ -71,11 +74,12 @@ class VirtualController(Controller):
     def _wait(self) -> Sequence[int | None]:
         while True:
             self._outbox.flush()
+            self._end_stopped()
             codes = [task.poll() for task in self.tasks]
             for rank, code in enumerate(codes):
                 if code and rank not in self._failed:
                     self._failed.add(rank)
-                    self._tell_failure(rank, code)
+                    self._tell_failure(rank, describe_exit(code), code)
             if all(code is not None for code in codes):
                 return codes
             if any(codes):
@@ -86,6 +90,17 @@ class VirtualController(Controller):
             if self._asked_at is not None and time.monotonic() - self._asked_at > self._patience:
                 return codes
             time.sleep(_PAUSE)
+
+    def _end_stopped(self) -> None:
+        """End the agents that have been stopped (SIGSTOP) for too long: they watch their roles no more, nor hear of the
+        end of the attempt."""
+        stopped = [rank for rank, task in enumerate(self.tasks) if is_stopped(task.pid)]
+        self._stopped = {rank: self._stopped.get(rank) or Silence(CLOCK) for rank in stopped}
+        for rank, silence in self._stopped.items():
+            if silence.look(True) > STOPPED_SECONDS and rank not in self._failed:
+                self._failed.add(rank)
+                self.tasks[rank].kill()
+                self._tell_failure(rank, f"stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and ended for it", None)
 
     def _ask(self) -> None:
         """Ask all agents, once, to come down."""
@@ -99,9 +114,9 @@ class VirtualController(Controller):
             events = Events(self._paths, FileDirectory(self._paths.root))
             self._outbox.say(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
 
-    def _tell_failure(self, rank: int, code: int) -> None:
+    def _tell_failure(self, rank: int, cause: str, code: int | None) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
-        attempt, name, cause = FileDirectory(self._paths.root), agent_name(rank), describe_exit(code)
+        attempt, name = FileDirectory(self._paths.root), agent_name(rank)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
         self._outbox.say(lambda: attempt.replace(down_mark(name), "left"))
         self._outbox.say(lambda: attempt.create(FIRST_FAILURE, failure))

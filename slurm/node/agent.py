@@ -32,7 +32,7 @@ from pipeline.system.outages import LAST_SECONDS, OUTAGE_SECONDS, retry_transien
 from pipeline.system.waiting import CLOCK, Clock, wait_for
 from pipeline.training.jobs import steps_of_sft
 from pipeline.world.plan import Card, Plan, World, make_plan
-from slurm.node.alive import Marks, SignsOfLife, agent_name, lost_ranks, mark_down
+from slurm.node.alive import Marks, NeighbourWatch, SignsOfLife, agent_name, lost_ranks, mark_down
 from slurm.node.claims import Claimant, claim_visible
 from slurm.node.preflight import Gpu, Needs, find_gpus, free_memory, node_id, parts_of_gpus, preflight
 from slurm.node.scratch import scratch_folder
@@ -134,7 +134,9 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
     contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
     variables = held.enter_context(scratch_folder())
-    end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
+    seconds = max(config.cluster.silence_seconds, OUTAGE_SECONDS) + config.cluster.lateness
+    with NeighbourWatch(paths, environment.rank, ranks, seconds, partial(_record_lost, paths)):
+        end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end
@@ -256,7 +258,18 @@ class AlertClock(Clock):
 
 def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
     """Make this rank's failure the attempt's, unless another came first."""
-    cause = one_line(error)
+    _tell_failure(paths, rank, one_line(error))
+
+
+def _record_lost(paths: AttemptPaths, rank: int, cause: str) -> None:
+    """Make it the attempt's failure that another rank's agent shows no sign of life, unless the attempt ends anyway."""
+    with suppress(OSError):
+        if Events(paths, FileDirectory(paths.root, LAST_SECONDS)).told():
+            return
+    _tell_failure(paths, rank, cause)
+
+
+def _tell_failure(paths: AttemptPaths, rank: int, cause: str) -> None:
     failure = FirstFailure(role=agent_name(rank), rank=rank, cause=cause, time=time.time(), log="", exit_code=None)
     attempt = FileDirectory(paths.root, LAST_SECONDS)
     try:

@@ -4,10 +4,12 @@ Owns `attempts/<attempt>/alive/<rank>`, touched every few seconds for as long as
 folder `down/`, with a mark for each role that is down and, as an agent's last word, `agent.<rank>`. Promises that a
 filesystem which fails for a while ends neither the agent nor the touches, and that whoever waits for marks lists their
 folder, once for all of them. A rank whose agent is gone without its last word is lost: it was killed, or died with its
-node.
+node. An agent that is stopped ends nothing, so each agent watches the signs of the next rank's (`NeighbourWatch`).
 """
 
+import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from pipeline.rundir.paths import DOWN, AttemptPaths, down_mark
@@ -15,6 +17,7 @@ from pipeline.system.directory import Directory
 from pipeline.system.outages import LAST_SECONDS, retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 from pipeline.world.plan import Placement
+from slurm.node.vitals import Silence
 
 TOUCH_SECONDS = 5.0
 
@@ -47,6 +50,60 @@ class SignsOfLife:
             self._file.touch()
         except OSError:
             return  # whoever watches sees that the sign is late
+
+
+class NeighbourWatch:
+    """Watches the agent of the next rank, the last one that of the first, while the block runs.
+
+    In a ring each agent is watched once, however many there are, and of those that are stopped together one has a
+    watcher that runs. What is seen late by NFS clients is to be part of `seconds`.
+    """
+
+    def __init__(
+        self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, tell: Callable[[int, str], None]
+    ) -> None:
+        """`tell` is called once with the rank and what was seen, when its sign has not changed for `seconds`."""
+        self.neighbour = Neighbour(paths, (rank + 1) % ranks, seconds)
+        self._tell, self._over = tell, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="neighbour", daemon=True) if ranks > 1 else None
+
+    def __enter__(self) -> "NeighbourWatch":
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        if self._thread:
+            self._thread.join(timeout=1.0)  # a look may hang with its filesystem
+
+    def _watch(self) -> None:
+        while not self._over.wait(TOUCH_SECONDS):
+            if lost := self.neighbour.look():
+                self._tell(self.neighbour.rank, lost)
+                return
+
+
+class Neighbour:
+    """The signs of life of one rank, as another one sees them."""
+
+    def __init__(self, paths: AttemptPaths, rank: int, seconds: float, clock: Clock = CLOCK) -> None:
+        self.rank = rank
+        self._file, self._seconds = paths.sign_of_life(rank), seconds
+        self._silence = Silence(clock, 2 * TOUCH_SECONDS)
+
+    def look(self) -> str:
+        """What is wrong with it, in words; empty while it shows that it lives, and where the disk fails here."""
+        try:
+            with self._file.open("rb") as file:  # an NFS client asks its server for the time only when it opens
+                sign = os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            sign = 0
+        except OSError:
+            return ""
+        silent = self._silence.look(sign)
+        told = f"no sign of life for {silent:.0f} s: its agent is stopped (SIGSTOP), or its node or its disk is away"
+        return told if silent > self._seconds else ""
 
 
 class Marks:

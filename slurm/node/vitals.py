@@ -76,8 +76,9 @@ class Probe:
 class Silence:
     """For how long a sign has not changed: seconds of this clock in which somebody looked."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, longest_look: float = LONGEST_LOOK) -> None:
         self._clock, self._looked, self._seconds = clock, clock.now(), 0.0
+        self._longest_look = longest_look
         self._last = self._excused = 0.0
         self._sign: Hashable = None
 
@@ -85,7 +86,7 @@ class Silence:
         """The silence so far, if this is the sign now."""
         now = self._clock.now()
         if sign == self._sign:
-            self._last = min(now - self._looked, LONGEST_LOOK)
+            self._last = min(now - self._looked, self._longest_look)
             self._seconds += self._last
         else:
             self._last = self._seconds = self._excused = 0.0

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from pipeline.system import files
 from pipeline.system.process import Child
 from pipeline.system.waiting import Deadline, wait_for
 from slurm.launch.signals import describe
-from slurm.node import shortage
+from slurm.node import agent, alive, shortage
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, RANKS, STUBBORN, STUCK, UNTIL_TOLD, Attempt
 
@@ -200,6 +201,19 @@ def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stac
     assert (failure.role, f"its process {stopped.pid} (python" in failure.cause) == ("inference.0", True)
     assert any(" in answer" in line for line in failure.stacks)
     assert "thread python" in log.read_text(), "the server itself registered nothing"
+
+
+def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
+    attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alive, "TOUCH_SECONDS", 0.2)
+    run = attempt()
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    with alive.NeighbourWatch(run.paths, 2, 3, 1.0, partial(agent._record_lost, run.paths)):  # rank 0 is silent
+        assert run.join() == {"failed"}
+    failure = run.first_failure
+    assert (failure.role, failure.rank) == ("agent.0", 0)
+    assert failure.cause.startswith("no sign of life for 1 s")
 
 
 def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: Callable[..., Attempt]) -> None:

@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ TO_COMMIT = 5
 
 class FakeTask:
     """An agent: it has ended with `code`, or ends with 0 some looks after it was asked to."""
+
+    pid = 0
 
     def __init__(self, code: int | None = None) -> None:
         self._code, self._left = code, TO_COMMIT
@@ -95,6 +99,20 @@ def test_what_a_killed_agent_could_not_say_is_said_once_the_disk_takes_it(
     assert failure.one_line().startswith("agent.0 on rank 0: killed by SIGKILL")
     assert Events(attempt).seen("failed") is not None
     assert attempt.down("agent.0").exists()
+
+
+def test_an_agent_that_is_stopped_is_ended_and_named(
+    controlled: VirtualController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "STOPPED_SECONDS", 0.3)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        controlled.tasks = [stopped, FakeTask()]  # type: ignore[list-item]
+        assert list(controlled.wait()) == [-9, 0]
+    failure = files.read_document(controlled._paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert (failure.role, failure.cause) == ("agent.0", "stopped (SIGSTOP) for 0.3 s, and ended for it")
+    assert Events(controlled._paths).seen("failed") is not None
 
 
 def test_a_launcher_that_is_gone_is_named_as_the_reason(

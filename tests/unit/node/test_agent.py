@@ -24,10 +24,11 @@ from pipeline.system.waiting import wait_for
 from pipeline.world.plan import Plan, make_plan
 from slurm.node import agent
 from slurm.node.agent import END_SIGNALS, Agent, note_signals, run_agent
-from slurm.node.alive import SignsOfLife, lost_ranks, mark_down
+from slurm.node.alive import Neighbour, SignsOfLife, lost_ranks, mark_down
 from slurm.node.claims import Claimant, claim_visible, missing_gpus
 from slurm.node.supervisor import End, Notice
 from slurm.scheduler.environment import Environment
+from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.gpus import give_gpus
 from tests.fakes.run_directory import FakeRun
@@ -190,6 +191,35 @@ def test_an_agent_that_lives_shows_it_again_and_again(run: FakeRun) -> None:
     file.unlink()
     time.sleep(0.1)
     assert not file.exists()
+
+
+def test_a_neighbour_that_shows_no_sign_of_life_any_more_is_lost(run: FakeRun) -> None:
+    clock, paths = FakeClock(), paths_of(run, 0)
+    neighbour, file = Neighbour(paths, 3, 180.0, clock), paths.alive / "3"
+
+    def looks(seconds: int, touch: bool = False) -> str:
+        """What is said at the end, looking every five seconds."""
+        said = ""
+        for _ in range(0, seconds, 5):
+            if touch:
+                os.utime(file, ns=(0, int(1e9 * clock.now())))
+            said = neighbour.look()
+            clock.sleep(5)
+        return said
+
+    assert looks(170) == ""
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert looks(1000, touch=True) == ""
+    assert looks(170) == ""
+    file.parent.rename(paths.alive.with_name("away"))
+    paths.alive.write_text("in the way: the disk fails, for everybody")
+    assert looks(1000) == ""
+    paths.alive.unlink()
+    paths.alive.with_name("away").rename(paths.alive)
+    clock.sleep(10_000)  # this agent was stopped itself
+    assert looks(5) == ""
+    assert looks(30).startswith("no sign of life for ")
 
 
 def test_a_filesystem_that_fails_does_not_end_the_signs(run: FakeRun) -> None:
