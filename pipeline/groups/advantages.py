@@ -36,6 +36,10 @@ def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
     return _ESTIMATORS[baseline](values)
 
 
+FILTERED = "filtered: zero advantage"
+"""What becomes of a group without a signal, with `training.zero_advantage=drop`."""
+
+
 def all_alike(rewards: Sequence[float]) -> bool:
     """True when a group has no signal: every sample, or the only one, has the same reward."""
     return len(set(rewards)) <= 1

@@ -6,7 +6,8 @@
 |---|---|
 | `command` | the command |
 | `page`, `style` | the layout, and the look |
-| `charts`, `timeline`, `attempts` | the numbers over the steps, an attempt's roles over time, the attempts of a run |
+| `subjects`, `charts` | which numbers are drawn, and how |
+| `timeline`, `attempts` | an attempt's roles over time, the attempts of a run |
 | `findings` | what the numbers say should be changed |
 | `gallery` | the best, worst, cut and failed samples of each phase |
 | `drawing`, `words` | small charts as SVG; numbers as people read them |

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, LINE, FILL = "#101011", "#101012", "#101013"
-SERIES = ("#101021", "#101022", "#101023")
+SERIES = ("#101021", "#101022", "#101023", "#101024", "#101025", "#101026")
 GOOD, BUSY, BAD = "#101031", "#101032", "#101033"
 _VARIABLES = {
     INK: "--quiet",
@@ -22,6 +22,9 @@ _VARIABLES = {
     SERIES[0]: "--series-1",
     SERIES[1]: "--series-2",
     SERIES[2]: "--series-3",
+    SERIES[3]: "--series-4",
+    SERIES[4]: "--series-5",
+    SERIES[5]: "--series-6",
     GOOD: "--good",
     BUSY: "--busy",
     BAD: "--bad",

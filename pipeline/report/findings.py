@@ -1,8 +1,8 @@
 """What the numbers of a run say should be changed.
 
-Owns the rules, each of a few metrics of RL. Promises that no finding rests on a single step of a run, or on its
-first ones, and that each names the keys that mend it. Pure: a config and rows in, words out; the report and the
-launcher say the same.
+Owns the rules, each of a few metrics. Promises that no finding rests on a single step of a run, that those of RL do not
+rest on its first ones, and that each names the keys that mend it. Pure: a config and rows in, words out; the report and
+the launcher say the same.
 """
 
 import statistics
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.config import RunConfig
 from pipeline.rundir.metrics import Row
+from pipeline.training.grace import grace_warning
 from pipeline.world.gpu_split import best_split
 
 SETTLED, ENOUGH = 10, 20
@@ -43,9 +44,29 @@ class Finding:
 
 
 def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
-    """What to change in a run of RL, given its config, if it is readable, and the rows of its metrics; empty while
-    there are few steps."""
-    if config is None or not config.has_rollouts or config.training.jobs:
+    """What to change in a run, given its config, if it is readable, and the rows of its metrics; of RL only once there
+    are enough steps."""
+    if config is None:
+        return []
+    return [*_grace(config, rows), *_of_rl(config, rows)]
+
+
+def _grace(config: RunConfig, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Of the newest attempt: earlier ones may have run with another grace."""
+    trained = [row for row in rows if row["kind"] == "train"]
+    last = trained[-1] if trained else {}
+    newest = [row for row in trained if all(row.get(key) == last.get(key) for key in ("job", "attempt"))]
+    if warning := grace_warning(config.cluster, newest):
+        page = "docs/checkpoints.md#training-goes-on-meanwhile"
+        yield Finding(_sentence(warning.seen), _sentence(warning.change), page)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _of_rl(config: RunConfig, rows: Sequence[Row]) -> list[Finding]:
+    if not config.has_rollouts or config.training.jobs:
         return []
     steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SETTLED:]
     if len(steps) < ENOUGH:

@@ -7,19 +7,21 @@ is said where it would stand. Must not know how charts are drawn.
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from pipeline.checkpoints import root_of
-from pipeline.config import TrainingConfig
+from pipeline.config import RunConfig, TrainingConfig
 from pipeline.config.identity import flatten
 from pipeline.errors import one_line
 from pipeline.report.attempts import attempt_table
-from pipeline.report.charts import Chart, all_charts
+from pipeline.report.charts import Chart
 from pipeline.report.findings import find
 from pipeline.report.gallery import gallery
 from pipeline.report.history import Attempt, History
 from pipeline.report.state import State, current, reason_of, state_of
 from pipeline.report.style import STYLE
+from pipeline.report.subjects import all_charts, measures_accuracy, unmeasured
 from pipeline.report.timeline import timeline
 from pipeline.report.words import clock, count, number
 from pipeline.rundir.failure import FirstFailure
@@ -42,7 +44,7 @@ def page(history: History) -> str:
         _tiles(tiles(history)),
         _failure(history),
         _findings(history),
-        f'<h2>Numbers</h2><div class="charts">{"".join(_figure(chart) for chart in all_charts(history))}</div>',
+        _numbers(history),
         _samples(history),
         _timelines(history),
         _config(history),
@@ -72,7 +74,7 @@ def tiles(history: History) -> list[Tile]:
     """The headline: (value, what it is)."""
     config, rows = history.config, history.rows
     if config and config.evaluation.alone:
-        return [_wall_tile(history), *_set_tiles(rows)]
+        return [_wall_tile(history), *_set_tiles(config, rows)]
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
     speeds = _speeds(row for row in rows if row["job"] == "rl")
     if config and not config.has_rollouts:
@@ -82,21 +84,22 @@ def tiles(history: History) -> list[Tile]:
     return [
         (f"{steps[-1][0] if steps else 0}{total}", "steps of RL"),
         _wall_tile(history),
-        _accuracy_tile([value for _, value in series(rows, "eval/accuracy")]),
+        _held_out_tile([value for _, value in series(rows, "eval/accuracy")], measures_accuracy(config, rows)),
         _first_last(rewards, "mean reward, first → last tenth"),
         (number(max((value for _, value in series(rows, "lag/max")), default=None), ".0f"), f"largest lag{limit}"),
         _speed_tile(speeds),
     ]
 
 
-def _set_tiles(rows: Sequence[Row]) -> list[Tile]:
+def _set_tiles(config: RunConfig, rows: Sequence[Row]) -> list[Tile]:
     """Of a run that evaluates alone: what each set came to."""
     found = [(row.get("set", ""), row) for row in rows if row["kind"] == "eval"]
     tiles = []
     for name, row in found:
         prefix = f"eval/{name}/" if name else "eval/"
         value, error = row.get(f"{prefix}accuracy"), row.get(f"{prefix}error") or 0.0
-        tiles.append((f"{number(value, '.1%')} ± {error:.1%}", f"accuracy on {name or 'the held-out prompts'}"))
+        what, form = ("accuracy", ".1%") if measures_accuracy(config, rows, name) else ("reward", ".3g")
+        tiles.append((f"{number(value, form)} ± {error:{form}}", f"{what} on {name or 'the held-out prompts'}"))
     return tiles
 
 
@@ -139,10 +142,13 @@ def wall_seconds(history: History) -> float:
     )
 
 
-def _accuracy_tile(scores: list[float]) -> Tile:
+def _held_out_tile(scores: list[float], accuracy: bool) -> Tile:
+    what, form = ("held-out accuracy", ".1%") if accuracy else ("held-out reward", ".3g")
     if len(scores) < 2:
-        return number(scores[0] if scores else None, ".1%"), "held-out accuracy"
-    return f"{scores[0]:.1%} → {scores[-1]:.1%}", f"held-out accuracy, {100 * (scores[-1] - scores[0]):+.1f} points"
+        return number(scores[0] if scores else None, form), what
+    change = scores[-1] - scores[0]
+    by = f"{100 * change:+.1f} points" if accuracy else f"{change:+.3g}"
+    return f"{scores[0]:{form}} → {scores[-1]:{form}}", f"{what}, {by}"
 
 
 def _first_last(values: list[float], what: str) -> Tile:
@@ -157,9 +163,7 @@ def _head(history: History) -> str:
     identity, config = history.identity, history.config
     facts = ["config.json is missing or unreadable"]
     if config:
-        done = config.loss.name if config.has_rollouts else config.training.jobs or "SFT"
-        done = "evaluation" if config.evaluation.alone else done
-        facts = [config.task.name, done, config.model.path]
+        facts = [*_what_it_does(config), config.model.path]
     if identity:
         facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
         facts += [f"revision {identity.revision}"] if identity.revision else []
@@ -168,6 +172,17 @@ def _head(history: History) -> str:
         f'<span class="state {word.replace(" ", "-")}">{word}</span></div>'
         f'<p class="quiet">{escape(" · ".join(facts))}</p>'
     )
+
+
+def _what_it_does(config: RunConfig) -> list[str]:
+    """What it learns from, and how: of SFT the data, since a task has a name even where nobody asks it anything."""
+    if config.training.jobs:
+        return ["jobs", config.training.jobs]
+    if config.evaluation.alone:
+        return ["evaluation", config.task.name] if config.evaluation.own else ["evaluation"]
+    if not config.has_rollouts:
+        return ["SFT", config.data.path or f"demonstrations of {config.task.name}"]
+    return [config.task.name, config.loss.name]
 
 
 def _tiles(values: Iterable[Tile]) -> str:
@@ -206,6 +221,16 @@ def _first_failure(failure: FirstFailure) -> str:
         f"<p>{escape(failure.cause)}{code}, on rank {failure.rank}, {when}</p>"
         f"<p><b>What to do:</b> {escape(failure.mend)}</p><pre>{lines}</pre></section>"
     )
+
+
+def _numbers(history: History) -> str:
+    """The charts, section by section, and what the run did not measure."""
+    parts = []
+    for section, charts in groupby(all_charts(history), key=lambda chart: chart.section):
+        parts.append(f'<h2>{escape(section)}</h2><div class="charts">{"".join(map(_figure, charts))}</div>')
+    if missing := unmeasured(history):
+        parts.append(f'<p class="note">Not measured in this run: {escape("; ".join(missing))}.</p>')
+    return "".join(parts)
 
 
 def _figure(chart: Chart, kind: str = "") -> str:

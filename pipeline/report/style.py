@@ -5,16 +5,19 @@ STYLE = """
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
   --page: #ffffff; --card: #f7f7f5; --ink: #1d1d1b; --quiet: #6b6b66; --line: #e2e1dc; --faint: #efeeea;
   --series-1: #2f6fcf; --series-2: #d07c1f; --series-3: #2a9270;
+  --series-4: #8a55c4; --series-5: #c2456f; --series-6: #7a7a35;
   --good: #4c9f70; --busy: #c9d8cd; --bad: #c8402f; --bad-back: #fbeeec;
 }
 @media (prefers-color-scheme: dark) { :root {
   --page: #161615; --card: #1f1f1d; --ink: #ececea; --quiet: #a1a19b; --line: #34342f; --faint: #272724;
   --series-1: #6ea1f0; --series-2: #e6a257; --series-3: #57c09b;
+  --series-4: #b891ea; --series-5: #ea86a8; --series-6: #b9b96a;
   --good: #5bb384; --busy: #38503f; --bad: #ee7766; --bad-back: #2d1c19;
 } }
 @media print { :root {
   --page: #ffffff; --card: #ffffff; --ink: #000000; --quiet: #444444; --line: #dddddd; --faint: #eeeeee;
   --series-1: #2f6fcf; --series-2: #d07c1f; --series-3: #2a9270;
+  --series-4: #8a55c4; --series-5: #c2456f; --series-6: #7a7a35;
   --good: #4c9f70; --busy: #c9d8cd; --bad: #c8402f; --bad-back: #ffffff;
 } }
 * { box-sizing: border-box; }
@@ -31,12 +34,12 @@ a:hover { text-decoration: underline; }
 .head { display: flex; align-items: baseline; gap: 14px; flex-wrap: wrap; }
 .state { font-weight: 600; color: var(--quiet); }
 .state.finished { color: var(--good); } .state.failed { color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 12px; margin-top: 28px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 12px; margin-top: 28px; }
 .tile { background: var(--card); border-radius: 10px; padding: 14px 16px; }
 .tile b { display: block; font-size: 22px; font-weight: 600; letter-spacing: -0.01em; }
 .tile b, td.value { font-variant-numeric: tabular-nums; }
 .tile span { font-size: 13px; color: var(--quiet); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 32px 36px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 32px 36px; }
 figure { margin: 0; break-inside: avoid; }
 figure svg { width: 100%; height: auto; display: block; margin-top: 8px; }
 figure.wide + figure.wide { margin-top: 28px; }

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
-from pipeline.groups.advantages import advantages, all_alike
+from pipeline.groups.advantages import FILTERED, advantages, all_alike
 from pipeline.groups.records import MALFORMED, Group, PreparedGroup
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
@@ -65,7 +65,7 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
     rewards = [sample.reward for sample in group.samples]
     if config.training.zero_advantage == "drop" and all_alike(rewards):
-        return PreparedGroup(group=group, outcome="filtered: zero advantage")
+        return PreparedGroup(group=group, outcome=FILTERED)
     return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage).tolist()))
 
 

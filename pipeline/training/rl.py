@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.config import RunConfig
+from pipeline.groups.advantages import FILTERED, all_alike
 from pipeline.groups.ledger import TRAINED
 from pipeline.groups.records import PreparedGroup, Sample, mean_metrics
 from pipeline.groups.staleness import young
@@ -85,6 +86,7 @@ class ReinforcementLearning:
             "set_aside": float(aside.total()),
             "groups/malformed": float(aside["malformed"]),
             "groups/stale": float(aside["stale"]),
+            "groups/zero_variance": zero_variance(groups, dropped=aside[FILTERED]),
         }
         return metrics | about | timing | counts
 
@@ -145,6 +147,7 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
     masked."""
     samples = [sample for prepared in groups for sample in prepared.group.samples]
     rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([sum(np.count_nonzero(row.sampled) for row in sample.rows()) for sample in samples])
     abandoned = [seconds for prepared in groups for seconds in prepared.group.abandoned]
     kept, wasted = sum(sample.seconds for sample in samples), sum(abandoned)
     about = {
@@ -152,11 +155,20 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
         "reward/std": float(rewards.std()),
         "samples": float(len(samples)),
         "samples/cut": float(np.mean([sample.finish == "length" for sample in samples])),
+        "completion_length/mean": float(lengths.mean()),
+        "completion_length/max": float(lengths.max()),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
         "groups/abandoned_samples": float(len(abandoned)),
         "groups/abandoned_time": wasted / (kept + wasted) if wasted else 0.0,
     }
     return about | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
+
+
+def zero_variance(groups: Sequence[PreparedGroup], dropped: int) -> float:
+    """The share of groups whose samples all have the same reward, among those of a batch and those that were `dropped`
+    for it since the batch before."""
+    alike = sum(all_alike([sample.reward for sample in prepared.group.samples]) for prepared in groups)
+    return (alike + dropped) / (len(groups) + dropped)
 
 
 def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeline.errors import StreamError, TrainingError
 from pipeline.groups.ledger import Ledger
@@ -19,7 +20,7 @@ from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.staging import CutBatch, Staged
 from pipeline.training.jobs import Job, RlJob, jobs_of
 from pipeline.training.packing import Budget
-from pipeline.training.rl import ReinforcementLearning, rows_of
+from pipeline.training.rl import ReinforcementLearning, batch_metrics, rows_of, zero_variance
 from pipeline.training.rows import Batch
 from pipeline.training.runner import Cadence, Runner
 from slurm.launch.compose import compose_config
@@ -138,7 +139,7 @@ def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_p
         streams.publish_many("prepared", [prepared(position) for position in range(3 * PROMPTS)])
         batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
         algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
-        runner = Runner(Book(dispatch, ledger), commit_every=1)
+        runner = Runner(Book(dispatch, ledger), Cadence(1))
         if mismatch == 0.4:
             runner.run(algorithm, 0)
         else:
@@ -181,3 +182,34 @@ def test_models_are_warmed_up_while_servers_start() -> None:
     job = cast(RlJob, jobs_of(config)[-1])
     ReinforcementLearning(job, config, dispatch, Mock(), told, Mock(), told).begin(5)
     assert [call[0] for call in told.mock_calls] == ["start", "run", "settle"]
+
+
+def test_the_lengths_of_what_was_sampled_are_measured() -> None:
+    """Of sampled tokens alone, over all rows of a sample."""
+
+    def sample(tokens: int, sampled: list[int]) -> Sample:
+        return Sample(
+            tokens=np.arange(1, tokens + 1, dtype="<i4").tobytes(),
+            sampled=np.array(sampled, "u1").tobytes(),
+            logprobs=np.zeros(tokens, "<f4").tobytes(),
+            reward=0.0,
+            finish="stop",
+            version_min=0,
+            version_max=0,
+        )
+
+    short, long = sample(3, [0, 1, 1]), sample(6, [0, 1, 1, 0, 1, 1])
+    group = structs.replace(prepared(0).group, samples=(short, long))
+    found = batch_metrics([structs.replace(prepared(0), group=group, advantages=(0.0, 0.0))], version=0)
+    assert (found["completion_length/mean"], found["completion_length/max"]) == (3.0, 4.0)
+
+
+def test_groups_without_a_signal_are_counted_with_those_that_were_dropped_for_it() -> None:
+    def group(*rewards: float) -> PreparedGroup:
+        one = prepared(0)
+        samples = tuple(structs.replace(one.group.samples[0], reward=reward) for reward in rewards)
+        return structs.replace(one, group=structs.replace(one.group, samples=samples))
+
+    groups = [group(1.0, 1.0), group(1.0, 0.0), group(0.0, 0.5)]
+    assert zero_variance(groups, dropped=0) == pytest.approx(1 / 3)
+    assert zero_variance(groups, dropped=2) == pytest.approx(3 / 5)

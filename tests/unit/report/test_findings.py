@@ -156,3 +156,17 @@ def test_the_page_that_is_named_has_that_part(given: dict[str, Any], numbers: di
     name, _, part = found.page.partition("#")
     titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE)
     assert not part or part in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_a_step_that_takes_longer_than_the_grace_is_told_in_every_run_with_a_trainer() -> None:
+    rows = [
+        {"kind": "train", "job": "sft", "step": step, "attempt": f"a-{step // 3}", "seconds/step": 60.0}
+        | {"checkpoint/seconds": 12.0}
+        for step in (1, 2, 3, 4)
+    ]
+    config = make_config(training={"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}})
+    (found,) = find(config, rows)
+    assert found.seen.startswith("A step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=25: ")
+    assert found.change == "Set cluster.grace_seconds=110."
+    assert find(config, [*rows[:3], rows[3] | {"seconds/step": 4.0}]) == []
+    assert find(config, rows[:3]) == [], "one step of an attempt is not enough"

@@ -15,9 +15,10 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.report import history as histories
 from pipeline.report.attempts import attempt_lines
-from pipeline.report.charts import all_charts, resume_steps, smoothed
+from pipeline.report.charts import Chart, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
 from pipeline.report.page import page, state, tiles, wall_seconds, write_report
+from pipeline.report.subjects import all_charts, measures_accuracy, unmeasured
 from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline, warm_ups
 from pipeline.roles.context import Status
 from pipeline.rundir.metrics import FileStep, MetricSinks
@@ -92,6 +93,106 @@ def test_the_page_of_sft_alone_tells_of_its_steps_and_its_loss(tmp_path: Path) -
     assert "of RL" not in page(history)
 
 
+def test_the_page_of_sft_names_its_data_and_its_loss_is_in_nats(tmp_path: Path) -> None:
+    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}, "eval_every": 10}
+    run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training, data={"path": "/data/chats.jsonl"}))
+    attempt = run.attempt("local1-0")
+    attempt.train("sft", range(1, 21), grad_norm=2.5)
+    with MetricSinks(run.paths.metrics, attempt.paths.attempt) as sinks:
+        for step in (10, 20):
+            sinks.log("eval", "sft", step, {"eval/loss": 1.437 + 1 / step})
+    history = read_history(run.root)
+    text = page(history)
+    assert "SFT · /data/chats.jsonl · " in text
+    assert "arithmetic · " not in text
+    loss, gradient, _ = all_charts(history)
+    assert (loss.title, gradient.title) == ("Loss of SFT", "Gradient norm of SFT")
+    assert ">1.49<" in loss.svg
+    assert "%<" not in loss.svg, "a loss is no share"
+
+
+def charts_of(run: FakeRun) -> dict[str, Chart]:
+    return {chart.title: chart for chart in all_charts(read_history(run.root))}
+
+
+REWARDED = {"functions": ["mine:exact", "mine:short"], "weights": [1, 0.5]}
+
+
+def test_a_weighted_reward_is_no_accuracy_and_each_function_has_a_curve(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "r", make_config(name="r", training=TRAINING, reward=REWARDED))
+    attempt = run.attempt("local1-0")
+    numbers = {"rewards/exact": 0.7, "rewards/short": 0.4, "rewards/short/characters": 31.0}
+    attempt.train("rl", range(31), eval_every=10, **numbers)
+    history, charts = read_history(run.root), charts_of(run)
+    assert "Held-out accuracy" not in charts
+    assert "%<" not in charts["Held-out reward"].svg
+    assert charts["Reward functions"].note == "Mean score of each, before its weight (exact 1, short 0.5)."
+    for name in ("exact", "short"):
+        assert f">{name}<" in charts["Reward functions"].svg
+    assert "characters" not in charts["Reward functions"].svg
+    words = {what: value for value, what in tiles(history)}
+    assert words["held-out reward, +0.236"] == "0.2 → 0.436"
+    assert "accuracy" not in page(history)
+
+
+@pytest.mark.parametrize(("value", "accuracy"), [(0.46, True), (1.5, False), (-0.1, False)])
+def test_a_reward_that_leaves_the_range_of_a_share_is_shown_as_a_number(
+    value: float, accuracy: bool, run: FakeRun
+) -> None:
+    rows = [{"kind": "eval", "job": "rl", "step": 0, "eval/accuracy": value}]
+    assert measures_accuracy(run.config, rows) == accuracy
+
+
+def test_an_evaluation_set_with_rewards_of_its_own_is_judged_by_those() -> None:
+    sets = {"same": {}, "own": {"task": {"name": "arithmetic"}, "reward": REWARDED}}
+    config = make_config(training=TRAINING, evaluation={"sets": sets})
+    assert [measures_accuracy(config, [], name) for name in ("", "same", "own")] == [True, True, False]
+    weighted = make_config(training=TRAINING, reward=REWARDED, evaluation={"sets": {"same": {}}})
+    assert not measures_accuracy(weighted, [], "same")
+
+
+def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_measured(run: FakeRun) -> None:
+    attempt = run.attempt("local1-0")
+    attempt.train("rl", range(1, 31))
+    plain = charts_of(run)
+    measured = {
+        "grad_norm": 0.8,
+        "reference_kl": 0.01,
+        "mismatch_kl": 0.002,
+        "clip_fraction": 0.02,
+        "entropy": 1.3,
+        "completion_length/mean": 120.0,
+        "completion_length/max": 512.0,
+        "groups/zero_variance": 0.4,
+        "samples/cut": 0.1,
+    }
+    drawn = {
+        "Gradient norm",
+        "KL",
+        "Clip fraction",
+        "Entropy",
+        "Completion length",
+        "Groups and samples that teach little",
+    }
+    assert not drawn & plain.keys()
+    assert unmeasured(read_history(run.root)) == [
+        "entropy: training.metrics=with_entropy",
+        "KL to a reference model: loss.kl above 0",
+    ]
+    attempt.train("rl", range(31, 61), **measured)
+    charts = charts_of(run)
+    assert drawn <= charts.keys()
+    assert {"Loss", "Reward", "Lag"} <= charts.keys()
+    for name in ("to the reference", "trainer ∥ sampler"):
+        assert f">{name}<" in charts["KL"].svg
+    assert "longest from 512 to 512" in charts["Completion length"].svg
+    assert "%<" in charts["Groups and samples that teach little"].svg
+    assert unmeasured(read_history(run.root)) == []
+    sections = [chart.section for chart in all_charts(read_history(run.root))]
+    assert list(dict.fromkeys(sections)) == ["Learning", "Optimization", "Speed"]
+    assert sections == sorted(sections, key=["Learning", "Optimization", "Speed"].index)
+
+
 def test_the_page_of_jobs_of_files_tells_of_each_kind(tmp_path: Path) -> None:
     training = {"steps": 0, "prompts_per_step": 4, "jobs": "/data/queue"}
     run = FakeRun(tmp_path / "jobs", make_config(name="jobs", training=training))
@@ -137,7 +238,7 @@ def test_charts_take_their_colours_from_the_page(finished: FakeRun) -> None:
 
 def test_every_subject_has_a_chart(finished: FakeRun) -> None:
     titles = [chart.title for chart in all_charts(read_history(finished.root))]
-    assert titles == ["Reward", "Held-out accuracy", "Lag", "Throughput", "Idle", "Weight sync", "Warm start"]
+    assert titles == ["Reward", "Held-out accuracy", "Loss", "Lag", "Throughput", "Idle", "Weight sync", "Loss"]
 
 
 def test_a_resume_is_marked_at_the_first_step_of_the_new_attempt(finished: FakeRun) -> None:
