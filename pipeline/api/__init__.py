@@ -11,7 +11,7 @@
 | `expiry` | how long what nobody asked for again is kept |
 | `sampling`, `generation` | requests to the servers; their form, and that of the answers |
 | `order` | the order of a model's requests |
-| `wire` | protobuf to records, and back |
+| `wire`, `structure` | protobuf to records, and back; how many values a body may have |
 | `store`, `recent` | what is on disk, and what of it is in memory too |
 | `names` | ids, `tinker://` paths and the folders behind them |
 | `keys` | API keys and limits |

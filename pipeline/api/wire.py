@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from pipeline.api.errors import ApiError
 from pipeline.api.records import Datum, Pass, Passed
+from pipeline.api.structure import check_fields
 from pipeline.config.sums import COLUMNS, SETTINGS
 from pipeline.errors import ConfigError
 from pipeline.system.extras import pip_install
@@ -27,6 +28,8 @@ from pipeline.system.extras import pip_install
 Array = NDArray[Any]
 _DTYPES: Mapping[int, str] = {1: "<f4", 2: "<i8"}
 _FLOAT32 = 1
+PLAIN = ("", "identity")
+"""Encodings of a body that is as it was sent."""
 MOST_WIDTH = 1 << 14
 """K of [N, K]: what one position may ask for."""
 MOST_CELLS = 1 << 24
@@ -54,8 +57,9 @@ def protocol() -> Any:
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
-    """The body of a request; `ApiError` if it is larger than `limit`, or in an encoding that nobody sends."""
-    if encoding in ("", "identity"):
+    """The body of a request; `ApiError` if it is larger than `limit`, or in an encoding that nobody sends. Takes the
+    lock of Python for moments only, so a thread of its own keeps it from holding up others."""
+    if encoding in PLAIN:
         return body
     if encoding != "zstd":
         raise ApiError(f"Content-Encoding {encoding!r}; expected zstd or none", 415)
@@ -67,13 +71,14 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     except zstandard.ZstdError as error:
         raise ApiError(f"the body is no zstd: {error}") from None
     if len(plain) > limit:
-        raise ApiError(f"the request is larger than serve.request_bytes={limit} when decompressed", 413)
+        raise ApiError(f"the request is larger than {limit} bytes when decompressed", 413)
     return plain
 
 
 def read_pass(body: bytes) -> tuple[str, int, Any]:
     """Model, seq and the message itself; `ApiError` if the bytes are no such request."""
     message = protocol().ForwardBackwardRequest()
+    check_fields(body, message.DESCRIPTOR)
     try:
         message.ParseFromString(body)
     except Exception as error:  # noqa: BLE001 (protobuf's own error class depends on its implementation)

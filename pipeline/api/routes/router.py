@@ -1,8 +1,10 @@
 """What every route of clients does.
 
 Owns who asks, how large a body may be, and what an error becomes. Promises that a mistake of a client is one line with
-a status which the SDK does not ask again for, and that no body is larger than `request_bytes`, decompressed."""
+a status which the SDK does not ask again for, and that no body is larger than `request_bytes`, decompressed, nor has so
+many parts (`pipeline.api.structure`) that it holds up other clients."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +15,7 @@ from aiohttp import web
 from pipeline.api import wire
 from pipeline.api.errors import ApiError, Missing
 from pipeline.api.keys import Keys, Owner
+from pipeline.api.structure import MOST_JSON, json_object
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -73,21 +76,23 @@ class Router:
 
         self.add("*", "{rest:.*}", refuse)
 
-    async def read(self, request: web.Request) -> bytes:
-        """The body, decompressed; `ApiError` 413 if it is too large."""
+    async def read(self, request: web.Request, most: int | None = None) -> bytes:
+        """The body, decompressed; `ApiError` 413 if it is larger than `request_bytes`, or than `most`."""
+        limit = self._limit if most is None else min(most, self._limit)
         body = bytearray()
         async for chunk in request.content.iter_chunked(1 << 16):
             body += chunk
-            if len(body) > self._limit:
-                raise ApiError(f"the request is larger than serve.request_bytes={self._limit}", 413)
-        return wire.decompressed(bytes(body), request.headers.get("Content-Encoding", ""), self._limit)
+            if len(body) > limit:
+                name = "serve.request_bytes=" if limit == self._limit else "what JSON may have, "
+                raise ApiError(f"the request is larger than {name}{limit}", 413)
+        encoding = request.headers.get("Content-Encoding", "")
+        if encoding in wire.PLAIN:
+            return bytes(body)
+        return await asyncio.to_thread(wire.decompressed, bytes(body), encoding, limit)
 
     async def read_json(self, request: web.Request) -> Body:
-        """The body as a JSON object; `ApiError` if it is none."""
-        body = msgspec.json.decode(await self.read(request))
-        if not isinstance(body, dict):
-            raise ApiError("the body is no JSON object")
-        return body
+        """The body as a JSON object; `ApiError` if it is none, or too large."""
+        return json_object(await self.read(request, MOST_JSON))
 
 
 def _key_of(request: web.Request) -> str:

@@ -1,5 +1,7 @@
 """Passes and steps."""
 
+import asyncio
+
 from aiohttp import web
 
 from pipeline.api import wire
@@ -8,6 +10,7 @@ from pipeline.api.registry import Registry
 from pipeline.api.routes.fields import future, number, step, text
 from pipeline.api.routes.router import Body, Router
 from pipeline.api.settings import Settings
+from pipeline.api.structure import SMALL_BYTES
 
 
 class TrainingRoutes:
@@ -22,7 +25,11 @@ class TrainingRoutes:
         router.post("optim_step", self._optim_step)
 
     async def _forward_backward(self, owner: Owner, request: web.Request) -> web.Response:
-        model, seq, message = wire.read_pass(await self._read(request))
+        body = await self._read(request)
+        if len(body) > SMALL_BYTES:  # what is counted in it takes a while
+            model, seq, message = await asyncio.to_thread(wire.read_pass, body)
+        else:
+            model, seq, message = wire.read_pass(body)
         live = self._registry.model(owner, model)
         accepted = await self._registry.accept(live, seq, lambda: wire.pass_of(message, self._settings.max_length))
         return web.json_response(future(accepted))

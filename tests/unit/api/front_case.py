@@ -52,7 +52,7 @@ class Client:
             return answer.status, _works.decode(body) if answer.status == 200 else None
 
 
-def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> None:
+def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], request_bytes: int = 1 << 16) -> None:
     async def run() -> None:
         lines = [f"{digest(f'tml-{name}')} {name}" for name in ("bob", "eve")]
         (tmp_path / "keys").write_text("\n".join([f"{digest('tml-ada')} ada models=2", *lines, ""]))
@@ -65,7 +65,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]]) -> Non
             tokenizer="tiny",
             max_length=16,
             max_rank=8,
-            request_bytes=1 << 16,
+            request_bytes=request_bytes,
             session_seconds=60,
             whole_models=False,
             sampling=True,

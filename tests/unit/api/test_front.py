@@ -1,13 +1,15 @@
 """The front over HTTP, with a trainer that only says what it did."""
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zstandard
 
-from pipeline.api import store
+from pipeline.api import store, structure
 from pipeline.api.door import SECRET, TURN
 from pipeline.api.errors import Full
 from pipeline.api.records import Done, Failed, Plain, Saved, Stepped, TrainerTurn, Unload, encode
@@ -240,3 +242,32 @@ def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(t
             assert answer.status == 413
 
     with_front(tmp_path, play)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"[" * 20_000, 400, "nested too deeply"),
+        (b'{"a":' * 9_000 + b"1" + b"}" * 9_000, 400, "nested too deeply"),
+        (b"[]", 400, "no JSON object"),
+        (b'{"a": [NaN]}', 400, "malformed"),
+        (b'{"a": [' + b"[]," * structure.MOST_PARTS + b"[]]}", 413, "lists, objects and keys"),
+        (b"{" + b'"a":0,' * structure.MOST_PARTS + b'"b":0}', 413, "lists, objects and keys"),
+        (b'"' + b"x" * structure.MOST_JSON + b'"', 413, "larger than what JSON may have"),
+    ],
+    ids=["deep lists", "deep objects", "a list", "no number", "many lists", "many keys", "large"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "zstd"])
+def test_json_that_would_hold_up_others_is_refused_before_it_is_parsed(
+    body: bytes, status: int, said: str, packed: bool, tmp_path: Path
+) -> None:
+    headers = ADA | ({"Content-Encoding": "zstd"} if packed else {})
+    data = zstandard.ZstdCompressor().compress(body) if packed else body
+
+    async def play(client: Client) -> None:
+        async with client.http.post("/api/v1/create_session", data=io.BytesIO(data), headers=headers) as answer:
+            told = (await answer.json())["detail"]
+            assert answer.status == status, told
+            assert said in told or "bytes when decompressed" in told
+
+    with_front(tmp_path, play, request_bytes=1 << 24)

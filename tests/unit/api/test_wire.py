@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.api import wire
+from pipeline.api import structure, wire
 from pipeline.api.errors import ApiError
 from pipeline.api.records import Pass, Passed
 
@@ -157,3 +157,26 @@ def test_answers_are_read_by_the_sdk_itself_as_they_were_given() -> None:
     assert output.metrics == {"loss:sum": 3.0}
     for row, found in zip(rows * 2, output.loss_fn_outputs, strict=True):
         np.testing.assert_array_equal(found["logprobs"].to_numpy(), row)
+
+
+def test_a_body_of_countless_messages_is_refused_before_it_is_parsed() -> None:
+    """Empty data take two bytes each on the wire, and a hundred parsed."""
+    request = wire.protocol().ForwardBackwardRequest
+    many = b"\x1a\x00" * (structure.SMALL_BYTES // 2 + 1)
+    nested = request(data=[{}]).SerializeToString()[:1] + b"\x82\x80\x40" + b"\n\x00" * (structure.SMALL_BYTES // 2 + 1)
+    for body in (many, nested):
+        with pytest.raises(ApiError, match="more than 262144 fields") as refused:
+            wire.read_pass(body)
+        assert refused.value.status == 413
+    for torn in (b"\xff" * (structure.SMALL_BYTES + 1), many[:8] + b"\x1a" + b"\xff" * structure.SMALL_BYTES):
+        with pytest.raises(ApiError, match="no ForwardBackwardRequest"):
+            wire.read_pass(torn)
+    with pytest.raises(ApiError, match="group"):
+        wire.read_pass(b"\x1b" + many)
+
+
+def test_a_large_body_of_few_messages_is_read() -> None:
+    request = wire.protocol().ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for _ in range(4):
+        request.data.add().model_input.add().encoded_text.tokens = bytes(structure.SMALL_BYTES)
+    assert wire.read_pass(request.SerializeToString())[:2] == ("m", 1)
