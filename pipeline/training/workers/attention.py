@@ -3,11 +3,12 @@
 Owns the one attention function that the policy uses, padded or packed, and its registration with transformers under the
 name `ATTENTION`. Promises that a token attends to itself and to the earlier tokens of its own row, to nothing else,
 exactly, also where rows share their first tokens, which then lie in the line only once. Packed rows go through a kernel
-that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else, with the same result, through a rectangle of
-one row a line. Must not know losses, ranks or micro-batches.
+that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else, with the same result, through rectangles of
+one row a line: one for each size of rows, so that a long row does not make short ones as long. Must not know losses,
+ranks or micro-batches.
 
 Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens and R in all, as each of them
-is read, H heads of D numbers.
+is read, H heads of D numbers; A places in all rectangles.
 """
 
 import inspect
@@ -28,6 +29,8 @@ from pipeline.training.workers.transfer import to_device
 
 ATTENTION = "rollcall"
 _NO_MATTER = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
+SHORT = 32
+"""Tokens of rows that are not told apart by their size."""
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether the kernel takes fewer key heads than query heads; before torch 2.12 it does not."""
 
@@ -51,20 +54,23 @@ class Ragged(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the rows of a packed line lie, and index tables between the line and a rectangle of one row a line.
+    """Where the rows of a packed line lie, and index tables between the line and rectangles of one row a line.
 
     Rows come in the order in which the line has what is their own: a row that begins as one before it has fewer tokens
     there than it reads; one that is all of another has none, and is left out.
 
     Attributes:
-        line_SL: int64, index in the line of each token of the rectangle; padding points at the row's last token.
-        rectangle_P: int64, index in the flattened rectangle of each token of the line, in the row whose own it is.
+        rectangles: for the rows of each size, shortest first, int64[S, L], index in the line of each token of their
+            rectangle; padding points at the row's last token. The longest row has less than twice the tokens of the
+            shortest, so less than half of a rectangle is padding, but for rows of up to `SHORT` tokens.
+        rectangle_P: int64, index in the flattened rectangles, one after another, of each token of the line, in the row
+            whose own it is.
         own: the rows as they lie in the line.
         whole: the rows as attention reads them; the same as `own` if they share nothing.
         line_R: int64, index in the line of each token of the whole rows; None if these are the line.
     """
 
-    line_SL: Tensor
+    rectangles: tuple[Tensor, ...]
     rectangle_P: Tensor
     own: Ragged
     whole: Ragged
@@ -76,8 +82,8 @@ class Segments:
         which place of the line each of their tokens has. As `packing.overlap` lays them: what is a row's own is the end
         of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other places.
 
-        The host makes what is as long as the line, or as the rows; the rectangle, which one long row among many short
-        ones makes far larger, is filled in on the device, where 16 bits never read it.
+        The host makes what is as long as the line, or as the rows; the rectangles, which are larger, are filled in on
+        the device, where 16 bits never read them.
         """
         own_S = lengths_S = torch.tensor(lengths)
         line_R = None
@@ -88,12 +94,32 @@ class Segments:
             lengths_S, own_S = lengths_S[order], torch.from_numpy(np.diff(lasts, prepend=-1))
         whole = Ragged.of(lengths_S, device)
         own = whole if line_R is None else Ragged.of(own_S, device)
-        before_S = torch.arange(len(lengths_S)) * whole.longest + lengths_S - own_S.cumsum(0)
+        rectangles, first_S = _rectangles(lengths_S, whole.bounds)
+        before_S = first_S + lengths_S - own_S.cumsum(0)
         rectangle_P = torch.arange(int(own_S.sum())) + before_S.repeat_interleave(own_S)
-        lengths_S = to_device(lengths_S, device)
-        column_L = torch.arange(whole.longest, device=device)
-        line_SL = torch.minimum(column_L, lengths_S[:, None] - 1).add_(whole.bounds[:-1, None])
-        return cls(line_SL if line_R is None else line_R[line_SL], to_device(rectangle_P, device), own, whole, line_R)
+        if line_R is not None:
+            rectangles = [line_R[each] for each in rectangles]
+        return cls(tuple(rectangles), to_device(rectangle_P, device), own, whole, line_R)
+
+
+def _rectangles(lengths_S: Tensor, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Rows by their size (the power of two that they do not exceed), as `Segments.rectangles` of rows that share
+    nothing, where `bounds` is; and int64[S], the place of each row's first token in the flattened rectangles."""
+    sizes_S = torch.frexp((lengths_S - 1).clamp(min=SHORT - 1).double()).exponent
+    order_S = sizes_S.argsort(stable=True)
+    starts_S = bounds[to_device(order_S, bounds.device)]
+    lasts_S = to_device(lengths_S[order_S] - 1, bounds.device)
+    rectangles, widths, done = [], [], 0
+    for rows in filter(None, torch.bincount(sizes_S).tolist()):
+        part = slice(done, done + rows)
+        longest = int(lengths_S[order_S[part]].max())
+        column_L = torch.arange(longest, device=bounds.device)
+        rectangles.append(torch.minimum(column_L, lasts_S[part, None]).add_(starts_S[part, None]))
+        widths += [longest] * rows
+        done += rows
+    first_S = torch.empty_like(lengths_S)
+    first_S[order_S] = torch.tensor([0, *widths[:-1]]).cumsum(0)
+    return rectangles, first_S
 
 
 def attend(
@@ -182,18 +208,20 @@ def _repeat(table: Tensor, index: Tensor, dim: int) -> Tensor:
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, H, P, D] → [1, H, P, D], through a rectangle of one row a line."""
-    query, key, value = (_unpack(x, segments.line_SL) for x in (query, key, value))
-    rectangle = _attend(query, key, value, scaling, window)
-    heads_first = rectangle.transpose(0, 1).flatten(1, 2)
+    """[1, H, P, D] → [1, H, P, D], through rectangles of one row a line."""
+    shapes = [each.shape for each in segments.rectangles]
+    line_A = torch.cat([each.flatten() for each in segments.rectangles])
+    parts = [_unpack(x, line_A, shapes) for x in (query, key, value)]
+    attended = [_attend(q, k, v, scaling, window) for q, k, v in zip(*parts, strict=True)]  # each [S, H, L, D]
+    heads_first = torch.cat([each.transpose(0, 1).flatten(1, 2) for each in attended], 1)  # [H, A, D]
     return heads_first[:, segments.rectangle_P].unsqueeze(0)
 
 
-def _unpack(packed: Tensor, line_SL: Tensor) -> Tensor:
-    """[1, H, P, D] → [S, H, L, D]."""
-    rows, longest = line_SL.shape
+def _unpack(packed: Tensor, line_A: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """[1, H, P, D] → of each rectangle [S, H, L, D]."""
     heads, _, size = packed.shape[1:]
-    return _repeat(packed[0], line_SL.flatten(), 1).view(heads, rows, longest, size).transpose(0, 1)
+    parts = torch.split(_repeat(packed[0], line_A, 1), [rows * longest for rows, longest in shapes], 1)
+    return [part.view(heads, *shape, size).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

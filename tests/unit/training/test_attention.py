@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.errors import ConfigError
@@ -22,14 +23,16 @@ SHARED = np.array([0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1, 0, 1, 2, 3])
 and the last the same as the first."""
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (70, 3, 33, 130, 1, 64, 40)])
 @pytest.mark.parametrize("window", [None, 1, 2, 100])
-def test_a_packed_row_attends_as_if_it_were_alone(window: int | None) -> None:
-    query, key, value = draw(1, 4, 9, 8), draw(1, 2, 9, 8, seed=1), draw(1, 2, 9, 8, seed=2)
-    segments = Segments.of(LENGTHS, torch.device("cpu"))
+def test_a_packed_row_attends_as_if_it_were_alone(window: int | None, lengths: tuple[int, ...]) -> None:
+    total = sum(lengths)
+    query, key, value = draw(1, 4, total, 8), draw(1, 2, total, 8, seed=1), draw(1, 2, total, 8, seed=2)
+    segments = Segments.of(lengths, torch.device("cpu"))
     module = torch.nn.Identity()
     packed, _ = attend(module, query, key, value, None, segments=segments, sliding_window=window)
     start = 0
-    for length in LENGTHS:
+    for length in lengths:
         part = [tensor[:, :, start : start + length] for tensor in (query, key, value)]
         alone, _ = attend(module, *part, None, sliding_window=window)
         torch.testing.assert_close(packed[:, start : start + length], alone)
@@ -95,7 +98,8 @@ def test_what_is_each_row_s_own_makes_the_line(rows: list[NDArray[np.int32]]) ->
         assert line[begin:last][first - end :].tolist() == list(range(first, end))
     assert segments.own.longest == max(end - first for first, end in own)
     assert segments.whole.longest == max(last - begin for begin, last in whole)
-    assert segments.line_SL.flatten()[segments.rectangle_P].tolist() == list(range(layout.shape[1]))
+    line_A = torch.cat([each.flatten() for each in segments.rectangles])
+    assert line_A[segments.rectangle_P].tolist() == list(range(layout.shape[1]))
 
 
 def test_a_window_hides_what_lies_further_back() -> None:
@@ -162,8 +166,18 @@ def test_the_kernel_for_ragged_rows_gets_what_the_rectangle_gets(
 
 
 def test_the_host_makes_no_table_that_is_longer_than_the_line() -> None:
-    """One long row among short ones: a rectangle of 41 × 1,000 for a line of 1,080 tokens."""
     with Largest() as host:
-        segments = Segments.of([1000] + [2] * 40, torch.device("meta"))
-    assert segments.line_SL.shape == (41, 1000)
-    assert host.entries == 1080
+        segments = Segments.of([1000] + [30] * 40, torch.device("meta"))
+    assert [each.shape for each in segments.rectangles] == [(40, 30), (1, 1000)]
+    assert host.entries == 2200
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30))
+def test_rows_are_laid_out_beside_rows_of_their_size(lengths: list[int]) -> None:
+    """Attention without a kernel computes each rectangle whole: its area less than twice its rows, its work less than
+    four times what they need, as if short rows had `SHORT` tokens."""
+    rectangles = Segments.of(lengths, torch.device("cpu")).rectangles
+    held = [max(attention.SHORT, length) for length in lengths]
+    assert sum(each.shape[0] for each in rectangles) == len(lengths)
+    assert sum(each.numel() for each in rectangles) <= 2 * sum(held)
+    assert sum(each.numel() * each.shape[1] for each in rectangles) <= 4 * sum(length**2 for length in held)
