@@ -261,6 +261,10 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
     awaited: bool = False
 
 
+EVALUATED, ASKED = "evaluation/done", "evaluation/prompts"
+"""What an actor reports of an evaluation under way: prompts that are done, of so many."""
+
+
 class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
     """The trainer asks how weights `weights` do on an evaluation set; an empty one: the run's own held-out prompts."""
 

@@ -8,6 +8,7 @@ same of the same files.
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from pipeline.groups.records import ASKED
 from pipeline.report.history import Attempt
 from pipeline.rundir.documents import SubmittedJob
 from pipeline.rundir.metrics import Row
@@ -101,7 +102,10 @@ def _in_queue(attempt: Attempt | None, rows: Sequence[Row], alive: bool | None) 
 
 
 def _evaluates(attempt: Attempt) -> bool:
-    """Whether it has servers and no trainer, and all its roles are ready."""
+    """Whether it has servers and no trainer, and all its roles are ready; or its trainer waits for the first
+    evaluation."""
+    if any(status.state == "ready" and ASKED in status.numbers for status in attempt.statuses.values()):
+        return True
     roles = {place.role for place in attempt.world.placements} if attempt.world else set()
     ready = [attempt.states.get(place.name) for place in attempt.world.placements] if attempt.world else []
     return "trainer" not in roles and bool(ready) and all(last is not None and last.state == "ready" for last in ready)

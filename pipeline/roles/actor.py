@@ -92,8 +92,8 @@ class Actor:
 
     async def _report(self) -> None:
         while True:
-            numbers = self._generation.numbers() | self._client.numbers()
-            await asyncio.to_thread(self._context.report, "ready", "", **numbers)
+            numbers = self._generation.numbers() | self._client.numbers() | self._evaluation.numbers()
+            await asyncio.to_thread(self._context.report, "ready", self._evaluation.detail, **numbers)
             await asyncio.sleep(REPORT_SECONDS)
 
 

@@ -7,8 +7,8 @@ another has replaced logs nothing. Must not know how the model came to be.
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -104,11 +104,13 @@ class Evaluator:
         """Log each set that is left, then write down all of them."""
         run, step = self._context.run, self._config.evaluation.step
         done = {name for name, version in measured_in(read_rows(run.metrics)) if version == step}
-        with MetricSinks(run.metrics, self._context.paths.attempt, [Console()], check=self._fence.check) as sinks:
+        async with reported(self._context, evaluation), AsyncExitStack() as opened:
+            sinks = opened.enter_context(
+                MetricSinks(run.metrics, self._context.paths.attempt, [Console()], check=self._fence.check)
+            )
             for name in evaluation.names:
                 if name in done:
                     continue
-                self._context.report("ready", f"evaluating {name or OWN_SET}")
                 request = EvalRequest(id=f"{self._context.paths.attempt}:{name}", weights=step, set=name)
                 result = await evaluation.run(request)
                 log.info("accuracy on %s: %.3f", name or OWN_SET, result.accuracy)
@@ -118,6 +120,25 @@ class Evaluator:
         found = found_in(read_rows(run.metrics), step)
         document = {"model": self._config.model.path, "step": step, "sets": found}
         files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+
+
+@asynccontextmanager
+async def reported(context: RoleContext, evaluation: Evaluation) -> AsyncIterator[None]:
+    """Report how far the evaluation is, again and again in the block."""
+    ended = asyncio.Event()
+
+    async def report() -> None:
+        while not ended.is_set():
+            await asyncio.to_thread(context.report, "ready", evaluation.detail, **evaluation.numbers())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), REPORT_SECONDS)
+
+    task = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        ended.set()  # a report that is being written must not come after the next one
+        await task
 
 
 def found_in(rows: Iterable[Row], step: int) -> dict[str, dict[str, float | None]]:

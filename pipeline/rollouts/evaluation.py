@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from pipeline.config import EvalSetConfig, RunConfig
 from pipeline.config.evaluation import OWN_SET
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.groups.records import EvalRequest, EvalResult, Sample, mean_metrics
+from pipeline.groups.records import ASKED, EVALUATED, EvalRequest, EvalResult, Sample, mean_metrics
 from pipeline.rollouts.kept import Row, rows_of_evaluation
 from pipeline.rollouts.rollout import Rollout, Sampling, Servers, answer_of, roll_out, sample_of
 from pipeline.tasks import Prompt, Task, load_task
@@ -81,17 +81,31 @@ class Evaluation:
         self._chat, self._servers, self._keep = chat, servers, keep
         self._sets = eval_sets(task, calls, config)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._under_way, self._done, self._prompts = "", 0, 0
 
     @property
     def names(self) -> list[str]:
         """Of all sets; the run's own held-out prompts come first, with an empty one."""
         return list(self._sets)
 
+    @property
+    def detail(self) -> str:
+        """Which evaluation goes on and how far it is, for people; empty while none does."""
+        return f"{self._under_way}: {self._done} of {self._prompts} prompts" if self._under_way else ""
+
+    def numbers(self) -> dict[str, float]:
+        """The prompts that the evaluation under way has, and how many of them are done; empty while none goes on."""
+        return {EVALUATED: float(self._done), ASKED: float(self._prompts)} if self._under_way else {}
+
     async def run(self, request: EvalRequest) -> EvalResult:
         """The answer to a request."""
         started = time.monotonic()
         chosen = self._sets[request.set]
-        outcomes = await self._outcomes(chosen)
+        self._under_way, self._done, self._prompts = f"evaluating {request.set or OWN_SET}", 0, len(chosen.prompts)
+        try:
+            outcomes = await self._outcomes(chosen)
+        finally:
+            self._under_way = ""
         self._keep(rows_of_evaluation(outcomes, chosen.task.name, request.set or OWN_SET))
         flat = [outcome for each in outcomes for outcome in each]
         samples = [outcome for outcome in flat if isinstance(outcome, Sample)]
@@ -123,6 +137,7 @@ class Evaluation:
 
         async def fill(calls: Calls, index: int) -> None:
             outcomes[index] = await self._of_prompt(chosen, calls, chosen.prompts[index])
+            self._done += 1
 
         try:
             async with asyncio.timeout(chosen.seconds) as limit, chosen.calls() as calls:

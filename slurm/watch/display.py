@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pipeline.report.words import clock, number
 from pipeline.rundir.events import Event
-from slurm.watch.snapshot import Job, Progress, RoleLine, Snapshot
+from slurm.watch.snapshot import Evaluating, Job, Progress, RoleLine, Snapshot
 
 MOST_ROLES = 16
 MOST_PAST = 5
@@ -46,7 +46,14 @@ UNSURE = "yellow"
 
 def render_run(snapshot: Snapshot) -> RenderableType:
     """The whole picture of a run in one panel."""
-    parts: list[RenderableType] = [_roles_table(snapshot), Text(), _progress_line(snapshot), Text(), _figures(snapshot)]
+    parts: list[RenderableType] = [
+        _roles_table(snapshot),
+        Text(),
+        _progress_line(snapshot),
+        *_evaluation_line(snapshot),
+        Text(),
+        _figures(snapshot),
+    ]
     if snapshot.silent:
         parts += [Text(), Text(silence_text(snapshot), UNSURE)]
     if snapshot.job and snapshot.job.trouble:
@@ -175,15 +182,29 @@ def _is_well(role: RoleLine) -> bool:
 
 def _progress_line(snapshot: Snapshot) -> RenderableType:
     progress = snapshot.progress or snapshot.ahead or Progress("rl", 0, 0, None)
+    return _bar(job_text(snapshot, progress), progress.step, progress.steps, step_text(progress))
+
+
+def _evaluation_line(snapshot: Snapshot) -> list[RenderableType]:
+    """The evaluation under way, if there is one."""
+    found = snapshot.evaluation
+    return [_bar("evaluation", found.done, found.prompts, evaluation_text(found))] if found else []
+
+
+def _bar(name: str, done: int, total: int, text: str) -> RenderableType:
     row = Table.grid(padding=(0, 2, 0, 0), expand=True)
     row.add_column(width=12)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    bar = ProgressBar(
-        total=max(1, progress.steps), completed=progress.step, complete_style="blue", finished_style="green"
-    )
-    row.add_row(job_text(snapshot, progress), bar, step_text(progress))
+    bar = ProgressBar(total=max(1, total), completed=done, complete_style="blue", finished_style="green")
+    row.add_row(name, bar, text)
     return row
+
+
+def evaluation_text(found: Evaluating) -> str:
+    """`first evaluation: evaluating held_out, 3 / 32 prompts`."""
+    first = "first evaluation: " if found.first else ""
+    return f"{first}{found.what}, {found.done} / {found.prompts} prompts"
 
 
 def job_text(snapshot: Snapshot, progress: Progress) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import RunConfig
+from pipeline.groups.records import ASKED, EVALUATED
 from pipeline.report.history import Attempt
 from pipeline.report.state import ENDED, State, current, reason_of, silent_ranks, state_of, training_rows
 from pipeline.rundir.documents import SubmittedJob
@@ -44,6 +45,19 @@ class Progress:
     steps: int
     seconds_left: float | None
     file: str = ""
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """An evaluation under way: what it is, and how many of its prompts are done.
+
+    `first` is whether RL has not begun: then the trainer waits for it.
+    """
+
+    what: str
+    done: int
+    prompts: int
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,7 @@ class Snapshot:
         silent: since when which ranks show no sign of life.
         past: the attempts that are over, the oldest first.
         progress: of the job that trains; None before its first step.
+        evaluation: that goes on, if one does.
         ahead: the progress of a run before its first step; None while its config is unreadable.
         numbers: the latest value of each number of that job.
         has_rollouts: whether the run samples, so that there are rewards; True while its config is unreadable.
@@ -122,6 +137,7 @@ class Snapshot:
     events: tuple[Event, ...]
     failure: FirstFailure | None
     reason: str
+    evaluation: Evaluating | None = None
 
     @property
     def ended(self) -> bool:
@@ -188,6 +204,7 @@ def compose_snapshot(
         events=tuple(sorted(newest.events.values(), key=lambda event: event.time)) if newest else (),
         failure=newest.failure if newest else None,
         reason=reason_of(newest),
+        evaluation=_evaluation(newest, rows) if newest and state not in ENDED else None,
     )
 
 
@@ -218,6 +235,17 @@ def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...
             )
         )
     return tuple(sorted(lines, key=lambda line: line.rank))
+
+
+def _evaluation(attempt: Attempt, rows: Sequence[Row]) -> Evaluating | None:
+    for status in attempt.statuses.values():
+        if status.state == "ready" and ASKED in status.numbers:
+            what = status.detail.partition(":")[0]
+            done, prompts = int(status.numbers.get(EVALUATED, 0)), int(status.numbers[ASKED])
+            return Evaluating(
+                what, done, prompts, not any(row["kind"] == "train" and row["job"] == "rl" for row in rows)
+            )
+    return None
 
 
 def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Progress | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from slurm.watch.display import (
     attempt_text,
+    evaluation_text,
     figures_of,
     job_text,
     no_answer,
@@ -16,7 +17,7 @@ from slurm.watch.display import (
     state_text,
     step_text,
 )
-from slurm.watch.snapshot import Snapshot
+from slurm.watch.snapshot import Evaluating, Snapshot
 
 LINE_SECONDS = 5.0
 
@@ -29,6 +30,8 @@ class Ticker:
         self._roles, self._silent = dict[str, str](), set[int]()
         self._told, self._next = ("", 0, 0), 0.0
         self._troubled = False
+        self._evaluated: Evaluating | None = None
+        self._next_evaluation = 0.0
 
     def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:
         """What is new since the call before; `last` tells the progress whenever it was told."""
@@ -38,6 +41,7 @@ class Ticker:
             *self._trouble_lines(snapshot),
             *self._silence_lines(snapshot),
             *self._role_lines(snapshot),
+            *self._evaluation_lines(snapshot, now),
             *self._progress_lines(snapshot, now, last),
         ]
 
@@ -78,6 +82,14 @@ class Ticker:
         new = [role for role in changed if role.state != "waiting" and snapshot.state != "queued"]
         self._roles |= {role.name: role.state for role in new}
         return [f"  {role.name} on rank {role.rank}: {role.state}" for role in new if role.state in ("ready", "failed")]
+
+    def _evaluation_lines(self, snapshot: Snapshot, now: float) -> Iterable[str]:
+        """Of an evaluation that training waits for; later ones run beside it."""
+        found = snapshot.evaluation
+        if found is None or not found.first or found == self._evaluated or now < self._next_evaluation:
+            return []
+        self._evaluated, self._next_evaluation = found, now + LINE_SECONDS
+        return [f"  {evaluation_text(found)}"]
 
     def _progress_lines(self, snapshot: Snapshot, now: float, last: bool) -> Iterable[str]:
         progress, evaluations = snapshot.progress, len(snapshot.accuracies)

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.groups.records import EvalRequest, EvalResult
+from pipeline.groups.records import ASKED, EVALUATED, EvalRequest, EvalResult
 from pipeline.rollouts.evaluation import LATE, Evaluation
 from pipeline.tasks import Task
 from pipeline.tasks.sets import check_eval_tasks
@@ -149,3 +149,23 @@ def test_what_is_wrong_with_a_sets_task_is_told_with_its_key_before_anything_sta
     with pytest.raises(ConfigError) as raised:
         check_eval_tasks(config(hard=wanted))
     assert told in str(raised.value)
+
+
+def test_how_far_an_evaluation_is_can_be_reported_while_it_goes_on() -> None:
+    seen: list[tuple[str, dict[str, float]]] = []
+
+    class Looking(Sums):
+        async def rollout(self, prompt: Any, policy: Any) -> Any:
+            if prompt.answer == "5":
+                await asyncio.sleep(0.1)  # after the other one
+            seen.append((evaluation.detail, evaluation.numbers()))
+            return await super().rollout(prompt, policy)
+
+    task = Looking(None, 0)
+    evaluation = Evaluation(task, InlineCalls(task), CHAT, Scripted(FOUR), config(hard={}))
+    asyncio.run(evaluation.run(EvalRequest(id="e", weights=0, set="hard")))
+    assert seen == [
+        ("evaluating hard: 0 of 2 prompts", {EVALUATED: 0.0, ASKED: 2.0}),
+        ("evaluating hard: 1 of 2 prompts", {EVALUATED: 1.0, ASKED: 2.0}),
+    ]
+    assert (evaluation.detail, evaluation.numbers()) == ("", {})
