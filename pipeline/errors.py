@@ -22,6 +22,7 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── SweepError           a point of a sweep has no result; says why
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
     ├── ForgedError          a message that nobody of this world wrote
+    ├── ImpostorError        a program that does not know the attempt's secret listens in a server's place
     ├── TrainingError        a batch cannot be trained, or an operation failed on a rank of the trainer
     └── TransitionError      a state machine got an event that its state does not allow
 """
@@ -132,6 +133,11 @@ class TrainingError(RollcallError):
 
 class ForgedError(RollcallError):
     """A message between processes of a run was not signed with its world's secret; nothing in it was used."""
+
+
+class ImpostorError(RollcallError):
+    """A program that does not know this attempt's secret listens where one of its servers should. It was sent nothing
+    secret; the message names who holds the port, as far as this machine knows."""
 
 
 class SweepError(RollcallError):

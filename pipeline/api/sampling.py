@@ -26,6 +26,7 @@ from pipeline.api.generation import adapter_name, checked_request, request_body,
 from pipeline.api.records import Facts, Failed
 from pipeline.api.store import Store
 from pipeline.errors import one_line
+from pipeline.system.connector import ProvenConnector
 from pipeline.system.deaths import GIVEN_UP, HEALTH, MOST_DEATHS, Suspects, is_dead
 from pipeline.system.rest import Resting, rested
 
@@ -105,7 +106,7 @@ class SampleQueue:
     async def start(self) -> None:
         """Begin again with what was accepted before this process."""
         # Without a bound on connections: whether a server lives is asked beside any number of samples.
-        unbounded = aiohttp.TCPConnector(limit=0)
+        unbounded = ProvenConnector(lambda: self._password, limit=0)
         self._http = aiohttp.ClientSession(connector=unbounded, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
         for kept in self._store.requests():
             body = self._store.body(kept.id) if kept.model == "" else None

@@ -9,6 +9,7 @@
 | `job_session`, `service` | a run that does the jobs of files; one that serves the API |
 | `evaluator`, `benchmark` | what the actor does in a run that only evaluates |
 | `keeping` | where a role keeps samples |
+| `held` | programs of others that listen on a held port |
 
 Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
 ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the

@@ -30,7 +30,7 @@ async def run_command(context: RoleContext, servers: Sequence[str]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     context.report("ready", f"running {wanted.command[0]}")
-    async with Relay(servers) as relay:
+    async with Relay(servers, context.world.password) as relay:
         url, key = f"{relay.url}/v1", context.world.password
         told = {f"{whose}_BASE_URL": url for whose in CLIENTS} | {f"{whose}_API_KEY": key for whose in CLIENTS}
         child = process.Child(filled(wanted.command, url, folder), folder / "output.log", {**os.environ, **told})

@@ -95,7 +95,7 @@ class Evaluator:
         """Wait for the servers, so that no set's deadline runs while they load their weights."""
         deadline = Deadline("the servers to load the model", 2 * self._config.cluster.startup_seconds)
         for place in self._context.world.of_role("inference"):
-            while not await asyncio.to_thread(is_healthy, place.address, place.ports[0]):
+            while not await asyncio.to_thread(is_healthy, place.address, place.ports[0], self._context.world.password):
                 if deadline.passed:
                     raise DeadlineError("the servers to load the model", deadline.seconds, place.name)
                 await asyncio.sleep(REPORT_SECONDS)

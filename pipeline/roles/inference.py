@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.system.network import KEPT_SECONDS, bound_to
+from pipeline.system.proven_http import connect
 from pipeline.weights.fast_logprobs import SWITCH
 from pipeline.weights.password import WORLD
 from pipeline.weights.plugin import ENGINES, MODEL
@@ -50,7 +51,7 @@ def launch(context: RoleContext) -> Launch:
         env=server_environment(context.config, place, context.paths.world)
         | adapter_environment(context.config, context.paths.adapters(place.name))
         | bound_to(place.address),
-        ready=lambda: is_healthy(place.address, place.ports[0]),
+        ready=lambda: is_healthy(place.address, place.ports[0], context.world.password),
     )
 
 
@@ -58,7 +59,7 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """The argv of vLLM's server. `inference.extra_args` come last, so they win."""
     device = _gpu_arguments(config, place) if config.resources.device == "cuda" else _cpu_arguments(config)
     return (
-        *_program(config),
+        *_program(config, place),
         *("--host", place.address, "--port", str(place.ports[0])),
         *("--middleware", "pipeline.weights.guard.Guard"),
         *_weights_arguments(config),
@@ -114,10 +115,11 @@ def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
 
 
-def is_healthy(address: str, port: int) -> bool:
-    """Whether a server answers there and its engine lives."""
+def is_healthy(address: str, port: int, password: str) -> bool:
+    """Whether this attempt's server answers there and its engine lives; `ImpostorError` for another program."""
     link = HTTPConnection(address, port, timeout=_PROBE_SECONDS)
     try:
+        connect(link, password)
         link.request("GET", "/health")
         return link.getresponse().status == 200
     except (OSError, HTTPException):
@@ -154,12 +156,13 @@ def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _program(config: RunConfig) -> tuple[str, ...]:
+def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
     model = (config.model.path, *_policy_arguments(config))
+    program = (sys.executable, "-P", "-m", "pipeline.roles.held", str(place.ports[0]))
     if config.resources.device == "cuda":
-        return (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *model)
-    return (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", *model)
+        return (*program, "vllm.entrypoints.cli.main", "serve", *model)
+    return (*program, "vllm.entrypoints.openai.api_server", "--model", *model)
 
 
 def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def launch(context: RoleContext) -> Launch:
     trainers, resources = context.world.of_role("trainer"), context.config.resources.trainer
     master = trainers[0]
     argv = (
-        *(sys.executable, "-P", "-m", "torch.distributed.run"),
+        *(sys.executable, "-P", "-m", "pipeline.roles.held", str(master.ports[0]), "torch.distributed.run"),
         *("--nnodes", str(len(trainers)), "--node-rank", str(context.placement.index)),
         *("--nproc-per-node", str(resources.processes), "--max-restarts", "0"),
         *("--master-addr", master.address, "--master-port", str(master.ports[0])),

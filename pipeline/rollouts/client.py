@@ -28,6 +28,7 @@ import aiohttp
 
 from pipeline.errors import RolloutError
 from pipeline.rollouts.server import Completion, GenerationRequest, Server, Transient
+from pipeline.system.connector import ProvenConnector
 from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
 from pipeline.system.network import KEPT_SECONDS
 from pipeline.system.rest import pause_after, rested
@@ -76,7 +77,7 @@ class InferenceClient:
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
+            connector=ProvenConnector(lambda: self._password, limit=0, keepalive_timeout=KEPT_SECONDS),
             headers={"Authorization": f"Bearer {self._password}", "Content-Type": "application/json"},
         )
         return self

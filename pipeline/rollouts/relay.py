@@ -5,7 +5,7 @@ the fewest of them, or to another if that one cannot be reached. Its answer come
 Promises that it lets in nothing that the servers would refuse, since it passes on the caller's key; and that it listens
 on this machine's loopback alone.
 
-    async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"]) as relay:
+    async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"], key) as relay:
         relay.url       # http://127.0.0.1:40001
 """
 
@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from pipeline.errors import one_line
+from pipeline.system.connector import ProvenConnector
 from pipeline.system.rest import Resting, rested
 
 CONNECT_SECONDS = 30.0
@@ -37,14 +38,15 @@ class _Server(Resting):
 class Relay:
     """Passes requests on while its block lasts."""
 
-    def __init__(self, servers: Sequence[str]) -> None:
-        """`servers`: `host:port` of each, all with the same model."""
+    def __init__(self, servers: Sequence[str], key: str) -> None:
+        """`servers`: `host:port` of each, all with the same model; `key`: what each must prove to know."""
+        self._key = key
         self._servers = [_Server(endpoint) for endpoint in servers]
         self.url = ""
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=ProvenConnector(lambda: self._key, limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
         )

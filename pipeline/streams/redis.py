@@ -4,9 +4,9 @@ Owns every exchange with the Redis of an attempt. A topic is a Redis stream from
 so what is still there is exactly what a reopened reader must get: its durable position. See `redis_scripts` for the
 layout. Promises that Redis's errors leave this module as `StreamError` only; that a lost connection is tried again for
 `patience` seconds, and so is a Redis that cannot write to its disk; that a step whose answer was lost is not done
-twice; that only the reader opened last gets on; and that a Redis which was restarted, and may have lost its last
-writes, is noticed: every connection asks which process answers. Then `generation` grows, values are posted again, and
-readers begin again with what there is.
+twice; that only the reader opened last gets on; that the password goes to nobody who has not proved to know it; and
+that a Redis which was restarted, and may have lost its last writes, is noticed: every connection asks which process
+answers. Then `generation` grows, values are posted again, and readers begin again with what there is.
 """
 
 import logging
@@ -23,12 +23,13 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import TimeoutError as TimedOut
 from redis.retry import Retry
 
-from pipeline.errors import RecordError, StreamError, one_line
+from pipeline.errors import ImpostorError, RecordError, StreamError, one_line
 from pipeline.groups.records import R, decode_record
 from pipeline.streams import redis_scripts as scripts
 from pipeline.streams.interface import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
 from pipeline.system import heartbeat
 from pipeline.system.outages import OUTAGE_SECONDS
+from pipeline.system.proof import introduce
 from pipeline.system.waiting import CLOCK, Deadline, growing_pauses
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class RedisStreams(Streams):
         """`is_over` says whether it is in vain to wait for a Redis that is away, as after a failure of the attempt."""
         self._is_over = is_over
         self._budget, self._patience = budget, patience
-        self._name = f"redis at {address}:{port}"
+        self._name, self._password = f"redis at {address}:{port}", password
         self._client = redis.Redis(
             host=address,
             port=port,
@@ -198,7 +199,8 @@ class RedisStreams(Streams):
             self._client.hset(self._values, key, self._posted[key])
 
     def _meet(self, connection: Any) -> None:
-        """Called by the client on each new connection, before it is used."""
+        """Called by the client on each new connection, before it is used and before the password is sent."""
+        self._introduce(connection)
         connection.on_connect()
         connection.send_command("INFO", "server")
         told = re.search(rb"run_id:(\w+)", connection.read_response())
@@ -213,6 +215,14 @@ class RedisStreams(Streams):
                 self._generation += 1
                 log.warning("%s was restarted and may have lost its last writes; going on with what it has", self._name)
             self._process = process
+
+    def _introduce(self, connection: Any) -> None:
+        try:
+            introduce(connection._sock, self._password, "redis")
+        except ImpostorError as error:
+            raise AuthenticationError(str(error)) from error
+        except OSError as error:
+            raise Disconnected(f"no proof from its gate: {one_line(error)}") from error
 
     def _failure(self, error: RedisError, deadline: Deadline) -> StreamError:
         advice = MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""

@@ -76,14 +76,13 @@ def exit_after(work: Callable[[], object]) -> NoReturn:
 def hold_port() -> socket.socket:
     """A port that is free on every address of this machine, held without listening.
 
-    The bind is exclusive, so no other holder and no outgoing connection gets the same port. Reuse is allowed only
-    afterwards: then a child that sets SO_REUSEADDR, as every server does, can bind and listen on the port while it is
-    still held here, on one address or on all (torch's TCPStore knows no other way). There is no moment at which the
-    port is free. Close the socket to give it back.
+    The bind is exclusive, so no other holder and no outgoing connection gets the same port. Afterwards SO_REUSEPORT is
+    allowed, and SO_REUSEADDR is not: then the kernel lets a socket bind and listen there if it allows SO_REUSEPORT too
+    and belongs to the same user (`pipeline.system.listeners.listen_on_held`), and refuses everybody else, whatever they
+    set. There is no moment at which the port is free. Close the socket to give it back.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.bind(("", 0))
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return holder
 

@@ -1,7 +1,8 @@
 """The HTTP routes of one vLLM server that pause it and change its weights.
 
 Owns the connection during one update, and the translation of everything that can go wrong into `WeightSyncError` with
-the server's own words. Promises that no call outlasts its deadline. Knows no order of calls: that is the link's.
+the server's own words. Promises that no call outlasts its deadline, and that only a server which proves to know the
+password is sent it. Knows no order of calls: that is the link's.
 """
 
 import json
@@ -10,8 +11,9 @@ from http.client import HTTPConnection, HTTPException
 from types import TracebackType
 from typing import Any, Self
 
-from pipeline.errors import WeightSyncError, one_line
+from pipeline.errors import ImpostorError, WeightSyncError, one_line
 from pipeline.system.answers import error_text
+from pipeline.system.proven_http import connect
 from pipeline.system.waiting import Deadline
 
 _LEAST_SECONDS = 0.001
@@ -29,7 +31,7 @@ class ServerControl:
     """One connection to a server (`host:port`), opened at the first call."""
 
     def __init__(self, server: str, password: str) -> None:
-        self.server, self._route = server, ""
+        self.server, self._route, self._password = server, "", password
         self._headers = {"Authorization": f"Bearer {password}", "Content-Type": "application/json"}
         self._http = HTTPConnection(server)
 
@@ -83,8 +85,10 @@ class ServerControl:
         self._route = route
         try:
             self._limit(deadline)
+            if self._http.sock is None:
+                connect(self._http, self._password)
             self._http.request(method, route, body, self._headers)
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, ImpostorError) as error:
             raise self._lost(error) from error
 
     def _limit(self, deadline: Deadline) -> None:

@@ -7,7 +7,6 @@ know vLLM, HTTP, or what the tensors mean.
 A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`.
 """
 
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from pipeline.errors import ForgedError, WeightSyncError
+from pipeline.system.listeners import listen_on_held
 from pipeline.system.signed import SignedStore
 from pipeline.system.waiting import Deadline
 
@@ -124,7 +124,7 @@ def host_store(address: str, port: int, password: str, seconds: float) -> Store:
     Anybody who reaches it may read it, but what was not signed with the password is not believed.
     """
     limit = timedelta(seconds=seconds)
-    listening = socket.create_server((address, port), backlog=_BACKLOG).detach()  # by itself it listens to everybody
+    listening = listen_on_held(address, port, _BACKLOG).detach()  # by itself it listens to everybody
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
     return SignedStore(store, password)
 

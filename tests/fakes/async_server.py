@@ -5,6 +5,9 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from pipeline.system.proven_http import ROUTE, proof_answer
+from tests.fakes.http_server import PASSWORD
+
 ADDRESS = "127.0.0.1"
 
 
@@ -16,6 +19,7 @@ async def serving(
     value is the port."""
     application = web.Application()
     application.router.add_get("/health", _lives)
+    application.router.add_get(ROUTE, prove)
     for route, answer in routes.items():
         application.router.add_post(route, answer)
     runner = web.AppRunner(application, shutdown_timeout=0.01)
@@ -25,6 +29,20 @@ async def serving(
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
+
+
+def proving(password: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """The route by which a server proves to know the password."""
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        host, port = request.transport.get_extra_info("sockname")
+        return web.Response(body=proof_answer(password, host, port, request.query_string.encode()))
+
+    return answer
+
+
+prove = proving(PASSWORD)
 
 
 async def _lives(_: web.Request) -> web.Response:

@@ -15,6 +15,11 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
+from pipeline.system.proven_http import ROUTE, proof_answer
+
+PASSWORD = "s3cret"
+"""That fakes of servers prove to know."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -56,7 +61,12 @@ class HttpServer:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                status, answer = server.respond(Request(self.path.partition("?")[0], self.headers, body))
+                route, _, query = self.path.partition("?")
+                if route == ROUTE:
+                    host, port = self.request.getsockname()
+                    status, answer = 200, proof_answer(PASSWORD, host, port, query.encode()) or b""
+                else:
+                    status, answer = server.respond(Request(route, self.headers, body))
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))

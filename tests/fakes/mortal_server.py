@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from pipeline.rollouts.server import ROUTE
-from tests.fakes.async_server import ADDRESS
+from pipeline.system.proven_http import ROUTE as PROOF
+from tests.fakes.async_server import ADDRESS, proving
+from tests.fakes.http_server import PASSWORD
 from tests.fakes.scripted_server import answer, choice
 
 POISON = 3
@@ -18,8 +20,8 @@ _WORK_SECONDS, _DEATH_SECONDS, DOWN_SECONDS = 0.2, 0.05, 0.1
 class MortalServer:
     """Its port is closed while it is dead; `deaths` counts."""
 
-    def __init__(self, down: float) -> None:
-        """`down`: seconds that it is dead."""
+    def __init__(self, down: float, password: str) -> None:
+        """`down`: seconds that it is dead; `password`: what it proves to know."""
         self._down = down
         self.deaths = self.port = 0
         self._working: set[asyncio.Transport] = set()
@@ -28,6 +30,7 @@ class MortalServer:
         app.router.add_post(ROUTE, self._generate)
         for route in ("/health", "/v1/models"):
             app.router.add_get(route, self._health)
+        app.router.add_get(PROOF, proving(password))
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
 
     @property
@@ -77,8 +80,8 @@ class MortalServer:
 
 
 @asynccontextmanager
-async def a_mortal_server(down: float = DOWN_SECONDS) -> AsyncIterator[MortalServer]:
-    server = MortalServer(down)
+async def a_mortal_server(down: float = DOWN_SECONDS, password: str = PASSWORD) -> AsyncIterator[MortalServer]:
+    server = MortalServer(down, password)
     await server.start()
     try:
         yield server

@@ -200,7 +200,7 @@ def wait_until_ready(children: Sequence[tuple[str, Path, process.Child]]) -> lis
         def healthy(address: str = address, port: str = port, log: Path = log, child: Any = child) -> bool:
             if child.poll() is not None:
                 raise RuntimeError("\n".join(process.tail(log, 60)))
-            return inference.is_healthy(address, int(port))
+            return inference.is_healthy(address, int(port), SECRET)
 
         wait_for("a server", healthy, START_SECONDS)
     return [endpoint for endpoint, _, _ in children]

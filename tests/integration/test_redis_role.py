@@ -7,13 +7,14 @@ import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from redis.exceptions import ResponseError
 
-from pipeline.errors import ConfigError, StreamError
+from pipeline.errors import ConfigError, ImpostorError, StreamError
 from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles import redis as role
 from pipeline.roles.context import RoleContext
@@ -21,6 +22,8 @@ from pipeline.streams import Streams, connect
 from pipeline.streams import redis as redis_streams
 from pipeline.streams.redis import RedisStreams
 from pipeline.streams.redis_data import ONE_FILE, inherit
+from pipeline.system import proof
+from pipeline.system.admission import MOST_UNPROVED
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import wait_for
 from tests.patience import WAIT_SECONDS
@@ -49,14 +52,77 @@ def left_in(streams: Streams) -> list[int]:
 
 
 @with_each_redis
-def test_the_server_refuses_who_does_not_know_the_secret(tmp_path: Path) -> None:
+def test_the_server_hears_nobody_who_does_not_know_the_secret(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _):
         port = context.placement.ports[0]
         assert role.answers(ADDRESS, port, context.world.password)
-        assert not role.answers(ADDRESS, port, "guess")
+        with pytest.raises(ImpostorError, match="does not know this attempt's secret"):
+            role.answers(ADDRESS, port, "guess")
         with socket.create_connection((ADDRESS, port), timeout=5) as link:
-            link.sendall(b"PING\r\n")
-            assert link.recv(64).startswith(b"-NOAUTH")
+            link.sendall(b"PING\r\n".ljust(proof.NONCE_BYTES))
+            assert len(link.recv(1024)) == proof.NONCE_BYTES + proof.PROOF_BYTES
+            link.sendall(b"PING\r\n".ljust(proof.PROOF_BYTES))
+            assert link.recv(64) == b""
+
+
+@with_each_redis
+def test_the_clients_user_can_do_no_more_than_the_streams_need(tmp_path: Path) -> None:
+    refused = ["MODULE LIST", "CONFIG GET dir", "DEBUG SLEEP 0", "REPLICAOF NO ONE", "SHUTDOWN NOSAVE", "FLUSHALL"]
+    refused += ["ACL LIST", "KEYS *", "SAVE", "BGREWRITEAOF", "CLIENT LIST", "EVAL x 0", "GET other"]
+    with a_redis(tmp_path, "7-0") as (context, _):
+        with socket.create_connection((ADDRESS, context.placement.ports[0]), timeout=5) as link:
+            proof.introduce(link, context.world.password, "redis")
+            replies = link.makefile("rb")
+            link.sendall(f"AUTH {context.world.password}\r\n".encode())
+            assert replies.readline() == b"+OK\r\n"
+            for command in refused:
+                link.sendall(f"{command}\r\n".encode())
+                assert replies.readline().startswith((b"-NOPERM", b"-ERR DEBUG command not allowed")), command
+        with connect(context) as streams:
+            streams.publish_many("reissue", numbers(1))
+            assert left_in(streams) == [1]
+
+
+@with_each_redis
+def test_a_flood_of_silent_strangers_keeps_no_peer_out(tmp_path: Path) -> None:
+    with a_redis(tmp_path, "7-0") as (context, _), ExitStack() as opened:
+        place = (ADDRESS, context.placement.ports[0])
+        with connect(context) as streams:
+            for _ in range(3 * MOST_UNPROVED):
+                opened.enter_context(socket.create_connection(place, timeout=5))
+            streams.publish_many("reissue", numbers(1))
+        assert role.answers(*place, context.world.password)
+        with connect(context) as streams:
+            assert left_in(streams) == [1]
+        with raw_client(context) as client:
+            assert len(client.client_list()) < 10, "a stranger's connection reached Redis"
+
+
+def test_who_listens_in_its_place_is_told_no_secret(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+
+    def listen() -> None:
+        with stranger.accept()[0] as link:
+            heard.append(link.recv(4096))
+            link.sendall(b"+OK\r\n+PONG\r\n".ljust(64, b"."))
+            heard.append(link.recv(4096))
+
+    with socket.create_server((ADDRESS, 0)) as stranger, ThreadPoolExecutor(1) as pool:
+        port = stranger.getsockname()[1]
+        context, listening = redis_context(tmp_path, "7-0", port), pool.submit(listen)
+        with pytest.raises(
+            StreamError, match=rf"does not know this attempt's secret.*uid {os.getuid()} .*pid {os.getpid()}"
+        ):
+            connect(context)
+        listening.result(30)
+    assert [len(said) for said in heard] == [proof.NONCE_BYTES, 0]
+
+
+def test_a_port_that_somebody_else_took_is_told_with_its_holder(tmp_path: Path) -> None:
+    with socket.create_server((ADDRESS, 0)) as other:
+        context = redis_context(tmp_path, "7-0", other.getsockname()[1])
+        with pytest.raises(AssertionError, match=rf"which is held by uid {os.getuid()} .*pid {os.getpid()} "):
+            running_redis(context).__enter__()
 
 
 @with_each_redis
@@ -305,18 +371,15 @@ def test_the_version_is_read_from_what_the_server_says(tmp_path: Path) -> None:
 
 
 def test_the_memory_bound_follows_the_budget_of_a_topic(tmp_path: Path) -> None:
-    place = redis_context(tmp_path, "7-0", 1234).placement
-    small = role.server_config(a_config(budget_bytes=1 << 20), place, "s", tmp_path)
+    small = settings_of(tmp_path)
     assert f"maxmemory {(1 << 28) + 8 * (1 << 20)}\n" in small
     assert "maxmemory-policy noeviction" in small
 
 
 def test_what_was_inherited_takes_nothing_of_the_memory_that_an_attempt_needs(tmp_path: Path) -> None:
     """Else an attempt that ended without memory would be the last that could write."""
-    place = redis_context(tmp_path, "7-0", 1234).placement
     (tmp_path / ONE_FILE).write_bytes(b"x" * 1000)
-    text = role.server_config(a_config(budget_bytes=1 << 20), place, "s", tmp_path)
-    assert f"maxmemory {(1 << 28) + 8 * (1 << 20) + 1000}\n" in text
+    assert f"maxmemory {(1 << 28) + 8 * (1 << 20) + 1000}\n" in settings_of(tmp_path)
 
 
 @with_each_redis
@@ -384,3 +447,18 @@ def fill(context: RoleContext) -> None:
 
     with raw_client(context) as client:
         wait_for("Redis to refuse a write", is_refused, WAIT_SECONDS)
+
+
+def test_a_server_too_old_for_users_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StreamError, match="expected version 6 or newer"):
+        role.major_version(executable(tmp_path, "a", "Redis server v=5.0.7 sha=0:0"))
+
+
+def test_a_newer_server_is_told_to_close_what_older_ones_do_not_know(tmp_path: Path) -> None:
+    assert "enable-module-command no" in settings_of(tmp_path, version=7)
+    assert "enable-" not in settings_of(tmp_path, version=6)
+
+
+def settings_of(folder: Path, version: int = 7) -> str:
+    world = redis_context(folder, "7-0", 1234).world
+    return role.server_config(a_config(budget_bytes=1 << 20), world, folder, folder / "s", version)

@@ -35,7 +35,7 @@ from tests.support.processes import gone, runs
 from tests.support.ranks import idle_ranks
 from tests.support.runs.attempts import an_attempt
 from tests.support.servers.redis_attempts import a_redis
-from tests.support.servers.vllm import START_SECONDS, model_directory, port_of, tiny_config, world_file
+from tests.support.servers.vllm import SECRET, START_SECONDS, model_directory, port_of, tiny_config, world_file
 
 pytestmark = pytest.mark.integration
 
@@ -137,7 +137,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Sequence[str], Mapping[str, str], C
         place = Placement(role="inference", index=0, rank=0, address="127.0.0.9", ports=(port_of(holder),))
         variables = inference.server_environment(config, place, world_file(tmp_path))
         command = inference.server_command(config, place)
-        yield command, variables, lambda: inference.is_healthy(place.address, place.ports[0])
+        yield command, variables, lambda: inference.is_healthy(place.address, place.ports[0], SECRET)
 
 
 def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -> None:

@@ -1,18 +1,20 @@
 """Real attempts of a run for tests: a run directory, a world, and the redis role's process as an agent starts it."""
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import redis
 
 from pipeline.config import RunConfig, load_config
 from pipeline.roles.context import RoleContext
-from pipeline.roles.redis import launch
+from pipeline.roles.redis import launch, owner_password
 from pipeline.rundir.paths import AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.process import Child, hold_port, tail
@@ -51,27 +53,29 @@ def redis_context(run: Path, attempt: str, port: int, config: RunConfig | None =
 
 
 def raw_client(context: RoleContext) -> redis.Redis:
-    """Redis without our streams."""
-    address, port = context.placement.address, context.placement.ports[0]
-    return redis.Redis(address, port, password=context.world.password, protocol=2)
+    """Redis without our streams, as its owner."""
+    (path,) = re.findall(r'^unixsocket "(.*)"$', (context.paths.redis / "redis.conf").read_text(), re.M)
+    password = owner_password(context.world)
+    return redis.Redis(unix_socket_path=path, username="owner", password=password, protocol=2)
 
 
-def a_child_of(context: RoleContext) -> Child:
-    """The role's process as an agent starts it, not yet ready."""
+def a_child_of(context: RoleContext, scratch: str) -> Child:
+    """The role's process as an agent starts it, not yet ready; `scratch` is its folder for temporary files."""
     asked = launch(context)
-    return Child(asked.argv, context.paths.log("redis", 0), {**os.environ, **asked.env})
+    return Child(asked.argv, context.paths.log("redis", 0), {**os.environ, **asked.env, "TMPDIR": scratch})
 
 
 @contextmanager
 def running_redis(context: RoleContext) -> Iterator[Child]:
     """The role's process, ready; stopped afterwards if the test has not ended it."""
-    asked, child = launch(context), a_child_of(context)
-    try:
-        wait_for("redis to be ready or to fail", lambda: asked.ready() or child.poll() is not None, WAIT_SECONDS)
-        assert child.poll() is None, "\n".join(tail(child.log))
-        yield child
-    finally:
-        child.stop(5)
+    with TemporaryDirectory(prefix="tests-") as scratch:
+        asked, child = launch(context), a_child_of(context, scratch)
+        try:
+            wait_for("redis to be ready or to fail", lambda: asked.ready() or child.poll() is not None, WAIT_SECONDS)
+            assert child.poll() is None, "\n".join(tail(child.log))
+            yield child
+        finally:
+            child.stop(5)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def starting_of(
         def ready() -> Served:
             def healthy() -> bool:
                 assert child.poll() is None, process.tail(log)
-                return inference.is_healthy(address, place.ports[0])
+                return inference.is_healthy(address, place.ports[0], SECRET)
 
             wait_for("a server", healthy, START_SECONDS, missing=lambda: "\n".join(process.tail(log)))
             return Served(place.endpoint, model, child)

@@ -21,6 +21,9 @@ from pipeline.api.store import Store
 from pipeline.rollouts.server import FINAL_ONLY
 from pipeline.system.deaths import GIVEN_UP, MOST_DEATHS
 from pipeline.system.process import hold_port
+from pipeline.system.proven_http import ROUTE
+from tests.fakes.async_server import prove
+from tests.fakes.http_server import PASSWORD
 from tests.fakes.mortal_server import POISON, a_mortal_server
 
 LONGEST, MOST_ADAPTERS = 16, 2
@@ -42,11 +45,12 @@ class Script:
         self.gate.set()
 
     def routes(self, app: web.Application) -> None:
+        app.router.add_get(ROUTE, prove)
         for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             app.router.add_post(route, self._answer)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer word"
+        assert request.headers["Authorization"] == f"Bearer {PASSWORD}"
         body = await request.json()
         self.asked.append((request.path, body))
         status = self.statuses.pop(0) if self.statuses else 200
@@ -93,7 +97,7 @@ def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awa
         kept = Store(tmp_path / "store.sqlite")
         sampling = SampleQueue(kept, tmp_path / "weights", LONGEST, MOST_ADAPTERS)
         await sampling.start()
-        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), "word"))
+        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
         try:
             await play(sampling, scripts)
         finally:
@@ -181,7 +185,7 @@ def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         free = hold_port()
         lost, sound = f"127.0.0.1:{free.getsockname()[1]}", sampling._servers[0]
-        sampling.use(Facts((lost, sound.endpoint), "word"))
+        sampling.use(Facts((lost, sound.endpoint), PASSWORD))
         sampling._servers[1].running = 1  # the lost one, which fails at once, is always the least loaded
         asked = 0
 
@@ -315,7 +319,7 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path
 def test_a_sample_that_servers_die_of_fails_and_takes_no_other_with_it(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         async with a_mortal_server() as server:
-            sampling.use(Facts((server.endpoint,), "word"))
+            sampling.use(Facts((server.endpoint,), PASSWORD))
             prompts = [{"chunks": [{"type": "encoded_text", "tokens": [1, token]}]} for token in (4, 5, 6, POISON)]
             asked = (sample(sampling, number, prompt=prompt) for number, prompt in enumerate(prompts))
             *sound, last = await asyncio.wait_for(asyncio.gather(*asked), 30)
@@ -334,7 +338,7 @@ def test_servers_that_end_with_their_attempt_one_after_another_fail_no_sample(
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         sound = sampling._servers[0].endpoint
         async with AsyncExitStack() as stack:
-            ending = [await stack.enter_async_context(a_mortal_server(down=60.0)) for _ in range(MOST_DEATHS)]
+            ending = [await stack.enter_async_context(a_mortal_server(60.0, "earlier")) for _ in range(MOST_DEATHS)]
             sampling.use(Facts(tuple(each.endpoint for each in ending), "earlier"))
             asked = asyncio.create_task(sample(sampling))
             assert POISON in PROMPT["chunks"][0]["tokens"]  # type: ignore[operator]
@@ -342,7 +346,7 @@ def test_servers_that_end_with_their_attempt_one_after_another_fail_no_sample(
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             assert not asked.done()
-            sampling.use(Facts((sound,), "word"))
+            sampling.use(Facts((sound,), PASSWORD))
             assert isinstance(await asyncio.wait_for(asked, 20), bytes)
 
     with_servers(tmp_path, play)

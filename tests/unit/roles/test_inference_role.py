@@ -1,15 +1,18 @@
 """How the agent starts a vLLM server."""
 
+import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ImpostorError
 from pipeline.roles import inference
 from pipeline.system.network import KEPT_SECONDS
 from pipeline.weights.fast_logprobs import SWITCH
@@ -17,6 +20,7 @@ from pipeline.weights.plugin import MODEL
 from pipeline.weights.shared_gpu import SHARED
 from pipeline.world.plan import Placement
 from tests.fakes.configs import make_config
+from tests.fakes.http_server import PASSWORD, HttpServer, Request
 
 WORLD = Path("/runs/demo/rendezvous/demo-1/7-0/world.json")
 
@@ -162,19 +166,57 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
         inference.find_vllm()
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", b"nonsense\r\n\r\n", b""])
-def test_a_server_is_not_ready_before_it_says_so(answer: bytes) -> None:
+class Starting(HttpServer):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__()
+
+    def respond(self, request: Request) -> tuple[int, bytes]:
+        return self.status if request.route == "/health" else 404, b""
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_a_server_is_ready_once_it_says_so(status: int) -> None:
+    with Starting(status) as server:
+        address, _, port = server.endpoint.partition(":")
+        assert inference.is_healthy(address, int(port), PASSWORD) is (status == 200)
+
+
+@contextmanager
+def somebody_else(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """Whoever listens in a server's place: its port, and what it hears on one connection, whose end is `b""`."""
+    heard: list[bytes] = []
+
     def respond(listener: socket.socket) -> None:
         with listener.accept()[0] as link:
-            link.recv(1024)
-            link.sendall(answer)
+            heard.append(link.recv(4096))
+            if answer:
+                link.sendall(answer)
+                heard.append(link.recv(4096))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=respond, args=(listener,))
         thread.start()
-        assert not inference.is_healthy("127.0.0.1", listener.getsockname()[1])
+        yield listener.getsockname()[1], heard
         thread.join()
 
 
+@pytest.mark.parametrize("answer", [b"nonsense\r\n\r\n", b""])
+def test_nonsense_is_not_ready(answer: bytes) -> None:
+    with somebody_else(answer) as (port, _):
+        assert not inference.is_healthy("127.0.0.1", port, PASSWORD)
+
+
+@pytest.mark.parametrize("status", ["200 OK", "404 Not Found"])
+def test_another_program_at_the_port_is_told_with_its_owner_and_hears_no_password(status: str) -> None:
+    answer = f"HTTP/1.1 {status}\r\nContent-Length: 2\r\n\r\nOK".encode()
+    told = rf"it answered status {status}; on this machine, uid {os.getuid()} .* pid {os.getpid()} "
+    with somebody_else(answer) as (port, heard), pytest.raises(ImpostorError, match=told):
+        inference.is_healthy("127.0.0.1", port, PASSWORD)
+    assert heard[0].startswith(b"GET /rollcall/proof?nonce=")
+    assert PASSWORD.encode() not in heard[0]
+    assert heard[1:] == [b""]
+
+
 def test_nobody_at_the_port_is_not_ready() -> None:
-    assert not inference.is_healthy("127.0.0.9", 9)
+    assert not inference.is_healthy("127.0.0.9", 9, PASSWORD)

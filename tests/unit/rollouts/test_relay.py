@@ -11,6 +11,9 @@ from aiohttp.test_utils import TestServer
 
 from pipeline.rollouts.relay import Relay
 from pipeline.system.process import hold_port
+from pipeline.system.proven_http import ROUTE
+from tests.fakes.async_server import prove
+from tests.fakes.http_server import PASSWORD
 
 Play = Callable[[aiohttp.ClientSession, str], Awaitable[None]]
 
@@ -26,11 +29,12 @@ def with_relay(play: Play, *others: str, answers: bool = True) -> None:
 
     async def run() -> None:
         app = web.Application()
+        app.router.add_get(ROUTE, prove)
         app.router.add_route("*", "/{path:.*}", answer)
         async with (
             TestServer(app) as server,
             aiohttp.ClientSession() as client,
-            Relay([*others, f"127.0.0.1:{server.port}"]) as relay,
+            Relay([*others, f"127.0.0.1:{server.port}"], PASSWORD) as relay,
         ):
             await play(client, relay.url)
 
@@ -65,7 +69,8 @@ def test_a_server_that_is_lost_before_it_answered_is_told_as_such() -> None:
 def test_where_no_server_can_be_reached_the_answer_says_so() -> None:
     async def story() -> None:
         with closing(hold_port()) as held:
-            async with Relay([f"127.0.0.1:{held.getsockname()[1]}"]) as relay, aiohttp.ClientSession() as client:
+            endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+            async with Relay([endpoint], PASSWORD) as relay, aiohttp.ClientSession() as client:
                 status, answer = await ask(client, relay.url)
         assert status == 502
         assert "cannot be reached" in str(answer)

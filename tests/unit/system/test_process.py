@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.system import process
+from pipeline.system.listeners import listen_on_held
 from pipeline.system.waiting import wait_for
 from tests.support.processes import gone
 
@@ -162,8 +163,31 @@ def test_a_held_port_is_refused_to_strangers_and_serves_its_own_child(address: s
         port = holder.getsockname()[1]
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.3", port))
-        with socket.create_server((address, port)), socket.create_connection(("127.0.0.2", port)) as client:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.3", port))  # it sets SO_REUSEADDR
+        with listen_on_held(address, port), socket.create_connection(("127.0.0.2", port)) as client:
             assert client.getpeername()[1] == port
+
+
+TAKE = """
+import socket, sys
+for options in ((socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)):
+    with socket.socket() as taken:
+        for option in options: taken.setsockopt(socket.SOL_SOCKET, option, 1)
+        try: taken.bind(("127.0.0.3", int(sys.argv[1]))); taken.listen(); print("took it with", options)
+        except OSError as error: pass
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_another_user_cannot_listen_on_a_held_port_whatever_he_sets() -> None:
+    with process.hold_port() as holder:
+        port = holder.getsockname()[1]
+        another = {"user": 65534, "group": 65534, "extra_groups": ()}
+        take = [sys.executable, "-I", "-S", "-c", TAKE, str(port)]
+        assert subprocess.run(take, capture_output=True, text=True, timeout=60, check=True, **another).stdout == ""
+        with listen_on_held("127.0.0.2", port):
+            assert subprocess.run(take, capture_output=True, text=True, timeout=60, check=True, **another).stdout == ""
 
 
 def test_a_port_that_is_taken_on_any_address_is_not_held() -> None:
@@ -183,6 +207,7 @@ ABANDONED_GROUP = """
 import datetime, threading, time
 import torch.distributed as dist
 from pipeline.system import process
+from pipeline.system.listeners import listen_on_held
 
 def work():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -198,6 +223,7 @@ FAILED_WORK = """
 import threading, time
 import torch
 from pipeline.system import process
+from pipeline.system.listeners import listen_on_held
 
 def work():
     memory = torch.empty(200_000_000, dtype=torch.uint8)
