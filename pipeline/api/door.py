@@ -1,8 +1,8 @@
 """Where the trainer comes in.
 
-Owns the routes under /engine, by which a trainer takes work and brings results. Promises that only who knows the
-front's secret is heard; that of two trainers the one that came last is obeyed, and the other is told so; and that what
-a trainer brought is in the store when it is answered."""
+Owns the routes under /engine, by which a trainer takes work and brings results, and the proof for which a trainer asks
+before it sends the secret. Promises that only who knows the front's secret is heard; that of two trainers the one that
+came last is obeyed, and the other is told so; and that what a trainer brought is in the store when it is answered."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,8 @@ from aiohttp import web
 from pipeline.api.errors import Full
 from pipeline.api.records import Attach, Facts, TrainerTurn
 from pipeline.api.registry import Registry
+from pipeline.system.limited_site import proved
+from pipeline.system.proven_http import ROUTE, proof_answer
 
 ATTACH, TURN, SECRET = "/engine/attach", "/engine/turn", "X-Rollcall-Secret"
 SILENT_SECONDS = 10.0
@@ -40,6 +42,7 @@ class Door:
         """Raised by every attach: what was handed out before counts as lost, so an older turn gets nothing."""
 
     def add_routes(self, app: web.Application) -> None:
+        app.router.add_get(ROUTE, self._prove)
         app.router.add_post(ATTACH, self._attach)
         app.router.add_post(TURN, self._turn)
 
@@ -49,6 +52,13 @@ class Door:
         if self._attempt and not self._busy and silent > SILENT_SECONDS:
             self._attempt = ""
             self._on_change(None)
+
+    async def _prove(self, request: web.Request) -> web.Response:
+        """That this is the front, before a trainer sends the secret and the servers' password."""
+        assert request.transport is not None
+        host, port = request.transport.get_extra_info("sockname")[:2]
+        proof = proof_answer(self.secret, host, port, request.query_string.encode())
+        return web.Response(body=proof) if proof else web.Response(status=400)
 
     async def _attach(self, request: web.Request) -> web.Response:
         self._admit(request)
@@ -103,3 +113,4 @@ class Door:
     def _admit(self, request: web.Request) -> None:
         if not hmac.compare_digest(request.headers.get(SECRET, "").encode(errors="replace"), self.secret.encode()):
             raise web.HTTPUnauthorized(text="this door is for the trainer of this run")
+        proved(request)

@@ -27,6 +27,8 @@ from pipeline.api.settings import MOST_ADAPTERS, Address, Settings
 from pipeline.api.store import Store
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.system import files
+from pipeline.system.admission import MOST_UNPROVED, Admission, raise_open_files
+from pipeline.system.limited_site import LimitedSite, limit
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS, SWEEP_SECONDS = 2.0, 30.0
@@ -67,13 +69,15 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
 
     door = Door(registry, secret, changed)
     app = web.Application(client_max_size=0)  # clients are held to their limit by `Front`
+    raise_open_files()
+    admission = limit(app, "the front", MOST_UNPROVED)
     front.add_routes(app)
     door.add_routes(app)
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)
     try:
         await sampling.start()
         await runner.setup()
-        await _listen(settings, runner, door, known)
+        await _listen(settings, runner, admission, door, known)
         await _look_around(settings, registry, sampling, door, stop)
     finally:
         await sampling.close()
@@ -81,11 +85,13 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
         store.close()
 
 
-async def _listen(settings: Settings, runner: web.AppRunner, door: Door, known: Address | None) -> None:
+async def _listen(
+    settings: Settings, runner: web.AppRunner, admission: Admission, door: Door, known: Address | None
+) -> None:
     """At the address of last time if it is free and no other is asked for; then tell it."""
     earlier = int(known.url.rpartition(":")[2]) if known and not settings.port else settings.port
     for port in dict.fromkeys((earlier, settings.port)):
-        site = web.TCPSite(runner, settings.host, port)
+        site = LimitedSite(runner, settings.host, port, admission)
         try:
             await site.start()
         except OSError as error:

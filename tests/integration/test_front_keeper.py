@@ -1,8 +1,11 @@
 """The front under its keeper: killed, stopped, and not able to start."""
 
 import os
+import resource
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -52,6 +55,21 @@ def test_a_front_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
     keeper.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(earlier.pid, 0)
+
+
+def test_idle_connections_of_strangers_make_no_front_deaf(keeper: FrontKeeper) -> None:
+    """More of them than the open files that systemd and sshd give a process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # the front inherits it
+    address = keeper.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    host, _, port = address.url.removeprefix("http://").partition(":")
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_SECONDS))
+        for _ in range(3):
+            assert front._answers(address.url, 30.0)
 
 
 def test_a_front_that_cannot_start_is_one_line(settings: Settings, tmp_path: Path) -> None:

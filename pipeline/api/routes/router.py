@@ -17,6 +17,7 @@ from pipeline.api.errors import ApiError, Missing
 from pipeline.api.keys import Keys, Owner
 from pipeline.api.structure import MOST_JSON, json_object
 from pipeline.errors import one_line
+from pipeline.system.limited_site import proved
 
 log = logging.getLogger(__name__)
 API = "/api/v1/"
@@ -45,7 +46,9 @@ class Router:
 
         async def answer(request: web.Request) -> web.Response:
             try:
-                return await handler(self._keys.owner(_key_of(request)), request)
+                owner = self._keys.owner(_key_of(request))
+                proved(request)
+                return await handler(owner, request)
             except ApiError as error:
                 return web.json_response({"detail": str(error)}, status=error.status)
             except (TypeError, AttributeError, KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:

@@ -28,6 +28,7 @@ from pipeline.api.routes.fields import future, number, text, time_of, ttl
 from pipeline.api.routes.router import API, Body, Router
 from pipeline.api.settings import Settings
 from pipeline.errors import one_line
+from pipeline.system.limited_site import proved
 
 URL_SECONDS = 3600.0
 ARCHIVE = "archive.tar"
@@ -102,6 +103,7 @@ class WeightRoutes:
         signed = self._sign(checkpoint, file, int(expires))
         if not hmac.compare_digest(signed.encode(), request.query.get("sign", "").encode(errors="replace")):
             raise ApiError("this address was not made by this server", 403)
+        proved(request)
         folder = self._settings.weights / checkpoint.folder
         return await _send_tar(request, folder) if file == ARCHIVE else web.FileResponse(folder / file)
 

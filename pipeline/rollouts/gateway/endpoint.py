@@ -26,6 +26,7 @@ from aiohttp import web
 from pipeline.errors import RolloutError
 from pipeline.rollouts.gateway import wire
 from pipeline.rollouts.gateway.dialogue import CallPlace, Dialogue
+from pipeline.system.limited_site import LimitedSite, limit, proved
 from pipeline.tasks import Episode, Turn
 from pipeline.tasks.calling import Form
 from pipeline.tasks.chat import Chat
@@ -34,6 +35,8 @@ from pipeline.tasks.told import Told, read_told
 
 LOOPBACK = "127.0.0.1"
 MOST_BODY = 1 << 26
+MOST_STRANGERS = 32
+"""Connections that have shown no key; there may be an endpoint for each of hundreds of episodes."""
 LONG = 2000
 """Characters of a conversation that take longer to tokenise than to hand to a thread."""
 MODEL = "policy"
@@ -86,11 +89,12 @@ class Endpoint:
         application.router.add_post("/v1/completions", self._completion)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/reward", self._reward)
+        admission = limit(application, "an episode's endpoint", MOST_STRANGERS)
         # A client that hangs up ends its handler, and with it the sampling.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._address, 0).start()
+            await LimitedSite(self._runner, self._address, 0, admission).start()
         except BaseException:
             await self._runner.cleanup()
             raise
@@ -114,6 +118,7 @@ class Endpoint:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if not secrets.compare_digest(given.encode(), self.key.encode()):
                 raise wire.RefusedCall("the key is not this episode's", 401, "invalid_api_key")
+            proved(request)
             return await handler(request)
         except wire.RefusedCall as refused:
             return web.json_response(refused.body(), status=refused.status)

@@ -2,7 +2,8 @@
 
 Owns the connection: where the front is, which it tells in a file, and the form of a turn. Promises that a turn which
 was answered is on the front's disk; that one which was not is made again, as often as it takes, while `pulse` is
-called; and that a front which was started anew, perhaps elsewhere, is found. Must not know what work is."""
+called; that a front which was started anew, perhaps elsewhere, is found; and that no other program gets its secret.
+Must not know what work is."""
 
 import http.client
 import logging
@@ -16,8 +17,9 @@ import msgspec
 from pipeline.api.door import ATTACH, SECRET, TURN
 from pipeline.api.records import Attach, Done, Facts, TrainerTurn, Work, encode
 from pipeline.api.settings import Address, address_file
-from pipeline.errors import OvertakenError
+from pipeline.errors import ImpostorError, OvertakenError
 from pipeline.system import files
+from pipeline.system.proven_http import connect
 
 log = logging.getLogger(__name__)
 TIMEOUT_SECONDS, PAUSE_SECONDS = 30.0, 0.5
@@ -63,7 +65,7 @@ class FrontLink:
                 if status == 200:
                     return _work.decode(body)
                 raise _Again(f"it answered {status}: {body[:200]!r}")
-            except (_Again, OSError, http.client.HTTPException) as reason:
+            except (_Again, ImpostorError, OSError, http.client.HTTPException) as reason:
                 self._lose(reason)
                 self._pulse()
                 time.sleep(PAUSE_SECONDS)
@@ -79,6 +81,7 @@ class FrontLink:
         parts = urlsplit(address.url)
         self._link = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)
         self._secret = address.secret
+        connect(self._link, self._secret)
         status, body = self._post(ATTACH, encode(Attach(self._attempt, cursors, self._facts)))
         if status != 204:
             raise _Again(f"it does not let the trainer in ({status}): {body[:200]!r}")
