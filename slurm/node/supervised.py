@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
 from pipeline.system import process
+from pipeline.system.listeners import NOBODY, who_listens
 from pipeline.system.waiting import Deadline, growing_pauses
 from slurm.node import lifecycle
 from slurm.node.vitals import Vitals
@@ -50,6 +51,12 @@ class SupervisedRole:
     @property
     def down(self) -> bool:
         return self.state in ("stopped", "failed")
+
+    def taken_ports(self) -> str:
+        """Words about who listens on the ports of a role that ended before it was ready: it could not."""
+        ports = self.context.placement.ports if self.state == "starting" else ()
+        listeners = {port: who_listens(port) for port in ports}
+        return "".join(f"; its port {port} is taken by {who}" for port, who in listeners.items() if who != NOBODY)
 
     def kill(self, seconds: float = _KILL_SECONDS) -> str:
         """End it; words about it if the kernel has not let it go within `seconds`."""

@@ -226,7 +226,7 @@ class Supervisor:
         """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
         with 0."""
         explained = self._shortage.explains(code, _last_lines(self._log(role)))
-        return f"{process.describe_exit(code)}{explained}{_own_words(role)}"
+        return f"{process.describe_exit(code)}{explained}{_own_words(role)}{role.taken_ports()}"
 
     def _may_yet_hear_why(self, role: SupervisedRole) -> bool:
         """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and

@@ -19,6 +19,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         silence_seconds: float = 60,
         gpus: dict[RoleName, tuple[int, ...]] | None = None,
         restarts: int = 0,
+        ports: dict[RoleName, tuple[int, ...]] | None = None,
         **scripts: str,
     ) -> Attempt:
         cluster = ClusterConfig(
@@ -30,7 +31,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         )
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
-        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {}, restarts)
+        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {}, restarts, ports or {})
         monkeypatch.setattr(supervisor, "launch_of", made.launch)
         made.start()
         return made

@@ -51,6 +51,7 @@ class Attempt:
     scripts: dict[RoleName, str]
     gpus: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
     restarts: int = 0
+    ports: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     supervisors: dict[int, Supervisor] = field(default_factory=dict)
@@ -86,7 +87,14 @@ class Attempt:
     def start(self) -> None:
         config = compose_config(["experiment=demo", f"inference.restarts={self.restarts}"])
         places = tuple(
-            Placement(role=role, index=0, rank=rank, address="127.0.0.2", gpus=self.gpus.get(role, ()))
+            Placement(
+                role=role,
+                index=0,
+                rank=rank,
+                address="127.0.0.2",
+                ports=self.ports.get(role, ()),
+                gpus=self.gpus.get(role, ()),
+            )
             for role, rank in RANKS.items()
         )
         world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places)

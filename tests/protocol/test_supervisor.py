@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -103,6 +104,15 @@ def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., A
     assert run.join() == {"failed"}
     failure = run.first_failure
     assert (failure.role, failure.cause) == ("inference.0", "exited with code 0")
+
+
+def test_a_role_whose_port_is_taken_names_who_has_it(attempt: Callable[..., Attempt]) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as another:
+        port = another.getsockname()[1]
+        run = attempt(ports={"inference": (port,)}, inference="raise SystemExit('Address already in use')")
+        assert run.join() == {"failed"}
+    assert f"exited with code 1; its port {port} is taken by uid {os.getuid()} (" in run.first_failure.cause
+    assert f"pid {os.getpid()} (" in run.first_failure.cause
 
 
 def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable[..., Attempt]) -> None:
