@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `redis`, `trainer`, `inference`, `actor`, `preprocessor` | a role |
+| `server_arguments` | whether vLLM takes what a user adds to its command line |
 | `context` | what every role's process knows when it starts |
 | `controller` | the trainer's rank 0, whatever it trains |
 | `session`, `peers` | upon that, a run of ours; what it has of the other roles |

@@ -23,6 +23,7 @@ from pipeline.config.models import model_directory
 from pipeline.data.examples import RowError
 from pipeline.data.messages import Message
 from pipeline.errors import ConfigError
+from pipeline.roles.server_arguments import unchecked_arguments
 from pipeline.tasks import load_task
 from pipeline.tasks.chat import Chat
 from pipeline.training.conversations import CHECKED_ROWS, parts_of
@@ -46,7 +47,9 @@ def check_agents(config: RunConfig) -> None:
 
 def advice(config: RunConfig) -> list[str]:
     """What to look at before the run starts, one line each."""
-    return [*_deaf_templates(config), *_absent_commands(config), *_services(config), *_crowds(config)]
+    checks = (_deaf_templates, _absent_commands, _services, _crowds)
+    unchecked = unchecked_arguments(config)
+    return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
 
 
 def _deaf_templates(config: RunConfig) -> Iterator[str]:

@@ -19,6 +19,7 @@ from pipeline.config.rules import check_adapters, check_parallel, check_run
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
+from pipeline.roles.server_arguments import check_extra_args
 from pipeline.rundir.paths import RunPaths
 from pipeline.system import terminal
 from pipeline.tasks import check_demonstrations, check_task, load_task
@@ -126,6 +127,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
         check_parallel(config, attention_heads(config.model))
         check_adapters(config, experts(config.model))
         find_vllm()
+        check_extra_args(config)
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()
     runs.examine(config)
