@@ -5,7 +5,7 @@
 | `protocol`, `episode` | what a task is, and an episode of several turns |
 | `template`, `chat`, `masks` | the model's view of text, and which of a conversation's tokens are trained |
 | `calls`, `worker`, `pool` | the processes in which prompts and rewards are made |
-| `imports`, `guard`, `sandbox`, `jail` | code of the user's and of the policy's |
+| `imports`, `frozen`, `guard`, `sandbox`, `jail` | code of the user's and of the policy's |
 | `rewards`, `functions`, `judge`, `mathematics`, `unrewarded` | what an answer is worth |
 | `tools`, `calling` | episodes with tools; calls of tools, as a policy writes them |
 | `arithmetic`, `countdown`, `dataset`, `reasoning`, `code` | built-in tasks |

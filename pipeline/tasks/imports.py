@@ -12,6 +12,7 @@ from traceback import extract_tb
 from typing import Any
 
 from pipeline.errors import ConfigError, one_line
+from pipeline.tasks.frozen import use_kept
 
 
 def find(key: str, name: str, expected: str, unnamed: str) -> Any:
@@ -20,6 +21,7 @@ def find(key: str, name: str, expected: str, unnamed: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(key, name, expected, unnamed)
+    use_kept()
     with users_code(key, name, "a module that can be imported"):
         try:
             loaded = import_module(module)

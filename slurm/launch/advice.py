@@ -24,8 +24,10 @@ from pipeline.data.examples import RowError
 from pipeline.data.messages import Message
 from pipeline.errors import ConfigError
 from pipeline.roles.server_arguments import unchecked_arguments
+from pipeline.rundir.paths import RunPaths
 from pipeline.tasks import load_task
 from pipeline.tasks.chat import Chat
+from pipeline.tasks.frozen import changed
 from pipeline.training.conversations import CHECKED_ROWS, parts_of
 
 ANSWER_SECONDS = 3.0
@@ -47,9 +49,19 @@ def check_agents(config: RunConfig) -> None:
 
 def advice(config: RunConfig) -> list[str]:
     """What to look at before the run starts, one line each."""
-    checks = (_deaf_templates, _absent_commands, _services, _crowds)
+    checks = (_changed_modules, _deaf_templates, _absent_commands, _services, _crowds)
     unchecked = unchecked_arguments(config)
     return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
+
+
+def _changed_modules(config: RunConfig) -> Iterator[str]:
+    """A run that is resumed keeps the user's modules as they were."""
+    if files := changed(RunPaths(config.directory.resolve()).code):
+        named = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} others" if len(files) > 3 else "")
+        yield (
+            f"{named} changed since the run was made, which goes on with its own copy; a new run, "
+            f"name={config.name}-2, has what is there now"
+        )
 
 
 def _deaf_templates(config: RunConfig) -> Iterator[str]:

@@ -27,6 +27,7 @@ from pipeline.rundir.documents import RunIdentity
 from pipeline.rundir.ending import is_finished
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
+from pipeline.tasks import frozen
 
 PACKAGES = ("pipeline", "slurm", "conf")
 """What an attempt runs from its snapshot."""
@@ -142,7 +143,7 @@ def freeze(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
     """
     lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
     if not run.config.exists() and not (known and run.code.exists()):
-        _snapshot(run)
+        _snapshot(run, config)
     files.write_document(run.config, config.model_dump(mode="json"))
     if known is None:
         run_id = f"{config.name}-{secrets.token_hex(4)}"
@@ -181,13 +182,14 @@ def _located_task(task: TaskConfig) -> TaskConfig:
     return task.model_copy(update={"options": located_options(task.options)})
 
 
-def _snapshot(run: RunPaths) -> None:
-    """Copy the packages this checkout runs; a half copy of an earlier try is replaced."""
+def _snapshot(run: RunPaths, config: RunConfig) -> None:
+    """Copy the packages this checkout runs, and the user's modules; a half copy of an earlier try is replaced."""
     source = Path(pipeline.__file__).parent.parent
     part = run.code.with_name(f"{run.code.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     for package in PACKAGES:
         shutil.copytree(source / package, part / package, ignore=shutil.ignore_patterns("__pycache__"))
+    frozen.keep(frozen.names_in(config), part)
     if run.code.exists():
         shutil.rmtree(run.code)
     part.rename(run.code)
