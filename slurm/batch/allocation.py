@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.config.places import ResourcesConfig
 from pipeline.errors import ConfigError
 from pipeline.rundir.paths import RunPaths
 from pipeline.world.plan import Plan, Seat, Slot
@@ -152,7 +151,7 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
         partition=cluster.partition,
         constraint=cluster.constraint,
         memory=cluster.memory,
-        cpus=cluster.cpus or _most_cpus(others, resources),
+        cpus=cluster.cpus or _most_cpus(others, config),
         nodelist=cluster.nodelist,
         gpu_type=cluster.gpu_type,
     )
@@ -165,7 +164,7 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
         partition=own.partition or cluster.partition,
         constraint=own.constraint,
         memory=own.memory,
-        cpus=own.cpus or _most_cpus(services, resources),
+        cpus=own.cpus or _most_cpus(services, config),
     )
     return first, last
 
@@ -176,23 +175,26 @@ def split_components(plan: Plan) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
     return services, tuple(seat for seat in plan.seats if seat not in services)
 
 
-def cpus_needed(seat: Seat, resources: ResourcesConfig) -> int:
+def cpus_needed(seat: Seat, config: RunConfig) -> int:
     """CPUs that the roles of a seat keep busy, and one for its agent."""
-    return _AGENT_CPUS + sum(_cpus(slot, resources) for slot in seat.slots)
+    return _AGENT_CPUS + sum(_cpus(slot, config) for slot in seat.slots)
 
 
 def _computes(slot: Slot) -> bool:
     return slot.role in ("trainer", "inference")
 
 
-def _cpus(slot: Slot, resources: ResourcesConfig) -> int:
+def _cpus(slot: Slot, config: RunConfig) -> int:
+    resources = config.resources
     if slot.role == "trainer":
         return resources.trainer.processes * resources.trainer.threads
+    if slot.role == "actor":  # it mostly waits itself while the processes of its task compute
+        return config.task.processes
     return resources.inference.threads if slot.role == "inference" else 1
 
 
-def _most_cpus(seats: Sequence[Seat], resources: ResourcesConfig) -> int:
-    return max(cpus_needed(seat, resources) for seat in seats)
+def _most_cpus(seats: Sequence[Seat], config: RunConfig) -> int:
+    return max(cpus_needed(seat, config) for seat in seats)
 
 
 def _shared(config: RunConfig, comment: str) -> dict[str, Value]:

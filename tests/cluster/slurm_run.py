@@ -27,6 +27,8 @@ from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT, SMALL
 
 SUBMIT_SECONDS = 120.0
+ON_SLURM = (*SMALL, "cluster=slurm", "task.processes=1")
+"""One process of the task, so that two runs fit onto the nodes at a time: its CPUs are asked for."""
 
 
 def launch(
@@ -38,7 +40,7 @@ def launch(
     seconds: float = SUBMIT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """`launchers/submit.py` with a small run, from where this cluster's users log in; it need not succeed."""
-    own = [*SMALL, "cluster=slurm", f"output={output}", f"name={name}"] if script == "submit.py" else []
+    own = [*ON_SLURM, f"output={output}", f"name={name}"] if script == "submit.py" else []
     command = [sys.executable, str(ROOT / "launchers" / script), *own, *arguments]
     return subprocess.run(slurm.wrap(command), cwd=ROOT, env=slurm.env, capture_output=True, text=True, timeout=seconds)
 
@@ -48,7 +50,7 @@ def follow(
     slurm: SlurmCluster, output: Path, name: str, *arguments: str
 ) -> Iterator[tuple["subprocess.Popen[str]", "SlurmRun"]]:
     """A launcher that follows the job which it has submitted; it ends with the block."""
-    own = [*SMALL, "cluster=slurm", f"output={output}", f"name={name}"]
+    own = [*ON_SLURM, f"output={output}", f"name={name}"]
     process = subprocess.Popen(
         slurm.wrap([sys.executable, str(ROOT / "launchers" / "submit.py"), *own, *arguments]),
         cwd=ROOT,

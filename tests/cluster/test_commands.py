@@ -54,7 +54,7 @@ def wait_until(slurm: SlurmCommands, job: str, state: str, seconds: float = 30) 
 
 def check(slurm: SlurmCommands, folder: Path, *overrides: str) -> None:
     """Check the demo at this site with its real batch file."""
-    config = compose_config(["experiment=demo", "cluster=slurm", f"output={folder}", *overrides])
+    config = compose_config(["experiment=demo", "cluster=slurm", "task.processes=1", f"output={folder}", *overrides])
     plan, run = make_plan(config), RunPaths(config.directory)
     text = batch_file(config, plan, run, run_id="demo-1", folder=run.submitit, python="python", command="true")
     check_site(config, plan, slurm, text)

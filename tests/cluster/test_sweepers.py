@@ -19,9 +19,9 @@ from pipeline.system.waiting import wait_for
 from slurm.launch.sweepers.objective import Objective
 from slurm.registry.manifest import Point, load_manifest
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.cluster.slurm_run import SlurmRun, launch
+from tests.cluster.slurm_run import ON_SLURM, SlurmRun, launch
 from tests.patience import WAIT_SECONDS
-from tests.support.runs.launched import ROOT, SMALL, STEPS
+from tests.support.runs.launched import ROOT, STEPS
 
 OBJECTIVE = Objective(("reward/mean",), window=6)
 STUDY = (
@@ -46,7 +46,7 @@ DRIVEN_SECONDS = 1800.0
 
 def drive(cluster: SlurmCluster, output: Path) -> subprocess.Popen[str]:
     """The command that drives the study, from where this cluster's users log in."""
-    own = [*SMALL, "cluster=slurm", f"output={output}", "name=tune"]
+    own = [*ON_SLURM, f"output={output}", "name=tune"]
     command = cluster.wrap([sys.executable, str(ROOT / "launchers" / "submit.py"), *own, *STUDY])
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=pipe, stderr=subprocess.STDOUT, text=True)

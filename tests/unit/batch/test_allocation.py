@@ -52,7 +52,7 @@ ONE = """\
 #SBATCH --mem=64G
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=9
+#SBATCH --cpus-per-task=11
 #SBATCH --gpus-per-node=h100:2
 #SBATCH --licenses=matlab:1
 #SBATCH --spread-job
@@ -71,7 +71,7 @@ agent=(bash -c 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1' /
 /venv/bin/python -u -m submitit.core._submit /runs/demo/submitit/slurm)
 trap : TERM USR1 USR2
 code=0
-srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task=9 --mpi=none "${agent[@]}" || code=$?
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task=11 --mpi=none "${agent[@]}" || code=$?
 
 trap '' TERM USR1 USR2
 /venv/bin/python -P -m slurm.batch.requeue /runs/demo "$code"
@@ -90,7 +90,7 @@ HET = """\
 #SBATCH --mem=16G
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=4
+#SBATCH --cpus-per-task=11
 #SBATCH --output=/runs/demo/submitit/slurm/%j_0_log.out
 #SBATCH --open-mode=append
 #SBATCH hetjob
@@ -114,7 +114,7 @@ agent=(bash -c 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1' /
 /venv/bin/python -u -m submitit.core._submit /runs/demo/submitit/slurm)
 trap : TERM USR1 USR2
 code=0
-srun --het-group=0 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=4 "${agent[@]}" : \
+srun --het-group=0 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=11 "${agent[@]}" : \
 --het-group=1 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=2 "${agent[@]}" || code=$?
 
 trap '' TERM USR1 USR2
@@ -169,7 +169,9 @@ def test_every_node_has_the_cpus_of_the_most_demanding_seat() -> None:
     resources = {"trainer": {"processes": 2, "threads": 3}, "inference": {"servers": 3, "threads": 4}}
     config = config_of(resources)
     plan = make_plan(config)
-    assert [cpus_needed(seat, config.resources) for seat in plan.seats] == [4, 7, 13]
+    assert [cpus_needed(seat, config) for seat in plan.seats] == [11, 7, 13]
+    one = config.model_copy(update={"task": config.task.model_copy(update={"processes": 1})})
+    assert cpus_needed(plan.seats[0], one) == 4, "redis, preprocessor, one process of the task, agent"
     assert [part.cpus for part in components(config, plan)] == [13]
 
 
