@@ -16,7 +16,7 @@ not know the model or the algorithm: it takes a tree of (sharded) tensors and a 
 
     checkpoints/OWNER                    the attempt that may write (see `fence`)
     checkpoints/lines/<attempt>          the commits before its own that count (see `fence`)
-    checkpoints/run.json, config.json    copies of the run's own (see `progress`)
+    checkpoints/RUN, CONFIG              copies of `run.json` and `config.json` (see `progress`)
     checkpoints/rl-50/<attempt>/         shards, `state.msgpack`, and `manifest.json` with sizes and hashes of both
     checkpoints/rl-50/<attempt>/COMMIT   written last; holds the hash of the manifest
 

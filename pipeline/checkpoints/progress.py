@@ -28,10 +28,12 @@ from pipeline.checkpoints.pruning import committed_places
 from pipeline.checkpoints.storage import Storage
 from pipeline.errors import CheckpointError
 from pipeline.rundir.documents import RunIdentity
-from pipeline.rundir.paths import COMMITTED, CONFIG, RUN, AttemptPaths, RunPaths
+from pipeline.rundir.paths import COMMITTED, AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
 
+RUN, CONFIG = "RUN", "CONFIG"
+"""The copies of `run.json` and `config.json`. Under the name of the first, a folder would pass for a run's."""
 log = logging.getLogger(__name__)
 
 
@@ -71,11 +73,11 @@ def mark_committed(paths: AttemptPaths) -> bool:
 def keep_copies(run: RunPaths, root: str) -> None:
     """Keep copies of `run.json` and `config.json` beside the checkpoints. Whoever calls this owns the run."""
     storage = Storage(root)
-    for path in (run.run, run.config):
+    for path, copy in ((run.run, RUN), (run.config, CONFIG)):
         try:
             data = path.read_bytes()
             if files.unseal(data) is not None:
-                storage.put(path.name, data)
+                storage.put(copy, data)
         except (OSError, CheckpointError) as error:
             log.warning("no copy of %s is kept beside the checkpoints: %s", path.name, error)
 

@@ -75,6 +75,11 @@ def test_a_run_with_a_commit_goes_on(tmp_path: Path) -> None:
         assert runs.identity(run) == before
 
 
+def test_the_copies_beside_the_checkpoints_are_not_taken_for_a_run(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    assert list(tmp_path.rglob("run.json")) == [run.run]
+
+
 def test_a_run_that_has_not_committed_begins_again_without_a_word(tmp_path: Path) -> None:
     begun(tmp_path)
     with runs.claimed(demo(tmp_path)):
@@ -125,7 +130,7 @@ def test_a_lost_identity_is_made_again(
 def test_an_identity_that_nothing_else_tells_is_not_made_up(tmp_path: Path) -> None:
     run = trained(tmp_path)
     run.run.unlink()
-    (run.checkpoints / "run.json").unlink()
+    (run.checkpoints / "RUN").unlink()
     (run.rendezvous / "demo-12345678").mkdir()
     refused(run, rf"demo/run.json is missing, and nothing else says the run's id{WAYS_ON}")
 
@@ -147,7 +152,7 @@ def test_a_lost_config_is_made_again_and_still_keeps_another_one_out(
 def test_a_config_without_a_copy_is_not_made_up(tmp_path: Path) -> None:
     run = trained(tmp_path)
     run.config.unlink()
-    (run.checkpoints / "config.json").write_bytes(b"")
+    (run.checkpoints / "CONFIG").write_bytes(b"")
     refused(run, rf"demo/config.json is missing, without a copy in .*/checkpoints{WAYS_ON}")
 
 
@@ -178,7 +183,7 @@ def test_a_run_is_started_over_on_demand_and_loses_nothing(tmp_path: Path) -> No
 
 def test_a_damaged_run_is_started_over_on_demand(tmp_path: Path) -> None:
     run = trained(tmp_path)
-    for path in (run.run, run.config, run.checkpoints / "OWNER", run.checkpoints / "run.json"):
+    for path in (run.run, run.config, run.checkpoints / "OWNER", run.checkpoints / "RUN"):
         path.write_bytes(b"{")
     with runs.claimed(demo(tmp_path, "resume=scratch")):
         assert runs.is_new(run)
