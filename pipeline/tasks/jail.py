@@ -76,7 +76,7 @@ def make_read_only(at_once: bool = True) -> None:
 
 def _working_directory(folder: str) -> str:
     """/tmp, so that programs which name it find it writable; unless Python itself is there."""
-    prefixes = (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable))
+    prefixes = (sys.base_prefix, sys.executable, os.path.realpath(sys.executable))
     return folder if any(Path(prefix).is_relative_to("/tmp") for prefix in prefixes) else "/tmp"
 
 

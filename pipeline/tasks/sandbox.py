@@ -34,7 +34,7 @@ MOST_FILES = 64
 MOST_DISK = 1 << 26
 """Bytes of all files together."""
 MOST_PROCESSES = 64
-PROBE_SECONDS = 10.0
+PROBE_SECONDS = 60.0
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount")
 _UNSHARE = ("unshare", *_NAMESPACES, "--fork", "--kill-child")
 _chosen: Mode = "namespaces"

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+import venv
 from pathlib import Path
 
 import psutil
@@ -10,7 +12,7 @@ import pytest
 
 from pipeline.system.waiting import wait_for
 from pipeline.tasks import jail
-from pipeline.tasks.sandbox import MOST_DISK, MOST_PROCESSES, missing_namespaces, run_python
+from pipeline.tasks.sandbox import MOST_DISK, MOST_PROCESSES, _in_jail, missing_namespaces, run_python
 from tests.patience import WAIT_SECONDS
 
 needs_namespaces = pytest.mark.skipif(bool(missing_namespaces()), reason="code gets no namespaces of its own here")
@@ -158,3 +160,15 @@ def test_where_the_kernel_gives_no_namespaces_code_is_refused_unless_the_user_sa
     assert "unshare failed" in first
     assert "task.sandbox=none" in first
     assert ran == "1"
+
+
+@needs_namespaces
+def test_a_python_below_tmp_stays_in_sight() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(f"{folder}/venv", symlinks=True)
+        given = Path(folder, "given")
+        given.mkdir()
+        command = [*_in_jail(str(given)), "import os; print(os.getcwd() == os.environ['HOME'], os.listdir())"]
+        command[command.index(sys.executable)] = f"{folder}/venv/bin/python"
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == "True []\n", done.stderr
