@@ -58,9 +58,14 @@ def describe_weights(model: ModelConfig) -> str:
 
 
 def longest_sequence(model: ModelConfig) -> int | None:
-    """The positions the model was made for; None when its config does not say, or stretches them."""
+    """The positions the model was made for; None when its config does not say, or stretches them.
+
+    Frequencies of the types `longrope` and `dynamic` are known up to `max_position_embeddings`, and servers have no
+    others (see `pipeline.training.workers.rope`).
+    """
     settings = _text_settings(model)
-    stretched = any("factor" in (settings.get(key) or ()) for key in ("rope_scaling", "rope_parameters"))
+    ropes = [settings[key] for key in ("rope_scaling", "rope_parameters") if isinstance(settings.get(key), dict)]
+    stretched = any("factor" in rope and _rope_type(rope) not in ("longrope", "dynamic") for rope in ropes)
     positions = settings.get("max_position_embeddings")
     return positions if isinstance(positions, int) and not stretched else None
 
@@ -98,6 +103,11 @@ def _directory(path: str) -> Path:
         if isinstance(cached, str):
             return Path(cached).parent
     return Path(path)
+
+
+def _rope_type(rope: dict[str, Any]) -> object:
+    """Older configs call it `type`."""
+    return rope.get("rope_type", rope.get("type"))
 
 
 def _text_settings(model: ModelConfig) -> dict[str, Any]:

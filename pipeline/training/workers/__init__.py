@@ -4,6 +4,7 @@
 |---|---|
 | `worker` | a sharded model with its optimizer, and the loop over micro-batches |
 | `model`, `head`, `attention` | what the model answers, and attention kept inside each row |
+| `supported`, `rope` | which architectures are computed right; rotary frequencies that the servers use as well |
 | `fsdp`, `shards` | the model spread over ranks; one tensor's rows, filled and gathered |
 | `collate` | a micro-batch as tensors |
 | `optimizer` | AdamW, its schedule, clipping, skipped steps |

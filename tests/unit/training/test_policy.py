@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.training.spec import Kind
-from pipeline.training.workers import head, model
+from pipeline.training.workers import head, model, supported
 from pipeline.training.workers.head import head_logprobs
 from pipeline.training.workers.optimizer import learning_rate
 
@@ -73,7 +73,7 @@ def test_a_head_that_no_key_tells_of_is_noticed_by_its_logits(tmp_path: Path) ->
     network = build_one(tmp_path, "llama").network
     network.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
     with pytest.raises(ConfigError, match="a head of its own"):
-        model.refuse_unsupported(network)
+        supported.refuse_unsupported(network)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Rotary frequencies that depend on lengths, decided once for all rows.
+
+With `rope_type` `longrope` or `dynamic`, transformers chooses the frequencies by the longest row of each batch, so what
+a row gets depends on the rows in its batch. vLLM chooses them once, by `--max-model-len`, which is `model.max_length`.
+The trainer must compute what the server samples from, so it chooses as vLLM does.
+
+    fix_frequencies(network, config.max_length)
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pipeline.errors import ConfigError
+
+_LENGTH_DEPENDENT = ("longrope", "dynamic")
+
+
+def fix_frequencies(network: nn.Module, max_length: int) -> None:
+    """Give every rotary embedding of `network` the frequencies that vLLM uses for sequences of at most `max_length`
+    tokens, and keep its forward pass from changing them.
+
+    Raises `ConfigError` if vLLM computes positions up to `max_length` in another way.
+    """
+    modules: list[Any] = list(network.modules())
+    for module in modules:
+        types = getattr(module, "rope_type", None)
+        if isinstance(types, str) and types in _LENGTH_DEPENDENT:
+            _fix(module, types, module.config.rope_parameters, max_length, None)
+            module.rope_type = "default"
+        elif isinstance(types, dict):
+            for layer_type, rope_type in types.items():
+                if rope_type in _LENGTH_DEPENDENT:
+                    _fix(module, rope_type, module.config.rope_parameters[layer_type], max_length, layer_type)
+                    types[layer_type] = "default"
+
+
+def _fix(module: Any, rope_type: str, rope: dict[str, Any], max_length: int, layer_type: str | None) -> None:
+    positions = module.config.max_position_embeddings
+    if max_length > positions:
+        expected = f"at most {positions}, the model's max_position_embeddings, since its rope_type is {rope_type}"
+        raise ConfigError("model.max_length", max_length, expected, f"set model.max_length={positions}")
+    if rope_type == "dynamic":
+        # vLLM, like transformers, scales the base only beyond `max_position_embeddings`, unless this key is there.
+        if rope.get("max_trained_positions", positions) != positions:
+            raise _unlike(f"rope_parameters.max_trained_positions={rope['max_trained_positions']}")
+        return
+    prefix = f"{layer_type}_" if layer_type else ""
+    original = rope["original_max_position_embeddings"]
+    is_long = max_length > original
+    _refuse_other_scaling(getattr(module, f"{prefix}attention_scaling"), rope, positions / original, is_long)
+    if is_long:
+        given = {"layer_type": layer_type} if layer_type else {}
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            module.config, torch.device("cpu"), seq_len=original + 1, **given
+        )
+        module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+
+
+def _refuse_other_scaling(scaling: float, rope: dict[str, Any], factor: float, is_long: bool) -> None:
+    """vLLM reads `short_mscale` and `long_mscale`, and else computes the scaling from the lengths; transformers reads
+    `attention_factor` and `factor` instead."""
+    original = rope["original_max_position_embeddings"]
+    computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    served = rope.get("long_mscale" if is_long else "short_mscale") or computed
+    if not math.isclose(scaling, served, rel_tol=1e-5):
+        raise _unlike(f"a longrope attention scaling of {scaling:.6g} in transformers and {served:.6g} in vLLM")
+
+
+def _unlike(found: str) -> ConfigError:
+    expected = "rotary embeddings that transformers and vLLM compute alike"
+    return ConfigError("model.path", found, expected, "choose another model")
