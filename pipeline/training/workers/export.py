@@ -2,13 +2,16 @@
 
 Owns the names under which parameters leave the trainer, and the directory that transformers, peft and vLLM read: whole
 weights, or an adapter alone, beside the tokenizer of the model they came from. Promises that the settings beside the
-weights are those of the model that was trained, but for the type of the weights; and that what they need is there
-before anything is trained, not only at the end. Must not know ranks or sharding.
+weights are those of the model that was trained, but for the type of the weights; that tensors of its files which the
+trainer leaves out, such as a vision tower, are exported unchanged; and that what is needed is there before anything is
+trained, not only at the end. Must not know ranks or sharding.
 """
 
 import copy
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +21,7 @@ from transformers import GenerationConfig
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.training.workers.tensor_files import write_tensors
+from pipeline.training.workers.tensor_files import TensorFiles, write_tensors
 from pipeline.weights.wire import WeightLayout
 
 _GENERATION = "generation_config.json"
@@ -33,15 +36,27 @@ def adapter_parameter_name(name: str) -> str:
 
 
 def write_model(
-    path: Path, network: Any, layout: WeightLayout, tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
+    path: Path,
+    network: Any,
+    layout: WeightLayout,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    untrained: Collection[str] = (),
 ) -> None:
-    """Write the directory; `tensors` come whole, one by one, of the type `config.dtype`, as `layout` says."""
+    """Write the directory; `tensors` come whole, one by one, of the type `config.dtype`, as `layout` says.
+
+    Tensors of the model's own files whose keys are `untrained` are copied, in the type that they have there.
+    """
     path.mkdir(parents=True, exist_ok=True)
     write_settings(path, network, config)
     if config.lora.rank:
         _adapters().save_adapter(path, dict(tensors), config)
-    else:
-        write_tensors(path, layout, tensors)
+        return
+    if untrained:
+        files = TensorFiles(Path(config.path))
+        layout = WeightLayout((*layout.parameters, *(files.parameter(key) for key in untrained)))
+        tensors = chain(tensors, ((key, files.whole(key)) for key in untrained))
+    write_tensors(path, layout, tensors)
 
 
 def write_settings(path: Path, network: Any, config: ModelConfig) -> None:
@@ -54,7 +69,12 @@ def write_settings(path: Path, network: Any, config: ModelConfig) -> None:
     _copy_tokenizer(source, path)
     if config.lora.rank:
         return
-    _typed(network.config, config.dtype, type(network).__name__).to_json_file(path / "config.json")
+    if config.init == "random":
+        _typed(network.config, config.dtype, type(network).__name__).to_json_file(path / "config.json")
+    else:
+        settings = json.loads((source / "config.json").read_text())
+        settings.setdefault("architectures", [type(network).__name__])
+        (path / "config.json").write_text(json.dumps(_typed_settings(settings, config.dtype), indent=2) + "\n")
     if network.can_generate() and not (source / _GENERATION).is_file():
         # Older models say in their config how to sample.
         said = GenerationConfig.from_pretrained(source, config_file_name="config.json", _from_model_config=True)
@@ -80,6 +100,19 @@ def _typed(config: Any, dtype: str, architecture: str) -> Any:
         if each is not None:
             each.dtype = dtype
     return typed
+
+
+def _typed_settings(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A config.json as that of weights of this type; all else stays as the model's author wrote it, since the network
+    may be a part of what the files hold."""
+    key = "torch_dtype" if "torch_dtype" in settings else "dtype"
+    nested = {name: value for name, value in settings.items() if isinstance(value, dict)}
+    typed = {
+        name: _typed_settings(value, dtype)
+        for name, value in nested.items()
+        if name.endswith("_config") and ("dtype" in value or "torch_dtype" in value)
+    }
+    return settings | typed | {key: dtype}
 
 
 def _adapters() -> Any:

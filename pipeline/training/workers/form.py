@@ -52,6 +52,8 @@ class Form:
         fused: the others that the files hold.
         twice: of tied tensors, the key of a second one in the files; it must be equal to the first.
         strangers: keys that belong to nothing in the network, and that transformers does not know as harmless.
+        untrained: keys that transformers knows as parts of such a model that the network leaves out, such as a tower
+            for images, or layers that predict several tokens.
     """
 
     def __init__(self, directory: Path, keys: Collection[str] = ()) -> None:
@@ -64,7 +66,9 @@ class Form:
         self.plain: dict[str, str] = {}
         self.fused: list[Fused] = []
         self.twice: dict[str, str] = {}
-        self.strangers = self._explained(strangers=self._sort(keys)).unexpected_keys
+        unplaced = self._sort(keys)
+        self.strangers = self._explained(strangers=unplaced).unexpected_keys
+        self.untrained = sorted(unplaced - set(self.strangers), key=dot_natural_key)
         self._twin._weight_conversions = self._reversible(bool(keys))
 
     @cached_property

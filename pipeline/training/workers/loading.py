@@ -10,6 +10,7 @@ is trained. Must not know optimizers, nor how models are sharded.
 """
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from pipeline.training.workers.form import Form, Fused, Tensors
 from pipeline.training.workers.offload import give_back_heap
 from pipeline.training.workers.shards import fill_shard, holds
 from pipeline.training.workers.tensor_files import TensorFiles
+
+log = logging.getLogger(__name__)
 
 _NAMED = 5
 _LARGE = 1 << 20
@@ -42,6 +45,9 @@ class Weights:
         self._files = TensorFiles(Path(config.path)) if config.init != "random" else None
         self.form = Form(Path(config.path), self._files.keys if self._files else ())
         self._refuse("no tensors but those of the model in its config.json", "also", self.form.strangers)
+        if self.form.untrained:
+            count, example = len(self.form.untrained), self.form.untrained[0]
+            log.info("%d tensors of %s are not trained; exports have them unchanged: %s …", count, self._path, example)
 
     def fill(self, targets: Tensors, seed: int) -> set[str]:
         """Give each of `targets`, by their names in the network, its rows; returns the names of those that got some.

@@ -42,6 +42,8 @@ _TYPES = {
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -75,6 +77,15 @@ class TensorFiles:
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.slice(key).get_shape())
+
+    def parameter(self, key: str) -> Parameter:
+        """The name, type and shape of that tensor; `CheckpointError` for a type that could not be written again."""
+        path, opened = self._opened[key]
+        stored = opened.get_slice(key).get_dtype()
+        dtype = next((name for name, each in _TYPES.items() if each == stored), None)
+        if dtype is None:
+            raise CheckpointError(f"{path} holds {key} as {stored}, which cannot be written to an export")
+        return Parameter(key, dtype, self.shape(key))
 
     def whole(self, key: str) -> Tensor:
         path, opened = self._opened[key]

@@ -228,7 +228,8 @@ class ModelWorker:
         tensors = self._gathered(dtype)
         try:
             if dist.get_rank() == 0:
-                write_model(path, self.model.network, self._layout(dtype), tensors, self._config)
+                layout, untrained = self._layout(dtype), self._form.untrained
+                write_model(path, self.model.network, layout, tensors, self._config, untrained)
         finally:
             for _ in tensors:  # of which every rank gathers its part, even of those that were not written
                 pass
