@@ -38,7 +38,9 @@ HEAD = """\
 Made by `python -m docs.families`, with transformers {version}: every causal language model that it has, by its \
 default config. Before the trainer builds a model, a small copy of its architecture with random weights answers about \
 three short rows, of which two begin alike, packed, padded, and one by one with transformers' own attention \
-([likeness](../pipeline/training/workers/likeness.py)); a difference above {tolerance} nats is no rounding. What is \
+([likeness](../pipeline/training/workers/likeness.py)); a difference above {tolerance} nats is no rounding. In the \
+copy, vectors that start as zeros or ones are neither, and what changes for long rows, such as windows, selected \
+tokens and rotary frequencies, changes for some of these. What is \
 *padded* is so with a warning, whatever `training.packing` says: its layers carry a state or a convolution along the \
 line, from one packed row into the next. What is *refused* is so before anything is trained, with the reason.
 

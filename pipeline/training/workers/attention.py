@@ -137,9 +137,10 @@ def attend(
 
     Without `segments` each line is one row, padded on the right; causality alone keeps its tokens from the padding.
     Never drops out, and keeps no cache. Raises `ConfigError` for any other argument that a model passes, such as
-    `softcap` or `s_aux`: to ignore it would be to train another model than the one that samples.
+    `softcap`, `s_aux` or a mask of its own: to ignore it would be to train another model than the one that samples.
     """
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in _NO_MATTER)
+    given = others | {"attention_mask": attention_mask}
+    unknown = sorted(name for name, value in given.items() if value is not None and name not in _NO_MATTER)
     if unknown:
         found = f"{type(module).__name__} with {', '.join(unknown)}"
         raise ConfigError("model.path", found, "a model with plain causal attention", "choose another model")

@@ -27,7 +27,7 @@ from pipeline.training.packing import Packing
 from pipeline.training.rows import Batch, Row
 from pipeline.training.workers.collate import collate
 from pipeline.training.workers.model import PolicyModel, build_model
-from pipeline.training.workers.small import SIZES, VOCABULARY, smaller
+from pipeline.training.workers.small import BOUND, SIZES, VOCABULARY, smaller
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ that sees the one before it, tenths and more."""
 _DRAWS = 8
 """How often a model is asked that draws random numbers to answer: one answer may be right by chance."""
 _LENGTHS = (9, 5, 12)
-"""Of the rows, longer than the windows of `small`."""
+"""Of the rows: longer than the windows of `small`, and on both sides of its `BOUND`."""
+_NOISE = 0.3
 _SHARED = 6
 """Tokens that two of them begin with."""
 
@@ -95,7 +96,7 @@ def measure_likeness(config: Any) -> Likeness:
     """The likeness of a config's architecture; its model is built whole, so the config is a small one."""
     with TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
-        policy = build_model(ModelConfig(path=folder, init="random"), seed=0)
+        policy = build_model(ModelConfig(path=folder, init="random", max_length=BOUND), seed=0)
     assert isinstance(policy, PolicyModel)
     _redraw(policy)
     rows = _rows()
@@ -106,12 +107,15 @@ def measure_likeness(config: Any) -> Likeness:
 
 
 def _redraw(policy: PolicyModel) -> None:
-    """Matrices that pass on about as much as they get, so that every layer has a say: models often start with less."""
-    draw = torch.Generator().manual_seed(0)
+    """Matrices that pass on about as much as they get, so that every layer has a say: models often start with less.
+    What scales or shifts starts with ones or zeros, which would hide it, and changes by some of that."""
+    matrices, vectors = (torch.Generator().manual_seed(seed) for seed in (0, 1))
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=matrices)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=vectors), alpha=_NOISE)
 
 
 def _rows() -> list[Row]:

@@ -1,8 +1,9 @@
 """A small copy of a model's architecture, from its config alone.
 
 Owns which numbers of a config may shrink. Promises that the copy has every kind of layer that the model has, in the
-order and the classes of its first layers, that windows are shorter than a few tokens, and that nothing of the whole
-model is allocated on the way. Must not know weights, or what the copy is for.
+order and the classes of its first layers, that windows are shorter than a few tokens, that what changes for long rows
+changes for those of more than `BOUND` tokens, and that nothing of the whole model is allocated on the way. Must not
+know weights, or what the copy is for.
 
 Numbers of a config constrain each other, differently in each family. So there are three attempts, `SIZES`, from a copy
 of a few hundred thousand parameters to one that is only cut after its kinds of layers; whoever takes the copy tries
@@ -22,6 +23,8 @@ SIZES = ("narrow", "wide", "cut")
 """Narrow: few heads too; wide: all heads, but small feed-forward layers and few experts; cut: layers as they are."""
 
 VOCABULARY = 64
+BOUND = 8
+"""Tokens beyond which a row of the copy is a long one: for rotary frequencies, and for layers that select tokens."""
 _HEADS = 4
 _FEW = 4
 _PARTS = {
@@ -32,6 +35,9 @@ _PARTS = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size", "window_size"), 4),
+    **dict.fromkeys(("keep_window_size", "index_topk", "floor_scale"), 4),
+    "index_block_size": 2,
+    "index_topk_blocks": 2,
 }
 
 
@@ -44,6 +50,7 @@ def smaller(config: Any, size: str) -> Any:
     text.vocab_size = VOCABULARY
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         _shrink(text, key, 0)
+    _bound(text)
     if size != "cut":
         for key, number in _PARTS.items():
             _shrink(text, key, number)
@@ -89,6 +96,22 @@ def _cut(text: Any, layers: int) -> None:
         if per_layer and len(value) == before:
             setattr(text, key, value[:layers])
     text.num_hidden_layers = layers
+
+
+def _bound(text: Any) -> None:
+    """Lengths at which rotary embeddings change. Learned ones are a table, and need a place for each token."""
+    given = getattr(text, "rope_parameters", None)
+    if not given:
+        return
+    positions = BOUND
+    for rope in (given, *(each for each in given.values() if isinstance(each, dict))):
+        original = rope.get("original_max_position_embeddings")
+        if isinstance(original, int) and original > BOUND:
+            rope["original_max_position_embeddings"] = BOUND
+            if rope.get("rope_type") == "longrope":  # whose scaling is computed from both lengths
+                positions = max(positions, text.max_position_embeddings * BOUND // original)
+    _shrink(text, "max_position_embeddings", positions)
+    _shrink(text, "original_max_position_embeddings", BOUND)
 
 
 def _narrow(text: Any) -> None:

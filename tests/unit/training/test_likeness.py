@@ -14,6 +14,7 @@ from docs import families
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.workers import attention, likeness
+from pipeline.training.workers import model as models
 from pipeline.training.workers.likeness import TOLERANCE, measure_likeness, packs
 from pipeline.training.workers.small import smaller
 
@@ -36,6 +37,7 @@ ATTENTIVE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
 }
+MASKED: dict[str, dict[str, Any]] = {"doge": {}}
 DRAWN: dict[str, dict[str, Any]] = {"phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2}}
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16},
@@ -54,7 +56,7 @@ def fresh() -> Iterator[None]:
 
 
 def settings(family: str) -> dict[str, Any]:
-    return {"model_type": family, **SIZE, **HEADS, **(ATTENTIVE | RECURRENT | DRAWN)[family]}
+    return {"model_type": family, **SIZE, **HEADS, **(ATTENTIVE | RECURRENT | DRAWN | MASKED)[family]}
 
 
 def a_model(directory: Path, family: str, **keys: Any) -> ModelConfig:
@@ -92,6 +94,34 @@ def test_a_model_that_is_wrong_padded_too_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(attention, "_attend", lambda *given: plain(*given[:4], None))
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
         packs(a_model(tmp_path, "mistral"), wanted=False)
+
+
+def test_a_mask_that_a_model_passes_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path.*DogeAttention with attention_mask"):
+        packs(a_model(tmp_path, "doge"), wanted=False)
+
+
+def test_a_vector_that_starts_at_zero_has_a_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of Doge, ignored: it is learned, and of a new model it is zero."""
+    monkeypatch.setattr(attention, "_NO_MATTER", attention._NO_MATTER | {"attention_mask"})
+    with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
+        packs(a_model(tmp_path, "doge", keep_window_size=4096), wanted=False)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_what_changes_with_the_longest_row_of_a_batch_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope_type: str
+) -> None:
+    """Frequencies are chosen once for all rows; as transformers chooses them, rows of few tokens show nothing, unless
+    a few tokens are many."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]} if rope_type == "longrope" else {}
+    model = a_model(tmp_path, "llama", max_position_embeddings=16384, rope_parameters=rope)
+    assert packs(model, wanted=True)
+    likeness.likeness.cache_clear()
+    monkeypatch.setattr(models, "fix_frequencies", lambda network, max_length: None)
+    with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
+        packs(model, wanted=True)
 
 
 def test_a_model_that_draws_its_experts_while_it_is_trained_is_refused(tmp_path: Path) -> None:
