@@ -46,4 +46,5 @@ class Publisher:
         self._under_way = False
         for server, failure in report.failures.items():
             log.warning("evicted %s: %s", server, failure)
-        return {"sync/seconds": report.seconds, "sync/servers": float(len(report.servers))}
+        parts = {f"sync/{phase}_seconds": seconds for phase, seconds in report.slowest().items()}
+        return {"sync/seconds": report.seconds, "sync/servers": float(len(report.servers))} | parts

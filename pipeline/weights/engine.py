@@ -147,6 +147,12 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         if self._reception is not None:
             self.shutdown()
 
+    def leave(self) -> bool:
+        """Drop the group once the trainer has said that it leaves it; whether it has (`wire.Leaving`)."""
+        heard = self._group is None or self._group.hear_leaving()
+        self.shutdown()
+        return heard
+
     def shutdown(self) -> None:
         """Drop the group; the trainer notices at once."""
         self._group = self._reception = self.version = None

@@ -17,6 +17,5 @@ class WeightsExtension:
         return [self.weight_transfer_engine.version]
 
     def leave_weights(self) -> list[bool]:
-        """Leave the group with the trainer."""
-        self.weight_transfer_engine.shutdown()
-        return [True]
+        """Leave the group with the trainer, once it has said that it leaves; False if it has not."""
+        return [self.weight_transfer_engine.leave()]

@@ -23,7 +23,9 @@ On GPUs a server whose requests go on is not paused: its `update` is a few copie
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +92,8 @@ class Link:
     Attributes:
         state: see the module.
         version: what the server serves; None unless it may be asked.
+        phases: seconds that each part of the last update took: `send`, `pause`, `update`, `resume`. A server that is
+            not paused has neither `pause` nor `resume`. Replaced at the next one, never changed once it is over.
     """
 
     def __init__(
@@ -101,10 +105,12 @@ class Link:
     ) -> None:
         self.server, self.state, self.version = server, "absent", None
         self._meeting, self._config, self._on_change = meeting, config, on_change
+        self.phases = {}
 
     server: str
     state: LinkState
     version: int | None
+    phases: dict[str, float]
     _groups: Sequence[TransferGroup | GpuGroup] = ()
     _shards: Sequence[Shard] = ()
     _gatherer: Gatherer | None = None
@@ -117,15 +123,19 @@ class Link:
         """
         joining = self.state == "absent"
         self._step("join" if joining else "update")
+        self.phases = {}
         awaited = f"{self.server} to load weights {payload.version}"
         deadline = Deadline(awaited, self._config.update_seconds)
         try:
             with ServerControl(self.server, self._meeting.password) as control:
                 if joining:
                     self._meet(control, payload, deadline)
-                self._transfer(control, payload, deadline)
+                with self._timed("send"):
+                    self._transfer(control, payload, deadline)
                 self._swap(control, payload, deadline)
             self._step("succeed")
+            took = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.phases.items())
+            log.info("weights %s on %s: %s", payload.version, self.server, took)
             self._announce(payload.version)
         except (WeightSyncError, DeadlineError) as error:
             self._fail()
@@ -153,13 +163,21 @@ class Link:
 
     def close(self, seconds: float) -> None:
         """Take the group down on both sides; `WeightSyncError` when the server did not do its part in time."""
-        met = bool(self._groups)
         self._step("close")
-        self._drop()
-        if met:
-            deadline = Deadline(f"{self.server} to leave its group", seconds)
-            with ServerControl(self.server, self._meeting.password) as control:
-                _ask(control, "leave_weights", deadline)
+        try:
+            if self._groups:
+                with ServerControl(self.server, self._meeting.password) as control:
+                    self._leave(control, Deadline(f"{self.server} to leave its group", seconds))
+        finally:
+            self._drop()
+
+    def _leave(self, control: ServerControl, deadline: Deadline) -> None:
+        """Have the server end its part of the groups, which `Leaving` explains."""
+        control.begin("/collective_rpc", deadline, method="leave_weights")
+        for group in self._groups:
+            group.say_leaving()
+        if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._groups):
+            raise WeightSyncError(f"{self.server} left its group without having heard that the trainer leaves it")
 
     def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
         """New groups with the server's processes, one each, whatever became of earlier ones."""
@@ -224,17 +242,32 @@ class Link:
         pause = clear or payload.device.type != "cuda"
         if pause:
             self._paused = True
-            control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
-        control.post("/update_weights", deadline, update_info={"version": payload.version})
-        control.post("/finish_weight_update", deadline, weight_version=str(payload.version))
+            with self._timed("pause"):
+                control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
+        with self._timed("update"):
+            self._change(control, payload.version, deadline, paused=pause)
         if pause:
+            with self._timed("resume"):
+                control.post("/resume", deadline)
+            self._paused = False
+
+    def _change(self, control: ServerControl, version: int, deadline: Deadline, *, paused: bool) -> None:
+        """Have the server load what it received, and say that it serves it."""
+        control.post("/update_weights", deadline, update_info={"version": version})
+        control.post("/finish_weight_update", deadline, weight_version=str(version))
+        if paused:
             control.post("/reset_prefix_cache", deadline)
         told = self._told(control, deadline)
-        if told != [payload.version] * len(self._groups):
+        if told != [version] * len(self._groups):
             raise WeightSyncError(f"{self.server} says that it serves weights {told}")
-        if pause:
-            control.post("/resume", deadline)
-            self._paused = False
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase] = time.monotonic() - started
 
     def _told(self, control: ServerControl, deadline: Deadline) -> list[int | None]:
         """The version that each process of the server says it holds."""
@@ -287,7 +320,10 @@ def _processes(control: ServerControl, deadline: Deadline) -> int:
 
 def _ask(control: ServerControl, method: str, deadline: Deadline) -> list[list[Any]]:
     """What each process of a server answers to a method of `extension.WeightsExtension`: a list of one."""
-    answer = control.post("/collective_rpc", deadline, method=method)
+    return _results(control, method, control.post("/collective_rpc", deadline, method=method))
+
+
+def _results(control: ServerControl, method: str, answer: Any) -> list[list[Any]]:
     results = answer.get("results") if isinstance(answer, dict) else None
     if not isinstance(results, list) or not all(isinstance(each, list) and len(each) == 1 for each in results):
         raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")

@@ -132,6 +132,12 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         if self._arriving is not None:
             self.shutdown()
 
+    def leave(self) -> bool:
+        """Drop the group once the trainer has said that it leaves it; whether it has (`wire.Leaving`)."""
+        heard = self._group is None or self._group.hear_leaving()
+        self.shutdown()
+        return heard
+
     def shutdown(self) -> None:
         """Drop the group; the trainer notices at its next operation."""
         group, self._group, self._arriving, self.version = self._group, None, None, None

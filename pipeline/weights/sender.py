@@ -48,12 +48,19 @@ class Report:
         seconds: how long the caller was held up, in `start` and in `settle` together.
         servers: seconds that each server took, by `host:port`.
         failures: why the others failed; they are evicted.
+        phases: of those seconds, the parts of each server's update (`Link.phases`).
     """
 
     version: int
     seconds: float
     servers: dict[str, float]
     failures: dict[str, str]
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def slowest(self) -> dict[str, float]:
+        """By part of an update, the seconds of the server that took longest for it."""
+        parts = [(phase, seconds) for phases in self.phases.values() for phase, seconds in phases.items()]
+        return {phase: max(seconds for each, seconds in parts if each == phase) for phase, _ in parts}
 
 
 @dataclass
@@ -64,6 +71,7 @@ class _Seat:
     tried: int = -1
     attempts: int = 0
     seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
     failure: str = ""
     failures: int = 0
     retry: Deadline = field(default_factory=lambda: Deadline("a retry", 0.0))
@@ -78,6 +86,7 @@ class _Seat:
 
     def note(self, version: int, seconds: float, failure: str) -> None:
         self.tried, self.seconds, self.failure = version, seconds, failure
+        self.phases = self.link.phases
         self.attempts += 1
         self.failures = self.failures + 1 if failure else 0
         pause = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(self.failures, 10)) if failure else 0.0
@@ -262,8 +271,10 @@ class WeightSender:
 
     def _report(self, ended: _Round) -> Report:
         with self._changed:
-            done = {seat.link.server: seat.seconds for seat in self._seats if seat.link.version == ended.version}
-            return Report(ended.version, ended.held_up, done, ended.failures())
+            there = [seat for seat in self._seats if seat.link.version == ended.version]
+            done = {seat.link.server: seat.seconds for seat in there}
+            phases = {seat.link.server: dict(seat.phases) for seat in there}
+            return Report(ended.version, ended.held_up, done, ended.failures(), phases)
 
     def _keep(self, seat: _Seat) -> None:
         """A server's thread: bring it to the newest weights whenever it is not there."""

@@ -26,6 +26,8 @@ from pipeline.system.waiting import Deadline
 
 TRAINER, SERVER = 0, 1
 CHUNK_BYTES = 1 << 26
+LEAVE_SECONDS = 3.0
+"""How long a server waits for its trainer's word before it ends its part of a group."""
 ALIGNMENT = 64
 _BACKLOG = 1024
 
@@ -159,7 +161,36 @@ def is_announced(store: Store, name: str) -> bool:
         raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
 
 
-class TransferGroup:
+class Leaving:
+    """How two members leave their group: neither ends it while the other one may still use it.
+
+        the trainer asks the server to leave, and says in the store that nothing of its own is under way
+        the server hears that, ends its part, and answers
+        the trainer ends its own
+
+    A server that does not hear it within `LEAVE_SECONDS`, since its trainer is gone, ends its part all the same.
+    """
+
+    _store: Store
+    _name: str
+
+    def say_leaving(self) -> None:
+        """The trainer's word; `WeightSyncError` when the store is lost."""
+        try:
+            self._store.set(f"{self._name}/leaves", "yes")
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
+
+    def hear_leaving(self, seconds: float = LEAVE_SECONDS) -> bool:
+        """Wait for the trainer's word; False if it does not come."""
+        try:
+            self._store.wait([f"{self._name}/leaves"], timedelta(seconds=seconds))
+        except (RuntimeError, ForgedError):
+            return False
+        return True
+
+
+class TransferGroup(Leaving):
     """Two members that exchange weights. Any error leaves it unusable: drop it and meet again under another name.
 
     Dropping it closes its connections, so the peer's wait ends at once.
@@ -168,7 +199,7 @@ class TransferGroup:
     def __init__(self, store: Store, name: str, rank: int, address: str, seconds: float) -> None:
         """Meet the other member under `name`, which is used once; listens on `address` only."""
         gloo: Any = ProcessGroupGloo
-        self._store = store  # torch's C++ keeps a part of it only
+        self._store, self._name = store, name  # torch's C++ keeps a part of the store only
         options = gloo._Options()
         options._timeout = timedelta(seconds=seconds)
         try:

@@ -28,10 +28,12 @@ class WeightServer(HttpServer):
     Attributes:
         version: what it says that it serves.
         loaded: versions whose bytes came to their end, in order.
+        hears: whether it hears the trainer say that it leaves.
     """
 
     def __init__(self, address: str) -> None:
         self.version: int | None = None
+        self.hears = True
         self.loaded, self.calls = list[int](), list[str]()
         self.answers: dict[str, bytes] = {}
         self.failing: set[str] = set()
@@ -87,8 +89,9 @@ class WeightServer(HttpServer):
         """What a process of the server answers; see `pipeline.weights.extension`."""
         match method:
             case "leave_weights":
+                heard = self._group is None or (self.hears and self._group.hear_leaving())
                 self._group = None
-                return True
+                return heard
             case "served_weights":
                 return self.version
         raise AssertionError(method)

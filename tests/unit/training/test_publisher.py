@@ -33,7 +33,8 @@ class Recorder:
 
     def settle(self, pulse: Any) -> Report:
         self.calls.append("settle")
-        return Report(1, 0.5, {"a": 0.1, "b": 0.2}, {"c": "late"})
+        phases = {"a": {"send": 0.05, "update": 0.02}, "b": {"send": 0.01, "update": 0.04, "pause": 0.03}}
+        return Report(1, 0.5, {"a": 0.1, "b": 0.2}, {"c": "late"}, phases)
 
 
 def a_publisher() -> tuple[Publisher, list[str]]:
@@ -52,6 +53,12 @@ def test_a_version_is_settled_once_and_says_how_many_servers_have_it() -> None:
     publisher, calls = a_publisher()
     assert publisher.settle() == {}
     publisher.start(1)
-    assert publisher.settle() == {"sync/seconds": 0.5, "sync/servers": 2.0}
+    assert publisher.settle() == {
+        "sync/seconds": 0.5,
+        "sync/servers": 2.0,
+        "sync/send_seconds": 0.05,
+        "sync/update_seconds": 0.04,
+        "sync/pause_seconds": 0.03,
+    }
     assert publisher.settle() == {}
     assert calls.count("settle") == 1

@@ -1,5 +1,6 @@
 """The trainer's side of weight updates as far as it goes without vLLM: states, rounds, deadlines, odd servers."""
 
+import logging
 import socket
 import threading
 import time
@@ -106,6 +107,19 @@ def test_closing_before_anything_was_published_ends_all_threads() -> None:
     assert threading.active_count() == before
 
 
+def test_a_server_hears_that_its_trainer_leaves_their_group() -> None:
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
+        bring_all(sender, 1)
+        assert sender.close() == []
+
+
+def test_a_server_that_did_not_hear_that_its_trainer_leaves_is_named() -> None:
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
+        bring_all(sender, 1)
+        server.hears = False
+        assert sender.close() == [f"{server.endpoint} left its group without having heard that the trainer leaves it"]
+
+
 @contextmanager
 def two_servers() -> Iterator[tuple[WeightServer, WeightServer]]:
     with WeightServer("127.0.0.5") as first, WeightServer("127.0.0.6") as second:
@@ -140,6 +154,22 @@ def test_a_busy_server_skips_to_the_newest_of_the_versions_that_were_started_mea
             sender.start(4, WEIGHTS)
         assert sender.settle().servers.keys() == {server.endpoint}
         assert server.loaded == [1, 2, 4]
+
+
+def test_the_seconds_of_each_part_of_an_update_are_told_for_each_server(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with two_servers() as (quick, slow), a_sender([quick.endpoint, slow.endpoint], [], 10) as sender:
+        bring_all(sender, 1)
+        with slow.held("/pause") as asked:
+            sender.start(2, WEIGHTS)
+            assert asked.wait(10)
+            wait_for("the other server", lambda: sender.versions()[quick.endpoint] == 2, WAIT_SECONDS)
+        report = sender.settle()
+    assert {server: list(phases) for server, phases in report.phases.items()} == {
+        server.endpoint: ["send", "pause", "update", "resume"] for server in (quick, slow)
+    }
+    assert report.phases[slow.endpoint]["pause"] == report.slowest()["pause"]
+    assert f"weights 2 on {slow.endpoint}: send " in caplog.text
 
 
 def test_settling_does_not_wait_for_a_server_that_failed_at_the_version_before() -> None:
