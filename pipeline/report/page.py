@@ -27,6 +27,7 @@ from pipeline.report.words import clock, count, number
 from pipeline.rundir.failure import FirstFailure
 from pipeline.rundir.metrics import Row, series
 from pipeline.system import files
+from pipeline.tracking.process import sync_command
 
 Tile = tuple[str, str]
 
@@ -286,7 +287,9 @@ def _files(history: History) -> str:
         links.append(f"checkpoints in {escape(root_of(history.config, run, history.identity.run_id))}")
     logs = [_logs(attempt, run.root) for attempt in history.attempts]
     footer = f"<footer>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by Rollcall.</footer>"
-    return f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>{''.join(logs)}{footer}"
+    kept = any(run.tracking.glob("wandb/offline-run-*"))
+    synced = f'<p class="note">To send it to wandb: <code>{escape(sync_command(run))}</code></p>' if kept else ""
+    return f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>{''.join(logs)}{synced}{footer}"
 
 
 def _logs(attempt: Attempt, root: Path) -> str:

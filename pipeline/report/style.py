@@ -51,7 +51,8 @@ figure.wide + figure.wide { margin-top: 28px; }
 .findings { background: var(--card); border-radius: 10px; padding: 14px 22px; margin-top: 28px; }
 .findings h2 { margin: 0 0 6px; } .findings ul { margin: 0; padding-left: 18px; } .findings li { margin: 6px 0; }
 .findings b { font-weight: 600; } .findings span { color: var(--quiet); font-size: 13px; }
-pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; white-space: pre-wrap; margin: 12px 0 0; }
+pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; white-space: pre-wrap; }
+pre { margin: 12px 0 0; } code { overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 td, th { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { overflow-wrap: anywhere; width: 50%; }

@@ -8,6 +8,7 @@ attempt that was cut off among them, and each step once: wandb cannot take back 
 the last line of its output. The only module that imports wandb; must not know the trainer.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def numbers_of(row: Row) -> dict[str, float]:
     return {f"{prefix}{name}": value for name, value in numbers.items()} | {f"{prefix}step": row["step"]}
 
 
+def sync_command(paths: RunPaths) -> str:
+    """What sends the run, all its attempts at once, to wandb."""
+    return f"wandb sync {shlex.quote(str(paths.tracking / 'wandb'))}/offline-run-*"
+
+
 def begin_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
     """Start or resume the wandb run of `run_id`, its files below `folder`."""
     import wandb
@@ -55,7 +61,9 @@ def begin_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> 
     return run
 
 
-def follow_metrics(metrics: Path, run: Any, end: Path, handed: Path, known: int | None = None) -> None:
+def follow_metrics(
+    metrics: Path, run: Any, end: Path, handed: Path, known: int | None = None, *, numbered: bool = False
+) -> None:
     """Hand over the rows, each step once, until `end` exists and what was written before it is read.
 
     Args:
@@ -64,9 +72,11 @@ def follow_metrics(metrics: Path, run: Any, end: Path, handed: Path, known: int 
         handed: a file of lines, one for each row that any attempt handed over, in order; written before the row is, so
             that it never has fewer than wandb.
         known: how many of them arrived, if wandb can tell; the others are handed over again.
+        numbered: whether wandb is told the number of each row. Offline it does not know those of earlier attempts, and
+            would begin at 0 in each: rows of the same number would meet when all are synced.
     """
     reader, last = RowReader(metrics), False
-    marks = _last_steps(handed, known)
+    marks, count = _last_steps(handed, known)
     while not last:
         last = end.exists()
         for row in reader.read():
@@ -74,17 +84,19 @@ def follow_metrics(metrics: Path, run: Any, end: Path, handed: Path, known: int 
             if row["step"] > marks.get(kind, -1):
                 marks[kind] = row["step"]
                 _append(handed, kind, row["step"])
-                run.log(numbers_of(row))
+                run.log(numbers_of(row), **({"step": count} if numbered else {}))
+                count += 1
         if not last:
             CLOCK.sleep(READ_SECONDS)
 
 
-def _last_steps(handed: Path, known: int | None) -> dict[str, int]:
-    """The last step of each kind among the first `known` rows that were handed over; the file keeps those only."""
+def _last_steps(handed: Path, known: int | None) -> tuple[dict[str, int], int]:
+    """The last step of each kind among the first `known` rows that were handed over, and how many these are; the file
+    keeps those only."""
     lines = handed.read_bytes().splitlines(keepends=True) if handed.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")][:known]
     files.write_atomic(handed, b"".join(whole))
-    return dict(msgspec.json.decode(line, type=tuple[str, int]) for line in whole)
+    return dict(msgspec.json.decode(line, type=tuple[str, int]) for line in whole), len(whole)
 
 
 def _append(handed: Path, kind: str, step: int) -> None:
@@ -99,9 +111,12 @@ def main(arguments: list[str]) -> None:
     if tree is None:
         raise ConfigError("config", str(paths.config), "a readable file")
     run = begin_wandb_run(load_config(tree), run_id, paths.tracking, mode)
-    known = None if mode == "offline" else run.starting_step  # wandb counts the rows that it was handed
-    follow_metrics(paths.metrics, run, Path(end), paths.tracking / "handed.jsonl", known)
+    offline = mode == "offline"
+    known = None if offline else run.starting_step  # wandb counts the rows that it was handed
+    follow_metrics(paths.metrics, run, Path(end), paths.tracking / "handed.jsonl", known, numbered=offline)
     run.finish()
+    if offline:
+        print(f"to send this run to wandb: {sync_command(paths)}", flush=True)
 
 
 if __name__ == "__main__":

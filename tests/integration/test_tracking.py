@@ -2,6 +2,8 @@
 
 import errno
 import logging
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,7 +31,7 @@ Settings = dict
 class Run:
     starting_step = 0
     def define_metric(self, *_, **__): pass
-    def log(self, numbers): {log}
+    def log(self, numbers, **_): {log}
     def finish(self): {finish}
 def init(**_):
     {init}
@@ -69,6 +71,27 @@ def test_offline_keeps_one_wandb_run_with_the_runs_id_for_all_attempts(tmp_path:
     # wandb's own process writes the file, and its last block a moment after `finish` has returned.
     wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), WAIT_SECONDS)
     assert list(home.iterdir()) == [], "wandb writes below the tracking folder only"
+
+
+def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path: Path) -> None:
+    """By the command that docs/metrics.md names."""
+    run = a_run(tmp_path)
+    for restart, steps in ((0, 3), (1, 5)):
+        sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(tmp_path)}, seconds=60)
+        write_rows(run, sinks, f"12-{restart}", steps=steps)
+    kept = sorted(run.paths.tracking.glob("wandb/offline-run-*/*.wandb"))
+    wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), WAIT_SECONDS)
+    log = (run.paths.tracking / "wandb.log").read_text()
+    command = log.strip().splitlines()[-1].partition("to send this run to wandb: ")[2]
+    assert command == f"wandb sync {run.paths.tracking}/wandb/offline-run-*"
+    with WandbServer() as server:
+        variables = {**os.environ, "HOME": str(tmp_path), **server.variables()}
+        variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run(command, shell=True, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True)
+    assert list(server.files) == [run.identity.run_id]
+    history = server.history(run.identity.run_id)
+    assert [row["step"] for row in history] == [1, 2, 3, 4, 5]
+    assert [row["_step"] for row in history] == [0, 1, 2, 3, 4]
 
 
 def test_online_a_resumed_run_goes_on_where_it_was_without_a_step_twice_or_missing(tmp_path: Path) -> None:

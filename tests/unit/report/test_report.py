@@ -228,6 +228,12 @@ def test_a_page_is_self_contained(finished: FakeRun) -> None:
     assert not re.search(r"url\((?!#)|@import|<script", text)
 
 
+def test_a_run_that_wandb_keeps_offline_says_how_it_is_sent(run: FakeRun) -> None:
+    assert "wandb sync" not in page(read_history(run.root))
+    (run.paths.tracking / "wandb" / "offline-run-20260101_000000-demo").mkdir(parents=True)
+    assert f"<code>wandb sync {run.paths.tracking}/wandb/offline-run-*</code>" in page(read_history(run.root))
+
+
 def test_charts_take_their_colours_from_the_page(finished: FakeRun) -> None:
     for chart in all_charts(read_history(finished.root)):
         ElementTree.fromstring(chart.svg)
