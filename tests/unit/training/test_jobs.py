@@ -190,7 +190,6 @@ def test_files_that_leave_while_they_are_looked_at_are_not_there(
     monkeypatch.setattr(Path, "is_file", lambda path: True)
     gone.unlink()
     assert waiting(tmp_path) == [stays]
-    assert JobLog(tmp_path / "gone.jsonl").new_lines() == []
 
 
 def test_a_file_that_is_no_job_stops_the_queue_and_stays(tmp_path: Path) -> None:
@@ -201,29 +200,19 @@ def test_a_file_that_is_no_job_stops_the_queue_and_stays(tmp_path: Path) -> None
     assert bad.exists()
 
 
-def test_a_follower_gets_every_whole_line_once(tmp_path: Path) -> None:
-    log, follower = JobLog(tmp_path / "new" / "log.jsonl"), JobLog(tmp_path / "new" / "log.jsonl")
-    assert follower.new_lines() == []
+def test_the_log_of_a_new_execution_is_a_new_file_of_whole_lines(tmp_path: Path) -> None:
+    """Whoever follows it by its name sees at once that the job began again."""
+    path = tmp_path / "new" / "log.jsonl"
+    log = JobLog(path)
     log.write("started", steps=2)
-    log.write("step", step=1, loss=0.5)
-    assert [(line["event"], line.get("loss")) for line in follower.new_lines()] == [("started", None), ("step", 0.5)]
-    with log.path.open("a") as file:
-        file.write('{"event": "st')
-    assert follower.new_lines() == []
-    with log.path.open("a") as file:
-        file.write('ep", "step": 2}\n')
-    assert [line["step"] for line in follower.new_lines()] == [2]
-    assert follower.new_lines() == []
-
-
-def test_a_follower_begins_anew_with_a_log_that_was_cleared(tmp_path: Path) -> None:
-    log, follower = JobLog(tmp_path / "log.jsonl"), JobLog(tmp_path / "log.jsonl")
-    for step in range(3):
-        log.write("step", step=step)
-    assert len(follower.new_lines()) == 3
-    log.clear()
-    log.write("started")
-    assert [line["event"] for line in follower.new_lines()] == ["started"]
+    log.write("step", step=1, loss=float("inf"))
+    with path.open() as followed:
+        assert [json.loads(line)["event"] for line in followed] == ["started", "step"]
+        log.clear()
+        log.write("started")
+        assert followed.read() == ""
+        assert path.stat().st_ino != os.fstat(followed.fileno()).st_ino
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["started"]
 
 
 def fill(folder: Path, text: str) -> Path:
