@@ -9,6 +9,10 @@ from pydantic import Field
 
 from pipeline.config.values import Bytes, NotNegative, Positive, Seconds, Section
 
+ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
+"""The layers on which clients may put an adapter, by `train_attn` and `train_mlp`; servers wrap no others."""
+
 
 class ServeConfig(Section):
     """Serve the Tinker API: the trainer does what clients ask, in place of an algorithm; see docs/tinker.md."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pipeline.api.settings import BASE, MOST_ADAPTERS
 from pipeline.config import RunConfig
+from pipeline.config.serving import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError
 from pipeline.roles import Launch
 from pipeline.roles.context import RoleContext
@@ -180,9 +181,11 @@ def _policy_arguments(config: RunConfig) -> tuple[str, ...]:
     disk, which never changes. Where a run evaluates alone, both are on disk. For clients of the API, any of their
     adapters on that base."""
     if config.serve.enabled:
-        rank = str(_least_rank(config.serve.max_rank))
-        loras = ("--max-loras", str(MOST_ADAPTERS), "--max-cpu-loras", str(2 * MOST_ADAPTERS))
-        return ("--served-model-name", BASE, "--enable-lora", *loras, "--max-lora-rank", rank)
+        return (
+            *("--served-model-name", BASE, "--enable-lora", "--max-loras", str(MOST_ADAPTERS)),
+            *("--max-cpu-loras", str(2 * MOST_ADAPTERS), "--max-lora-rank", str(_least_rank(config.serve.max_rank))),
+            *("--lora-target-modules", *ATTENTION_LAYERS, *MLP_LAYERS),
+        )
     lora, alone = config.model.lora, config.evaluation.alone
     if not lora.rank:
         return ("--served-model-name", MODEL, *(() if alone else ("--load-format", "dummy")))

@@ -44,6 +44,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from pipeline.weights.fast_logprobs import add_fast_logprobs
+    from pipeline.weights.no_adapter import leave_out_tokens_without_adapter
     from pipeline.weights.releases import add_float32_head
     from pipeline.weights.shared_gpu import keep_to_the_share
     from pipeline.weights.token_versions import note_versions
@@ -58,6 +59,7 @@ def register() -> None:
     add_float32_head()
     add_fast_logprobs()
     note_versions()
+    leave_out_tokens_without_adapter()
     keep_to_the_share()
     end_children_in_time()
     fork_processes()

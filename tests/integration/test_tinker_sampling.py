@@ -187,6 +187,28 @@ def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(
     assert len({round(each[1] or 0.0, 4) for each in expected}) > MOST_ADAPTERS // 2
 
 
+def test_the_base_is_the_base_beside_as_many_adapters_as_a_server_holds(
+    running: tuple[TinkerServer, list[Served]], client: tinker.ServiceClient, base: Any
+) -> None:
+    _, (sampler_server,) = running
+    trainer, samplers = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result(), []
+    for number in range(MOST_ADAPTERS):
+        for _ in range(2):
+            trainer.forward_backward(make_data(number), "cross_entropy").result()
+            trainer.optim_step(adam(5e-2)).result()
+        path = trainer.save_weights_for_sampler(f"beside-{number}").result().path
+        samplers.append(client.create_sampling_client(model_path=path))
+        samplers[-1].compute_logprobs(prompt_of()).result()
+    assert loaded(sampler_server) == MOST_ADAPTERS
+    untrained = client.create_sampling_client(base_model="tiny")
+    asked = [sampler.sample(prompt_of(), 1, params()) for _ in range(3) for sampler in (untrained, *samplers)]
+    answers = [future.result().sequences[0] for future in asked]
+    for answer in answers[:: len(samplers) + 1]:
+        np.testing.assert_allclose(answer.logprobs, of_own(base, PROMPT, answer.tokens), atol=CLOSE)
+    for answer in answers[len(samplers) :: len(samplers) + 1]:  # the newest adapter is far from the base
+        assert np.abs(np.array(answer.logprobs) - of_own(base, PROMPT, answer.tokens)).max() > 10 * CLOSE
+
+
 def loaded(server: Served) -> int:
     """Adapters that the server has now."""
     request = Request(f"http://{server.endpoint}/v1/models", headers={"Authorization": f"Bearer {SECRET}"})

@@ -21,6 +21,7 @@ from pipeline.api.records import Adapter, Datum, Pass, Passed, Saved, Step, Step
 from pipeline.checkpoints import TrainerState, committed
 from pipeline.checkpoints.sharded import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from pipeline.config.serving import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.config.sums import TokenSum
 from pipeline.errors import CheckpointError, DamagedError, RollcallError
 from pipeline.losses import SFT
@@ -37,8 +38,6 @@ from pipeline.training.workers.queries import answer_queries
 from pipeline.training.workers.worker import ModelWorker
 
 log = logging.getLogger(__name__)
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
 OPTIM = OptimConfig(lr=1e-4)
 """What an optimizer is made with; every step brings its own settings."""
 
@@ -245,7 +244,7 @@ class ServedModels:
 
 def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
     """The config's model with such an adapter."""
-    targets = (ATTENTION if adapter.attention else ()) + (MLP if adapter.mlp else ())
+    targets = (ATTENTION_LAYERS if adapter.attention else ()) + (MLP_LAYERS if adapter.mlp else ())
     lora = LoraConfig(rank=adapter.rank, alpha=config.serve.alpha, targets=targets) if adapter.rank else LoraConfig()
     return config.model.model_copy(update={"lora": lora})
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.config.serving import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError, ImpostorError
 from pipeline.roles import inference
 from pipeline.system.network import KEPT_SECONDS
@@ -220,3 +221,12 @@ def test_another_program_at_the_port_is_told_with_its_owner_and_hears_no_passwor
 
 def test_nobody_at_the_port_is_not_ready() -> None:
     assert not inference.is_healthy("127.0.0.9", 9, PASSWORD)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_for_clients_wraps_no_layer_that_they_cannot_train(device: str) -> None:
+    gpus = (0,) if device == "cuda" else ()
+    serving = config(serve={"enabled": True, "sampling": True}, resources={"device": device})
+    command = inference.server_command(serving, place(gpus=gpus))
+    first = command.index("--lora-target-modules") + 1
+    assert command[first : first + 7] == (*ATTENTION_LAYERS, *MLP_LAYERS)
