@@ -48,7 +48,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         head_trained: whether the head has a gradient.
         logits: most logits that exist at a time.
         activations: bytes a token that eager layers keep for the backward pass; 0 where that is not known.
-        kv: numbers a token in a server's cache, over `kv_heads` heads; 0 where that is not known.
+        kv: numbers a token in a server's cache, over `kv_heads` heads, of layers that keep all tokens; `kv_window` of
+            those that keep the last `window` tokens alone. Both 0 where that is not known.
         width: bytes of a number in compute type.
     """
 
@@ -65,6 +66,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     kv: int
     kv_heads: int
     width: int
+    kv_window: int = 0
+    window: int = 0
 
     @property
     def weights(self) -> int:
@@ -131,7 +134,7 @@ def server_need(config: RunConfig, sizes: Sizes) -> Need:
         {
             "weights": _shard(sizes.weights, _server_gpus(config)),
             "weights that arrive": _shard(sizes.weights, _server_gpus(config)) if _sends(config) else 0,
-            "one sequence": config.model.max_length * kv_bytes(config, sizes),
+            "one sequence": sequence_bytes(config, sizes),
             "vLLM": ENGINE,
             "CUDA": CONTEXT,
         }
@@ -139,14 +142,25 @@ def server_need(config: RunConfig, sizes: Sizes) -> Need:
 
 
 def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes that a token takes in the cache of each GPU of a server; 0 where that is not known."""
-    return _shard(sizes.kv * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+    """Bytes that a token takes in the cache of each GPU of a server, as long as it is in every layer's window; 0 where
+    that is not known."""
+    return _shard((sizes.kv + sizes.kv_window) * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+
+
+def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes that a sequence of `model.max_length` takes in the cache of each GPU of a server; 0 where that is unknown.
+
+    vLLM keeps some more of layers with windows while a long prompt is computed.
+    """
+    length = config.model.max_length
+    numbers = length * sizes.kv + min(length, sizes.window) * sizes.kv_window
+    return _shard(numbers * sizes.width, min(_server_gpus(config), sizes.kv_heads))
 
 
 def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
     """Sequences of `model.max_length` that fit in a server's cache on GPUs of so many bytes; 0 or less for too few, or
     unknown."""
-    each = config.model.max_length * kv_bytes(config, sizes)
+    each = sequence_bytes(config, sizes)
     mine = config.inference.gpu_memory * memory / config.resources.inference.per_gpu
     room = mine - _shard(sizes.weights, _server_gpus(config)) - ENGINE
     return int(room // each) if each else 0

@@ -54,7 +54,7 @@ def _count(network: Any) -> Sizes:
         head_trained=head.requires_grad,
         logits=CHUNK,
         activations=_activations(network),
-        kv=_kv(settings, len(of_layers)),
+        **_cache(settings, len(of_layers)),
         kv_heads=_kv_heads(settings),
         width=head.dtype.itemsize,
     )
@@ -96,15 +96,38 @@ def _activations(network: Any) -> float:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / _TOKENS
 
 
-def _kv(settings: Any, layers: int) -> int:
-    """Numbers for each token in the cache of all layers that have one; 0 where the config does not tell."""
-    kinds = getattr(settings, "layer_types", None) or ["full_attention"] * layers
-    caching = sum("attention" in kind and "linear" not in kind for kind in kinds)
+def _cache(settings: Any, layers: int) -> dict[str, int]:
+    """`kv`, `kv_window` and `window` of `Sizes`: numbers for each token in the cache of all layers that have one."""
+    kinds = getattr(settings, "layer_types", None) or [_usual_kind(settings)] * layers
+    window = _window(settings)
+    near = sum(kind in _WINDOWS for kind in kinds) if window else 0
+    caching = sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    each = _kv_of_layer(settings)
+    return {"kv": (caching - near) * each, "kv_window": near * each, "window": window if near else 0}
+
+
+_WINDOWS = ("sliding_attention", "chunked_attention")
+
+
+def _usual_kind(settings: Any) -> str:
+    """Of all layers, where a config does not tell them apart."""
+    everywhere = getattr(settings, "sliding_window", None) and getattr(settings, "use_sliding_window", True)
+    return "sliding_attention" if everywhere else "full_attention"
+
+
+def _window(settings: Any) -> int:
+    """Tokens that a layer of `_WINDOWS` keeps; 0 if the config does not say."""
+    names = ("sliding_window", "attention_chunk_size")
+    return next((size for name in names if isinstance(size := getattr(settings, name, None), int)), 0)
+
+
+def _kv_of_layer(settings: Any) -> int:
+    """Numbers for each token in the cache of one layer."""
     latent = int(getattr(settings, "kv_lora_rank", None) or 0)
     if latent:
-        return caching * (latent + int(getattr(settings, "qk_rope_head_dim", 0)))
-    size = int(getattr(settings, "head_dim", None) or settings.hidden_size // max(1, _heads(settings)))
-    return caching * 2 * _kv_heads(settings) * size
+        return latent + int(getattr(settings, "qk_rope_head_dim", 0))
+    own = getattr(settings, "attention_head_dim", None) or getattr(settings, "head_dim", None)
+    return 2 * _kv_heads(settings) * int(own or settings.hidden_size // max(1, _heads(settings)))
 
 
 def _kv_heads(settings: Any) -> int:

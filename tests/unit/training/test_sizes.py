@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3Config
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.training.workers.model import build_model, outline
-from pipeline.training.workers.sizes import _kv, sizes_of
+from pipeline.training.workers.sizes import _cache, sizes_of
 
 SHAPE = {
     "vocab_size": 64,
@@ -90,18 +90,29 @@ def test_a_router_that_looks_at_numbers_leaves_the_rest_known(tmp_path: Path) ->
     assert sizes.activations >= 0
 
 
+LAYER = 2 * 2 * 8
+"""Numbers a token of one layer: keys and values of two heads of 8."""
+
+
 @pytest.mark.parametrize(
-    ("settings", "kv"),
+    ("settings", "kv", "kv_window", "window"),
     [
-        ({"layer_types": ["linear_attention", "linear_attention", "full_attention"]}, 2 * 2 * 8),
-        ({"layer_types": ["sliding_attention", "full_attention", "conv"]}, 2 * 2 * 2 * 8),
-        ({"kv_lora_rank": 16, "qk_rope_head_dim": 4}, 3 * 20),
-        ({}, 3 * 2 * 2 * 8),
+        ({"layer_types": ["linear_attention", "linear_attention", "full_attention"]}, LAYER, 0, 0),
+        ({"layer_types": ["sliding_attention", "full_attention", "conv"], "sliding_window": 16}, LAYER, LAYER, 16),
+        ({"layer_types": ["sliding_attention", "full_attention", "conv"]}, 2 * LAYER, 0, 0),
+        ({"layer_types": ["hybrid", "mamba", "hybrid"]}, 2 * LAYER, 0, 0),
+        ({"layer_types": ["mamba", "mamba", "hybrid"], "attention_head_dim": 16}, 2 * LAYER, 0, 0),
+        ({"sliding_window": 16}, 0, 3 * LAYER, 16),
+        ({"sliding_window": 16, "use_sliding_window": False}, 3 * LAYER, 0, 0),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 4}, 3 * 20, 0, 0),
+        ({}, 3 * LAYER, 0, 0),
     ],
 )
-def test_the_cache_holds_what_layers_of_its_kind_keep(settings: dict[str, object], kv: int) -> None:
+def test_the_cache_holds_what_layers_of_its_kind_keep(
+    settings: dict[str, object], kv: int, kv_window: int, window: int
+) -> None:
     text = SimpleNamespace(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **settings)
-    assert _kv(text, 3) == kv
+    assert _cache(text, 3) == {"kv": kv, "kv_window": kv_window, "window": window}
 
 
 @pytest.mark.parametrize("family", ["no_such_model", "gpt2"])

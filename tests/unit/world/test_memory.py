@@ -16,9 +16,9 @@ from pipeline.world.memory import (
     check_memory,
     describe_memory,
     host_need,
-    kv_bytes,
     micro_batch_tokens,
     most_share,
+    sequence_bytes,
     sequences,
     server_need,
     trainer_allowance,
@@ -148,8 +148,11 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
 
 
 def test_the_cache_of_a_server_is_spread_over_its_gpus_as_far_as_it_has_heads() -> None:
-    each = [kv_bytes(config_of(gpus=gpus), B8) for gpus in (1, 2, 8, 16)]
-    assert each == [147_456, 73_728, 18_432, 18_432]
+    length = config_of().model.max_length
+    each = [sequence_bytes(config_of(gpus=gpus), B8) for gpus in (1, 2, 8, 16)]
+    assert each == [length * token for token in (147_456, 73_728, 18_432, 18_432)]
+    windows = replace(B8, kv=6 * 2 * 8 * 128, kv_window=30 * 2 * 8 * 128, window=256)
+    assert sequence_bytes(config_of(), windows) == 2 * 2 * 8 * 128 * (6 * length + 30 * min(256, length))
     unknown = replace(B8, kv=0)
     assert sequences(config_of(), unknown, 80 * GIB) == 0
     assert sequences(config_of(), B8, 80 * GIB) > sequences(config_of(), B8, 40 * GIB)
