@@ -49,17 +49,19 @@ class Machine:
 
 
 def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dict[str, float]:
-    """What only the whole step tells, from its `tokens/batch`, `tokens/shared` and `seconds/data`; see docs/metrics.md.
+    """What only the whole step tells, from its `tokens/batch`, `tokens/left_out`, `tokens/shared` and `seconds/data`;
+    see docs/metrics.md.
 
     `mfu`, model FLOPs utilisation (Chowdhery et al. 2022), is the share of the devices' peak that forward and backward
     passes of the policy take: recomputed activations, other models and attention between tokens are not counted.
     """
     found = {"seconds/step": seconds}
     if "tokens/batch" in metrics:
-        found["tokens_per_second"] = metrics["tokens/batch"] / seconds
+        trained = metrics["tokens/batch"] - metrics.get("tokens/left_out", 0.0)
+        found["tokens_per_second"] = trained / seconds
         found["tokens_per_second_per_process"] = found["tokens_per_second"] / machine.processes
         if machine.peak:
-            computed = (metrics["tokens/batch"] - metrics.get("tokens/shared", 0.0)) / seconds / machine.processes
+            computed = (trained - metrics.get("tokens/shared", 0.0)) / seconds / machine.processes
             found["mfu"] = computed * machine.flops_per_token / machine.peak
     if "seconds/data" in metrics:
         found["idle/trainer"] = metrics["seconds/data"] / seconds

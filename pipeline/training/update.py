@@ -82,7 +82,8 @@ class PolicyUpdate:
     def run(self, rows: Sequence[Row], step: int) -> dict[str, float]:
         """Do step `step` with these rows, whose `advantages` are as the preprocessor or the packed file has them.
 
-        Returns the metrics of docs/metrics.md; `optimizer_steps` is 0, and there are no others, if no token counts.
+        Returns the metrics of docs/metrics.md; if no token counts, `optimizer_steps` is 0, and there are none of the
+        loss.
         Raises `TrainingError` before anything is trained for rows that are malformed, not finite, or without
         `behaviour`.
         """
@@ -91,10 +92,12 @@ class PolicyUpdate:
             self._dispatch.copy_parameters("policy", "reference")
         mini_batches = self._cut(rows, step)
         if not mini_batches:
-            return {"optimizer_steps": 0.0, "skipped": 0.0}
+            return {"optimizer_steps": 0.0, "skipped": 0.0, "tokens/left_out": float(sum(map(len, rows)))}
         with self._on_ranks(mini_batches) as staged:
             self._complete(staged, rows, mini_batches)
             spared = {"tokens/shared": float(sum(cut.spared for cut in staged.batches))}
+            computed = sum(sum(each.batch.lengths) for each in mini_batches)
+            spared["tokens/left_out"] = float(sum(map(len, rows)) - computed)
             return self._optimise(staged, mini_batches, step) | spared
 
     def _cut(self, rows: Sequence[Row], step: int) -> list[MiniBatch]:

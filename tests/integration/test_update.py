@@ -210,8 +210,11 @@ def test_a_batch_without_a_counted_token_trains_nothing(dispatch: Dispatch, mode
     update = begun(dispatch, a_config(model, loss, mini_batches=2))
     before = parameters(dispatch)
     blank = [Row(row.tokens, row.mask * 0, row.advantages, row.behaviour, prompt=row.prompt) for row in some_rows()]
-    assert update.run(blank, 0) == {"optimizer_steps": 0, "skipped": 0}
+    total = sum(map(len, blank))
+    assert update.run(blank, 0) == {"optimizer_steps": 0, "skipped": 0, "tokens/left_out": total}
     assert alike(parameters(dispatch), before)
+    half = [*some_rows()[:4], *blank[4:]]
+    assert update.run(half, 0)["tokens/left_out"] == total - sum(map(len, half[:4]))
     half = [*blank[: 2 * SAMPLES], *some_rows()[2 * SAMPLES :]]
     assert update.run(half, 1)["optimizer_steps"] in (1, 2)
     assert not alike(parameters(dispatch), before)

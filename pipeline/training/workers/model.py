@@ -33,6 +33,10 @@ from pipeline.training.workers.rope import fix_frequencies
 from pipeline.training.workers.shards import fill_shard
 from pipeline.training.workers.supported import refuse_unsupported
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+"""What configs call the experts of a layer, and those that a token is sent to."""
+
 
 class DecoderModel(nn.Module):
     """A transformers decoder with a head on top; `network` is what transformers made, adapters included."""
@@ -61,11 +65,36 @@ class DecoderModel(nn.Module):
         looked_up = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in looked_up]
 
+    @property
+    def flops_per_token(self) -> int:
+        """Floating-point operations of a forward and backward pass for one token: 2 for each parameter that is
+        multiplied, 2 more for the gradient of what came in, 2 more for its own gradient if it is trained.
+
+        Of a mixture's experts those that a token is sent to count. Attention between tokens and all that is no matrix
+        product are left out.
+        """
+        taken = _experts_taken(self)
+        return round(sum((6 if p.requires_grad else 4) * p.numel() * taken.get(id(p), 1.0) for p in self.multiplied()))
+
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
         """The last hidden state [N, E] at each of `before_N`, indices into the flattened B × T."""
         output = self.decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
         # Places repeat where rows share tokens: of the ways to look them up, this one adds their gradients up in order.
         return embedding(before_N, output.last_hidden_state.flatten(0, 1))
+
+
+def _experts_taken(model: DecoderModel) -> dict[int, float]:
+    """The share of a mixture's experts that a token is sent to, by the id of each parameter of experts: one matrix for
+    each along its first dimension, or parameters of modules in a list."""
+    settings = model.network.config.get_text_config()
+    counts = {count for name in _EXPERTS if isinstance(count := getattr(settings, name, None), int) and count > 1}
+    taken = next((k for name in _TAKEN if isinstance(k := getattr(settings, name, None), int) and k), None)
+    if not counts or taken is None:
+        return {}
+    stacked = {id(p): taken / p.shape[0] for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts}
+    lists = [m for name, m in model.named_modules() if name.endswith(".experts") and isinstance(m, nn.ModuleList)]
+    listed = {id(p): taken / len(each) for each in lists if len(each) in counts for p in each.parameters()}
+    return stacked | listed
 
 
 class PolicyModel(DecoderModel):

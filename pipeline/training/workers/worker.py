@@ -54,9 +54,7 @@ class ModelInfo:
     Attributes:
         parameters: all of them, adapters included.
         vocabulary: tokens 0 … vocabulary − 1 are known.
-        flops_per_token: floating-point operations of one forward and backward pass for one token: 2 for each parameter
-            that is multiplied, 2 more for the gradient of what came in, 2 more for its own gradient if it is trained.
-            Attention between tokens and all that is not a matrix product are left out, and every expert counts.
+        flops_per_token: see `DecoderModel.flops_per_token`.
     """
 
     parameters: int
@@ -108,9 +106,8 @@ class ModelWorker:
 
     @property
     def info(self) -> ModelInfo:
-        multiplied = self.model.multiplied()
-        flops = 4 * sum(p.numel() for p in multiplied) + 2 * sum(p.numel() for p in multiplied if p.requires_grad)
-        return ModelInfo(sum(p.numel() for p in self.model.parameters()), self.model.vocabulary, flops)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return ModelInfo(parameters, self.model.vocabulary, self.model.flops_per_token)
 
     def forward(self, micro_batches: Sequence[Batch], how: Packing) -> list[NDArray[np.float32]]:
         """The answer about each row's counted tokens, 0 elsewhere: float32[T] in the order of the rows.

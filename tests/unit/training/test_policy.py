@@ -14,6 +14,7 @@ from pipeline.training.spec import Kind
 from pipeline.training.workers import head, model, supported
 from pipeline.training.workers.head import head_logprobs
 from pipeline.training.workers.optimizer import learning_rate
+from tests.support.models.tiny import write_tiny
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -99,6 +100,17 @@ def test_an_embedding_is_looked_up_and_a_head_is_multiplied(tmp_path: Path, tied
     critic = build_one(tmp_path, "qwen3", "critic", tie_word_embeddings=tied)
     assert sum(p.numel() for p in policy.multiplied()) == layer + 17 * 16
     assert sum(p.numel() for p in critic.multiplied()) == layer + 16
+
+
+def test_a_token_costs_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
+    mixture = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+    path = write_tiny(tmp_path / "mixture", model_type="qwen3_moe", **mixture)
+    built = model.outline(ModelConfig(path=str(path), init="random"), "policy")
+    attention = 32 * 2 * 16 + 2 * 32 * 16 + 2 * 16 * 32  # two heads of 16, one of keys and one of values
+    dense, expert, router = 3 * 32 * 48, 3 * 32 * 24, 32 * 16
+    assert built.flops_per_token == 6 * (2 * attention + dense + 2 * expert + router + 17 * 32)
+    built.requires_grad_(False)
+    assert built.flops_per_token == 4 * (2 * attention + dense + 2 * expert + router + 17 * 32)
 
 
 def test_a_critic_with_adapters_is_refused(tmp_path: Path) -> None:

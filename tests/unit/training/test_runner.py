@@ -328,6 +328,9 @@ def test_utilisation_is_the_share_of_the_peak_that_the_model_takes() -> None:
     assert rates({"tokens/batch": 4e5}, 10.0, machine)["mfu"] == pytest.approx(1e4 * 6e9 / 1e15)
     spared = {"tokens/batch": 4e5, "tokens/shared": 1e5}
     assert rates(spared, 10.0, machine)["mfu"] == pytest.approx(0.75 * 1e4 * 6e9 / 1e15)
+    halved = rates({"tokens/batch": 4e5, "tokens/left_out": 2e5, "tokens/shared": 1e5}, 10.0, machine)
+    assert halved["tokens_per_second"] == 2e4
+    assert halved["mfu"] == pytest.approx(0.25 * 1e4 * 6e9 / 1e15)
     assert "mfu" not in rates({"tokens/batch": 4e5}, 10.0, Machine(processes=4, flops_per_token=6e9))
 
 
