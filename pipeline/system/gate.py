@@ -11,13 +11,12 @@ import hmac
 import os
 import signal
 import socket
-from contextlib import suppress
 
 from pipeline.system import proof
 from pipeline.system.admission import Admission, raise_open_files
 from pipeline.system.process import die_with_parent
 
-_CHUNK_BYTES, _BACKLOG = 1 << 18, 1024
+_BACKLOG = 1024
 
 
 def start_gate(listening: socket.socket, server: str, secret: str, service: str) -> None:
@@ -44,48 +43,99 @@ class Gate:
     """Admits clients to one Unix socket."""
 
     def __init__(self, server: str, secret: str, service: str, most: int = 256) -> None:
-        self._server, self._secret, self._service = server, secret, service
-        self._admission = Admission(service, most, proof.HANDSHAKE_SECONDS)
+        self.server, self.secret, self.service = server, secret, service
+        self.admission = Admission(service, most, proof.HANDSHAKE_SECONDS)
+        self.connecting: set[asyncio.Task[None]] = set()
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve for good."""
-        async with await asyncio.start_server(
-            self._meet, sock=listening, limit=_CHUNK_BYTES, backlog=_BACKLOG
-        ) as server:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Client(self), sock=listening, backlog=_BACKLOG)
+        async with server:
             await server.serve_forever()
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._admission.admit(writer.transport)
+
+class _Client(asyncio.Protocol):
+    """One client: its handshake, then what it sends, which goes to a connection to the server of its own."""
+
+    _transport: asyncio.Transport
+    _server: asyncio.Transport | None = None
+    _expected = b""
+    """The proof that it must give, once it has sent its nonce."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self._received = gate, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._gate.admission.admit(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._server is not None:
+            self._server.write(data)
+            return
+        self._received += data
+        if not self._expected and len(self._received) >= proof.NONCE_BYTES:
+            nonce, self._received = self._received[: proof.NONCE_BYTES], self._received[proof.NONCE_BYTES :]
+            answer, self._expected = proof.welcome_answer(self._gate.secret, self._gate.service, nonce)
+            self._transport.write(answer)
+        if self._expected and len(self._received) >= proof.PROOF_BYTES:
+            self._judge()
+
+    def _judge(self) -> None:
+        given, self._received = self._received[: proof.PROOF_BYTES], self._received[proof.PROOF_BYTES :]
+        if not hmac.compare_digest(given, self._expected):
+            self._transport.abort()
+            return
+        self._gate.admission.release(self._transport)
+        self._transport.pause_reading()  # until there is somebody to pass it on to
+        task = asyncio.create_task(self._connect())
+        self._gate.connecting.add(task)
+        task.add_done_callback(self._gate.connecting.discard)
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            if await self._is_peer(reader, writer):
-                self._admission.release(writer.transport)
-                await self._connect(reader, writer)
-        except (OSError, asyncio.IncompleteReadError):
-            return  # the client is gone, or the server is not there: a client tries again
-        finally:
-            self._admission.release(writer.transport)
-            writer.close()
+            server, _ = await loop.create_unix_connection(lambda: _Server(self._transport), self._gate.server)
+        except OSError:
+            self._transport.close()  # the server is not there: a client tries again
+            return
+        if self._transport.is_closing():
+            server.close()
+            return
+        server.write(self._received)
+        self._server = server
+        self._transport.resume_reading()
 
-    async def _is_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        nonce = await reader.readexactly(proof.NONCE_BYTES)
-        answer, expected = proof.welcome_answer(self._secret, self._service, nonce)
-        writer.write(answer)
-        return hmac.compare_digest(await reader.readexactly(proof.PROOF_BYTES), expected)
+    def pause_writing(self) -> None:
+        if self._server is not None:
+            self._server.pause_reading()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from_server, to_server = await asyncio.open_unix_connection(self._server, limit=_CHUNK_BYTES)
-        try:
-            copies = [asyncio.create_task(_copy(reader, to_server)), asyncio.create_task(_copy(from_server, writer))]
-            _, left = await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-            for copy in left:
-                copy.cancel()
-            await asyncio.gather(*copies, return_exceptions=True)
-        finally:
-            to_server.close()
+    def resume_writing(self) -> None:
+        if self._server is not None:
+            self._server.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.admission.release(self._transport)
+        if self._server is not None:
+            self._server.close()
 
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await source.read(_CHUNK_BYTES):
-            target.write(data)
-            await target.drain()
+class _Server(asyncio.Protocol):
+    """A client's connection to the server: what comes from it goes to the client."""
+
+    def __init__(self, client: asyncio.Transport) -> None:
+        self._client = client
+
+    def data_received(self, data: bytes) -> None:
+        self._client.write(data)
+
+    def pause_writing(self) -> None:
+        self._client.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._client.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.close()
