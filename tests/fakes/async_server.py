@@ -13,13 +13,13 @@ ADDRESS = "127.0.0.1"
 
 @asynccontextmanager
 async def serving(
-    routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]],
+    routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], password: str = PASSWORD
 ) -> AsyncIterator[int]:
     """Who POSTs to one of `routes` gets its answer, and who looks whether it lives hears so, until the block ends; the
     value is the port."""
     application = web.Application()
     application.router.add_get("/health", _lives)
-    application.router.add_get(ROUTE, prove)
+    application.router.add_get(ROUTE, proving(password))
     for route, answer in routes.items():
         application.router.add_post(route, answer)
     runner = web.AppRunner(application, shutdown_timeout=0.01)

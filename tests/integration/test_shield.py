@@ -156,7 +156,7 @@ def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
         assert hang.cause.startswith("hung: it has not answered for")
-        assert hang.cause.endswith("it is stopped (SIGSTOP)")
+        assert "stopped (SIGSTOP)" in hang.cause
         os.kill(child.pid, signal.SIGCONT)
 
 
@@ -249,7 +249,7 @@ def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(t
         hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
         assert hang.pid == rank.pid
         assert "process 1" in hang.cause
-        assert hang.cause.endswith("it is stopped (SIGSTOP)")
+        assert "stopped (SIGSTOP)" in hang.cause
         stacks = vitals.stacks(child.pid)
         assert "in lead" in stacks[vitals.board.read()[0].pid]
         assert "in serve" in stacks[rank.pid]

@@ -20,6 +20,7 @@ from tests.support.servers.redis_attempts import ADDRESS, running_redis
 
 READY_SECONDS = 240
 STOP_SECONDS = 5
+_SECRET = secrets.token_hex(16)
 
 
 @dataclass
@@ -74,5 +75,8 @@ def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...
 
 
 def _world(placements: tuple[Placement, ...]) -> World:
-    secret = secrets.token_hex(16)
-    return World(run_id="run-1", attempt="7-0", epoch=1, leader=0, secret=secret, placements=placements)
+    return World(run_id="run-1", attempt="7-0", epoch=1, leader=0, secret=_SECRET, placements=placements)
+
+
+PASSWORD = _world(()).password
+"""That the servers of these attempts prove to know."""

@@ -15,6 +15,7 @@ from pipeline.rollouts.server import ROUTE
 from pipeline.tasks.arithmetic import evaluate
 from pipeline.tasks.chat import Chat
 from tests.fakes.async_server import serving
+from tests.support.runs.attempts import PASSWORD
 
 CHAT = Chat(BUILT_IN / "tiny_qwen3")
 
@@ -96,7 +97,9 @@ def a_policy_server(routes: Mapping[str, Fault] = MappingProxyType({})) -> Itera
     """A running server, which has these further `routes`; ends with the block."""
     server, loop = PolicyServer(), asyncio.new_event_loop()
     stack = AsyncExitStack()
-    server.port = loop.run_until_complete(stack.enter_async_context(serving({ROUTE: server.answer, **routes})))
+    server.port = loop.run_until_complete(
+        stack.enter_async_context(serving({ROUTE: server.answer, **routes}, PASSWORD))
+    )
     thread = threading.Thread(target=loop.run_forever, name="policy server")
     thread.start()
     try:
