@@ -155,7 +155,6 @@ def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
         assert vitals.watch(child.pid) is None
         os.kill(child.pid, signal.SIGSTOP)
         hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
-        assert hang.cause.startswith("hung: it has not answered for")
         assert "stopped (SIGSTOP)" in hang.cause
         os.kill(child.pid, signal.SIGCONT)
 
