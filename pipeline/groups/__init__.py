@@ -6,4 +6,5 @@
 | `ledger` | which prompt is whose turn, and what became of it |
 | `staleness` | how far generation may run ahead of training |
 | `advantages` | how much better a sample is than its group |
+| `bounds` | bounds of values in records, for processes that read none |
 """

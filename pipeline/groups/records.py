@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import RecordError
+from pipeline.groups.bounds import MOST_REWARD
 
 WIRE_VERSION = 2
-MOST_REWARD = float(1 << 24)
-"""The largest reward by size: up to it float32, in which advantages are trained, tells whole numbers apart."""
 MOST_NEWER = 255
 """The most that `Sample.newer` can say. A token of yet newer weights passes for older than it is."""
 MALFORMED = "malformed"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pipeline.config import RewardConfig, nearest
 from pipeline.errors import ConfigError
-from pipeline.groups.records import MOST_REWARD
+from pipeline.groups.bounds import MOST_REWARD
 from pipeline.tasks.functions import TRL, VERL, RewardFunction, ScorePart, columns_of
 from pipeline.tasks.imports import find, users_code
 from pipeline.tasks.protocol import Prompt, Task

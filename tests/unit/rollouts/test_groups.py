@@ -181,7 +181,7 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         ({"prompt": raising}, "prompt raised ValueError: the verifier is broken"),
         ({"prompt": lambda *_: ask("a letter")}, "prompt could not be tokenised"),
         ({"prompt": lambda *_: "2+2"}, "prompt raised TypeError: expected a Prompt, found str"),
-        ({"prompt": lambda *_: Prompt(None)}, "prompt could not be rendered TypeError"),
+        ({"prompt": lambda *_: Prompt(None)}, "prompt could not be rendered TemplateError: TypeError"),
         ({"reward": leaving}, "reward raised SystemExit: 3"),
         ({"reward": speechless}, "reward raised Speechless: its message cannot be made"),
         ({"rollout": raising}, "rollout raised ValueError: the verifier is broken"),
