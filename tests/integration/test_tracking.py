@@ -87,7 +87,9 @@ def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path
     with WandbServer() as server:
         variables = {**os.environ, "HOME": str(tmp_path), **server.variables()}
         variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        subprocess.run(command, shell=True, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True)
+        subprocess.run(
+            command, shell=True, cwd=tmp_path, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True
+        )
     assert list(server.files) == [run.identity.run_id]
     history = server.history(run.identity.run_id)
     assert [row["step"] for row in history] == [1, 2, 3, 4, 5]
