@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import DeadlineError
-from pipeline.system.process import hold_port, tail
+from pipeline.system.process import tail
 from pipeline.system.waiting import wait_for
 from tests.cluster.machine import Machine
 
@@ -277,8 +277,13 @@ class SlurmCluster:
         self._machines[name] = Machine(argv, self.root / f"log/{name}.out", self.env)
 
     def _port(self) -> int:
-        """A port that stays free for the daemon that gets it, also between its lives."""
-        self._ports.append(hold_port())
+        """A port that stays free for the daemon that gets it, also between its lives.
+
+        Slurm's daemons listen with SO_REUSEADDR, so this holder allows that; `hold_port` would keep them out."""
+        holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        holder.bind(("", 0))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._ports.append(holder)
         return int(self._ports[-1].getsockname()[1])
 
     def _is_idle(self) -> bool:
