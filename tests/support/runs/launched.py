@@ -120,7 +120,7 @@ class Launched:
         """SIGKILL to the process that the agent started."""
         place = next(p for p in self._world()["placements"] if (p["role"], p["index"]) == (role, index))
         if role == "redis":
-            told = [f"{place['address']}:{place['ports'][0]}"]
+            told = ["redis-server"]
         elif role == "inference":
             told = [place["address"], str(place["ports"][0])]
         else:

@@ -72,7 +72,7 @@ def test_what_a_program_writes_is_bounded_and_goes_with_it(tmp_path: Path) -> No
     tmp_path.chmod(0o777)
     flood = f"""
 import os
-for place in (os.getcwd(), "/tmp", "/dev/shm"):
+for place in (os.getcwd(), os.environ["TMPDIR"], "/dev/shm"):
     try:
         for number in range(100):
             with open(f"{{place}}/flood-{{number}}", "wb") as file:
