@@ -9,6 +9,7 @@
 | `remembered` | the same from the store, when the front starts |
 | `shelf` | checkpoints and sampling clients |
 | `expiry` | how long what nobody asked for again is kept |
+| `asked` | what a client may ask of a sample |
 | `sampling`, `generation` | requests to the servers; their form, and that of the answers |
 | `order` | the order of a model's requests |
 | `wire`, `structure` | protobuf to records, and back; how many values a body may have |

@@ -16,6 +16,7 @@ class Session(msgspec.Struct, frozen=True):
     created: float
     ended: str = ""
     ended_at: float = 0.0
+    metadata: dict[str, str] | None = None
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class Model(msgspec.Struct, frozen=True):
     gone: bool = False
     unloading: bool = False
     """Its client is done with it."""
+    metadata: dict[str, str] | None = None
 
 
 class SavedWeights(msgspec.Struct, frozen=True):

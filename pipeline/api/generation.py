@@ -1,7 +1,6 @@
 """Samples in the form of the servers, and back.
 
-Owns how a request of the SDK becomes one of vLLM, and vLLM's answer the SDK's. Promises that what no server could do
-raises `ApiError` before any is asked. Pure.
+Owns how a request of the SDK becomes one of vLLM, and vLLM's answer the SDK's. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.api import wire
-from pipeline.api.errors import ApiError
+from pipeline.api.asked import checked_request, prompt_tokens
 from pipeline.api.settings import BASE
 from pipeline.rollouts.server import FINAL_ONLY
 
-MOST_SAMPLES = 1024
 _NO_TOKEN = -99999.0
 _GREEDY = 1e-5
 """Below this temperature vLLM takes the likeliest token, and refuses to do so more than once for a prompt."""
@@ -23,26 +21,6 @@ _GREEDY = 1e-5
 def adapter_name(folder: str) -> str:
     """What servers call the adapter of a folder; the base without one."""
     return folder.replace("/", "--") if folder else BASE
-
-
-def checked_request(body: Mapping[str, Any], max_length: int) -> list[int]:
-    """The prompt's tokens; `ApiError` for what no server could do."""
-    tokens: list[int] = []
-    for chunk in (body.get("prompt") or {}).get("chunks") or []:
-        if chunk.get("type", "encoded_text") != "encoded_text":
-            raise ApiError(f"a prompt chunk of kind {chunk.get('type')!r}; only encoded_text is served")
-        tokens.extend(chunk["tokens"])
-    if not tokens:
-        raise ApiError("the prompt has no tokens")
-    if len(tokens) >= max_length:
-        raise ApiError(f"the prompt has {len(tokens)} tokens; expected fewer than {max_length} (model.max_length)")
-    count = body.get("num_samples", 1)
-    if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
-        raise ApiError(f"num_samples={count!r}; expected 1 to {MOST_SAMPLES}")
-    for field_name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
-        if body.get(field_name):
-            raise ApiError(f"{field_name} is not served")
-    return tokens
 
 
 def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[str, Any]:
@@ -93,12 +71,12 @@ def written_sample(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
             sequence.topk_sampled_logprobs.CopyFrom(_top(ranked, top))
     prompt = answer.get("prompt_logprobs")
     if prompt is not None:
-        tokens = checked_request(body, 1 << 60)
+        tokens = prompt_tokens(body)
         rows = [{int(id): one["logprob"] for id, one in (each or {}).items()} for each in prompt]
         own = [float("nan"), *(row[token] for row, token in zip(rows[1:], tokens[1:], strict=True))]
+        if last := body.get("prompt_logprobs_last_n"):
+            rows[:-last], own[:-last] = [{}] * (len(rows) - last), [float("nan")] * (len(own) - last)
         if body.get("prompt_logprobs"):
-            last = int(body.get("prompt_logprobs_last_n") or len(own))
-            own[:-last] = [float("nan")] * max(0, len(own) - last)
             message.prompt_logprobs = np.array(own, "<f4").tobytes()
         if top_prompt:
             message.topk_prompt_logprobs.CopyFrom(_top(rows, top_prompt))

@@ -45,6 +45,11 @@ def request_id(owner: str, number: int) -> str:
     return f"{owner}:{number}"
 
 
+def unload_id(model: str) -> str:
+    """Of the request to unload a model."""
+    return f"{model}:unload"
+
+
 @dataclass(frozen=True)
 class WeightsPath:
     """What a `tinker://` path names."""

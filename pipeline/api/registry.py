@@ -55,8 +55,8 @@ class Registry:
 
     # Sessions and models
 
-    async def open_session(self, owner: Owner) -> Session:
-        session = Session(names.new_session_id(), owner.name, self._clock())
+    async def open_session(self, owner: Owner, metadata: dict[str, str] | None = None) -> Session:
+        session = Session(names.new_session_id(), owner.name, self._clock(), metadata=metadata)
         await self._note(session)
         return session
 
@@ -97,14 +97,22 @@ class Registry:
 
     # Requests
 
-    async def make_model(self, owner: Owner, session: str, number: int, base: str, body: Create | Load) -> Request:
+    async def make_model(
+        self,
+        owner: Owner,
+        session: str,
+        number: int,
+        base: str,
+        body: Create | Load,
+        metadata: dict[str, str] | None = None,
+    ) -> Request:
         """The first request of a model, which makes it; a retry finds it made."""
         model = names.model_id(self.session(owner, session).id, number)
         if model not in self.models:
             own = sum(1 for live in self.models.values() if live.fact.owner == owner.name and not live.fact.gone)
             if owner.models and own >= owner.models:
                 raise ApiError(f"{owner.name} has {own} models, which is all it may have; end a session of it", 403)
-            fact = Model(model, session, owner.name, base, body.adapter, self._clock())
+            fact = Model(model, session, owner.name, base, body.adapter, self._clock(), metadata=metadata)
             self.models[model] = Live(fact, ModelQueue())
             return await self._accept(self.models[model], 0, body, _model_fact(fact))
         return await self._accept(self.models[model], 0, body)
@@ -148,6 +156,7 @@ class Registry:
                 self.models.pop(live.fact.id, None)
             request.kept.set()
             raise
+        live.requested = self._clock()
         live.queue.add(seq, time.monotonic())
         if failure:
             request.finish(failure, self._clock())
@@ -301,6 +310,7 @@ class Registry:
         fact = msgspec.structs.replace(live.fact, gone=True)
         await self._store.keep(_model_fact(fact))
         live.fact = fact
+        live.unloaded.set()
         for request in live.requests.values():
             request.open = False
             if not request.answered:

@@ -22,6 +22,7 @@ def remembered(kept: Store, now: float) -> tuple[dict[str, Session], dict[str, L
     for each in kept.requests():
         if each.model in models:  # else it is a sample
             live = models[each.model]
+            live.requested = max(live.requested, each.served)
             requests[each.id] = live.requests[each.seq] = _request(live, each, kept.body(each.id), now)
     for live in models.values():
         answered = [seq for seq, request in live.requests.items() if request.answered]

@@ -79,6 +79,16 @@ class Live:
     """Up to this request nothing can be done again."""
     lost: str = ""
     unloading: bool = False
+    unloaded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once no trainer has it any more."""
+
+    requested: float = 0.0
+    """When its client last asked for something (seconds since the epoch), as far as is known after a start."""
+
+    def __post_init__(self) -> None:
+        self.requested = max(self.requested, self.fact.created)
+        if self.fact.gone:
+            self.unloaded.set()
 
 
 class SaveNote(msgspec.Struct, frozen=True):

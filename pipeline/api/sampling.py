@@ -20,9 +20,10 @@ import aiohttp
 import msgspec
 
 from pipeline.api import store
+from pipeline.api.asked import checked_request
 from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import SamplingSession
-from pipeline.api.generation import adapter_name, checked_request, request_body, written_sample
+from pipeline.api.generation import adapter_name, request_body, written_sample
 from pipeline.api.records import Facts, Failed
 from pipeline.api.store import Store
 from pipeline.errors import one_line

@@ -2,17 +2,21 @@
 
 Owns what a client may write in them. Promises that a field which does not fit raises `ApiError` with its name. Pure."""
 
+import sys
 from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
+from pipeline.api.asked import is_number, is_whole
 from pipeline.api.errors import ApiError
 from pipeline.api.facts import SavedWeights
 from pipeline.api.names import parse_path
 from pipeline.api.records import Step
 from pipeline.api.requests import Request
 
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_ADAM_FIELDS = {"lr": "learning_rate", "clip_norm": "grad_clip_norm"}
 LEAST_TTL, MOST_TTL = 3600, 10 * 365 * 86400
 
 
@@ -26,10 +30,26 @@ def text(body: dict[str, Any], field: str) -> str:
 
 def number(body: dict[str, Any], field: str, least: int = 0) -> int:
     """A whole number of at least `least`."""
-    value = body.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 62:
+    value: Any = body.get(field)
+    if not is_whole(value, least):
         raise ApiError(f"{field}={value!r}; expected a number of {least} or more")
     return value
+
+
+def flag(body: dict[str, Any], field: str) -> bool:
+    """True or false; true where it is left out."""
+    value = body.get(field, True)
+    if not isinstance(value, bool):
+        raise ApiError(f"{field}={value!r}; expected true or false")
+    return value
+
+
+def metadata(body: dict[str, Any]) -> dict[str, str] | None:
+    """What a client notes on what it makes: texts by name."""
+    given = body.get("user_metadata")
+    if given is not None and not (isinstance(given, dict) and all(isinstance(each, str) for each in given.values())):
+        raise ApiError(f"user_metadata={str(given)[:80]!r}; expected an object whose values are texts")
+    return given
 
 
 def ttl(body: dict[str, Any]) -> int | None:
@@ -56,8 +76,9 @@ def step(body: dict[str, Any]) -> Step:
         "clip_norm": params.get("grad_clip_norm", 0.0),
     }
     for name, value in given.items():
-        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ApiError(f"adam_params: {name}={value!r}; expected a finite number that is not negative")
+        if not is_number(value, 0.0, sys.float_info.max):
+            field = _ADAM_FIELDS.get(name, name)
+            raise ApiError(f"adam_params: {field}={value!r}; expected a finite number that is not negative")
     if given["beta1"] >= 1 or given["beta2"] >= 1:
         raise ApiError("adam_params: beta1 and beta2 have to be below 1")
     return Step(**{name: float(value) for name, value in given.items()})
@@ -73,7 +94,7 @@ def listed(checkpoint: SavedWeights) -> dict[str, Any]:
     path = parse_path(checkpoint.path)
     return {
         "checkpoint_id": path.checkpoint,
-        "checkpoint_type": "training" if path.kind == "weights" else "sampler",
+        "checkpoint_type": CHECKPOINT_TYPES[path.kind],
         "time": time_of(checkpoint.created),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size,

@@ -11,6 +11,7 @@ from aiohttp import web
 from pipeline.api import wire
 from pipeline.api.errors import Missing
 from pipeline.api.keys import Owner
+from pipeline.api.names import unload_id
 from pipeline.api.records import Failed, Passed, Plain, Result, Saved, Stepped
 from pipeline.api.registry import Registry
 from pipeline.api.requests import Live
@@ -39,6 +40,9 @@ class FutureRoutes:
         id = text(await self._read_json(request), "request_id")
         if self._sampling.has(id):
             return await self._retrieve_sample(owner, id)
+        model = id.removesuffix(unload_id(""))
+        if model != id:
+            return await self._retrieve_unload(owner, model)
         found = self._registry.requests.get(id)
         live = self._registry.models.get(found.model) if found else None
         if found is None or live is None or live.fact.owner != owner.name:
@@ -50,6 +54,15 @@ class FutureRoutes:
             return _failure(Failed(live.lost, "server")) if live.lost else self._pending()
         await self._registry.note_served(found)
         return _answer(live, result)
+
+    async def _retrieve_unload(self, owner: Owner, model: str) -> web.Response:
+        live = self._registry.model(owner, model)
+        if not live.unloading and not live.fact.gone:
+            raise Missing(f"nobody asked to unload model {model!r}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(live.unloaded.wait(), HOLD_SECONDS)
+            return web.json_response({"type": "unload_model", "model_id": model})
+        return self._pending()
 
     async def _retrieve_sample(self, owner: Owner, id: str) -> web.Response:
         self._registry.shelf.sampler(owner, id.rpartition(":")[0])

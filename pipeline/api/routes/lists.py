@@ -4,10 +4,11 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.api.facts import Model, SavedWeights
+from pipeline.api.facts import SavedWeights
 from pipeline.api.keys import Owner
 from pipeline.api.names import parse_path
 from pipeline.api.registry import Registry
+from pipeline.api.requests import Live
 from pipeline.api.routes.fields import listed, page, time_of, ttl
 from pipeline.api.routes.router import Router
 
@@ -31,13 +32,13 @@ class ListRoutes:
     async def _runs(self, owner: Owner, request: web.Request) -> web.Response:
         own = [live for live in self._registry.models.values() if live.fact.owner == owner.name]
         some, cursor = page(sorted(own, key=lambda live: -live.fact.created), request)
-        return web.json_response({"training_runs": [self._run(live.fact) for live in some], "cursor": cursor})
+        return web.json_response({"training_runs": [self._run(live) for live in some], "cursor": cursor})
 
     async def _run_of(self, owner: Owner, request: web.Request) -> web.Response:
-        return web.json_response(self._run(self._registry.model(owner, request.match_info["model"]).fact))
+        return web.json_response(self._run(self._registry.model(owner, request.match_info["model"])))
 
-    def _run(self, fact: Model) -> dict[str, Any]:
-        newest: dict[str, Any] = {}
+    def _run(self, live: Live) -> dict[str, Any]:
+        fact, newest = live.fact, dict[str, Any]()
         for each in sorted(self._registry.shelf.of_model(fact.id), key=lambda each: each.created):
             newest[parse_path(each.path).kind] = listed(each)
         rank = fact.adapter.rank
@@ -47,7 +48,8 @@ class ListRoutes:
             "model_owner": fact.owner,
             "is_lora": rank > 0,
             "lora_rank": rank or None,
-            "last_request_time": time_of(fact.created),
+            "last_request_time": time_of(live.requested),
+            "user_metadata": fact.metadata,
             "last_checkpoint": newest.get("weights"),
             "last_sampler_checkpoint": newest.get("sampler_weights"),
         }

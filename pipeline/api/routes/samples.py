@@ -55,5 +55,5 @@ class SampleRoutes:
         folder = self._registry.shelf.checkpoint(owner, sampler.path).folder if sampler.path else ""
         seq = number(body, "seq_id")
         request = await self._sampling.accept(names.request_id(sampler.id, seq), sampler, folder, seq, body)
-        ids = [f"{request}:{index}" for index in range(int(body.get("num_samples", 1)))]
+        ids = [f"{request}:{index}" for index in range(body.get("num_samples", 1))]
         return {"request_id": request, "sample_sequence_ids": ids}

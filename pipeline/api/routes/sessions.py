@@ -7,7 +7,7 @@ from aiohttp import web
 
 from pipeline.api.keys import Owner
 from pipeline.api.registry import Registry
-from pipeline.api.routes.fields import page, text
+from pipeline.api.routes.fields import metadata, page, text
 from pipeline.api.routes.router import Body, Router
 from pipeline.api.settings import Settings
 
@@ -49,7 +49,7 @@ class SessionRoutes:
         return {"status": "accepted"}
 
     async def _create(self, owner: Owner, body: Body) -> Body:
-        session = await self._registry.open_session(owner)
+        session = await self._registry.open_session(owner, metadata(body))
         return {"type": "create_session", "session_id": session.id}
 
     async def _heartbeat(self, owner: Owner, body: Body) -> Body:
@@ -68,10 +68,13 @@ class SessionRoutes:
         return web.json_response({"sessions": [each.id for each in some]})
 
     async def _get(self, owner: Owner, request: web.Request) -> web.Response:
-        id = self._registry.known_session(owner, request.match_info["session"]).id
+        session = self._registry.known_session(owner, request.match_info["session"])
+        id = session.id
         models = [live.fact.id for live in self._registry.models.values() if live.fact.session == id]
         samplers = [each for each in self._registry.shelf.samplers if each.startswith(f"{id}:")]
-        return web.json_response({"training_run_ids": models, "sampler_ids": samplers})
+        return web.json_response(
+            {"training_run_ids": models, "sampler_ids": samplers, "user_metadata": session.metadata}
+        )
 
     async def _health(self, owner: Owner, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -24,7 +24,7 @@ from pipeline.api.names import WeightsPath
 from pipeline.api.records import Save
 from pipeline.api.registry import Registry
 from pipeline.api.requests import SaveNote, save_body
-from pipeline.api.routes.fields import future, number, text, time_of, ttl
+from pipeline.api.routes.fields import future, metadata, number, text, time_of, ttl
 from pipeline.api.routes.router import API, Body, Router
 from pipeline.api.settings import Settings
 from pipeline.errors import one_line
@@ -84,7 +84,8 @@ class WeightRoutes:
 
     def _url(self, request: web.Request, checkpoint: SavedWeights, file: str, expires: int) -> str:
         path = names.parse_path(checkpoint.path)
-        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
+        told = request.headers.get("X-Forwarded-Proto", "").lower()
+        scheme = told if told in ("http", "https") else request.scheme
         place = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
         return f"{scheme}://{request.host}{place}?expires={expires}&sign={self._sign(checkpoint, file, expires)}"
 
@@ -122,10 +123,13 @@ class _Saving:
     def _save(self, owner: Owner, body: Body) -> Save:
         model, seq = text(body, "model_id"), number(body, "seq_id")
         live = self._registry.model(owner, model)
-        sampling = body.get("sampling_session_seq_id") if self._kind == "sampler_weights" else None
-        sampler = "" if sampling is None else names.sampler_id(live.fact.session, int(sampling))
+        sampler = ""
+        if self._kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
+            sampler = names.sampler_id(live.fact.session, number(body, "sampling_session_seq_id"))
         if self._kind == "sampler_weights" and not live.fact.adapter.rank:
             raise ApiError(f"{model} is a whole model; only adapters can be sampled from: create it with a lora_config")
+        if (kind := body.get("kind") or "snapshot") != "snapshot":
+            raise ApiError(f"kind={kind!r} is not served; kind='snapshot' is: make a new sampling client of each save")
         if body.get("age_encryption_recipients"):
             raise ApiError("age_encryption_recipients: files are not encrypted here; leave it out")
         given = body.get("path")
@@ -137,7 +141,7 @@ class _Saving:
         stored = self._registry.shelf.stored_bytes(owner.name)
         if owner.bytes and stored >= owner.bytes:
             raise ApiError(f"{owner.name} keeps {stored} bytes of checkpoints, its limit is {owner.bytes}; delete some")
-        return save_body(path, seq, SaveNote(str(path), ttl(body), body.get("user_metadata"), sampler))
+        return save_body(path, seq, SaveNote(str(path), ttl(body), metadata(body), sampler))
 
 
 async def _send_tar(request: web.Request, folder: Path) -> web.StreamResponse:

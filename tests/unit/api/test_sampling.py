@@ -132,6 +132,17 @@ def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
     with_servers(tmp_path, play)
 
 
+def test_the_prompt_before_its_last_tokens_has_no_logprobs_of_its_own_and_no_likeliest(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        outcome = await sample(sampling, prompt_logprobs=True, topk_prompt_logprobs=1, prompt_logprobs_last_n=1)
+        assert isinstance(outcome, bytes)
+        answer = wire.protocol().SampleResponse.FromString(outcome)
+        assert np.isnan(np.frombuffer(answer.prompt_logprobs, "<f4")).tolist() == [True, True, False]
+        assert np.frombuffer(answer.topk_prompt_logprobs.token_ids, "<i4").tolist() == [0, 0, 3]
+
+    with_servers(tmp_path, play)
+
+
 def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         for name in "abc":
