@@ -44,7 +44,9 @@ def slurm(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluste
 def submit(folder: Path, function: Callable[[], Any], resources: dict[str, Any], **cluster: Any) -> RunJob:
     """A job of a run that is finished already, so that its epilogue ends it."""
     run = RunPaths(folder / "it's a run")
-    config = make_config(cluster={"kind": "slurm", **cluster}, resources=resources)
+    config = make_config(
+        cluster={"kind": "slurm", **cluster}, resources=resources, task={"name": "arithmetic", "processes": 1}
+    )
     files.write_document(run.config, config.model_dump(mode="json"))
     files.write_document(run.run, RunIdentity(run_id="test-1", created=0.0))
     files.write_document(run.finished, Finished(time=0.0, steps=1, attempt=""))
