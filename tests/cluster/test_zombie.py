@@ -81,11 +81,11 @@ def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_
     assert running(networked, node, "pipeline.roles.trainer")
     send(networked.processes(node), signal.SIGCONT)
     log = first.log("trainer", 0)
-    # Its commit is refused, or fails since the new attempt has removed what there was of it; then the next is refused.
-    told = (f"rl-{step} is not committed", f"attempt {second.attempt} has taken over")
+    # Its checkpoint is refused, or fails since the new attempt has removed the files. Then the next checkpoint is
+    # refused, or its agent stops the trainer while that waits for its attempt's Redis.
     wait_for(
-        "the zombie to be refused",
-        lambda: all(each in log.read_text() for each in told),
+        "the zombie to fail and to come down",
+        lambda: f"rl-{step} is not committed" in log.read_text() and first.down("trainer.0").exists(),
         WAIT_SECONDS,
         missing=log.read_text,
     )
