@@ -57,7 +57,7 @@ def _grace(config: RunConfig, rows: Sequence[Row]) -> Iterator[Finding]:
     last = trained[-1] if trained else {}
     newest = [row for row in trained if all(row.get(key) == last.get(key) for key in ("job", "attempt"))]
     if warning := grace_warning(config.cluster, newest):
-        page = "docs/checkpoints.md#training-goes-on-meanwhile"
+        page = "docs/checkpoints.md#asynchronous-checkpoints"
         yield Finding(_sentence(warning.seen), _sentence(warning.change), page)
 
 
