@@ -53,22 +53,25 @@ COLD = "cold"
 INTRODUCTION = (
     "# Preemption trials",
     "",
-    "Each row is one run on a real Slurm of four nodes on one machine (KillWait 30 s), submitted as a user does, "
-    "disturbed once and left to finish. `python -m tests.cluster.trials` makes them; with `--page "
-    "docs/preemption.md` it writes this page.",
+    "Each row is one run on a real Slurm of four nodes on one machine (KillWait 30 s). The run was submitted "
+    "as a user does, disturbed once and left to finish. `python -m tests.cluster.trials` makes the rows; "
+    "with `--page docs/preemption.md` it writes this page.",
     "",
-    "*at* is where the run was when it was disturbed, *went on at* the step from which its next attempt trained: "
-    "what lies between was trained again; *commit open* says that a checkpoint was being written. *cold* and "
-    "*warm* are the seconds from the start of an attempt to its first step, of the first attempt and of"
-    " the one that resumed; *gap* is the time from the disturbance to the first step after it, with "
-    "Slurm's own waiting. The first step of the warm start needs no server, that of RL needs all of them: compare"
-    " like with like.",
+    "| column | meaning |",
+    "|---|---|",
+    "| at | the state of the run when it was disturbed; *commit open* marks a checkpoint in progress |",
+    "| went on at | the step from which the next attempt trained; the steps in between were trained again |",
+    "| cold, warm | seconds from the start of an attempt to its first step: of the first attempt, and of the "
+    "resumed one. The first step of SFT (the warm start) needs no server and the first RL step needs all "
+    "servers, so compare only rows of the same phase |",
+    "| gap | seconds from the disturbance to the first step after it, including Slurm's waiting time |",
+    "| held-out | held-out accuracy before and after RL |",
     "",
-    "*every step once* means: `metrics.jsonl` has each step of the warm start and of RL exactly once, the ledger "
-    "has each position that was to be trained exactly once, the last checkpoint is of the last step, the model is"
-    " exported, the held-out accuracy is in the band of the undisturbed runs (0.1 wider on both sides), there "
-    "were exactly two attempts (or one, where the run finished while it was being ended), and the job ended as "
-    "COMPLETED.",
+    "*every step once* means that all of these hold: `metrics.jsonl` has each step of SFT and of RL exactly "
+    "once; the ledger has each position due for training exactly once; the last checkpoint is of the last step; the "
+    "model is exported; the held-out accuracy is in the range of the undisturbed runs (0.1 wider on both "
+    "sides); there were exactly two attempts (or one, if the run finished during the shutdown); and the job "
+    "ended as COMPLETED.",
     "",
 )
 
@@ -97,7 +100,7 @@ def _summary(
     calm: Sequence[Trial], disturbed: Sequence[Trial], cold: float | None, trials: Sequence[Trial]
 ) -> list[str]:
     whole = [trial for trial in disturbed if not problem_of(trial, trials)]
-    lines = [f"- {len(whole)} of {len(disturbed)} disturbed runs ended as an undisturbed one does."]
+    lines = [f"- {len(whole)} of {len(disturbed)} disturbed runs ended like an undisturbed run."]
     for name, some in (("undisturbed", calm), ("disturbed", whole)):
         last = [trial.accuracy[-1] for trial in some if trial.accuracy]
         if last:
