@@ -5,20 +5,33 @@ request is accepted. Pure.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from pipeline.api.errors import ApiError
+from pipeline.config.sums import OTHER_LOSSES
 
-MOST_SAMPLES = 256
-"""Sequences of one request; vLLM refuses more."""
 MOST_TEMPERATURE = 2.0
 """vLLM refuses what is hotter."""
 _MOST_ID, _MOST_NUMBER = (1 << 31) - 1, (1 << 62) - 1
 _NOT_SERVED = {
     "target_prompt_logprobs": "leave it out",
     "prompt_alt_tokens_k": "leave it out",
-    "record_stability_info": "it serves stable_reinforce alone, which is not served either; leave it out",
+    "record_stability_info": f"only stable_reinforce needs it, which is not served either; take {OTHER_LOSSES}",
 }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What servers were started with, as far as they refuse what has more.
+
+    Attributes:
+        length: tokens of a prompt with its sample, `model.max_length`.
+        samples: sequences of one request, `inference.max_sequences`: vLLM takes no more than it runs at once.
+    """
+
+    length: int
+    samples: int
 
 
 def is_whole(value: Any, least: int, most: int = _MOST_NUMBER) -> TypeGuard[int]:
@@ -31,14 +44,14 @@ def is_number(value: Any, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def checked_request(body: Mapping[str, Any], max_length: int) -> list[int]:
+def checked_request(body: Mapping[str, Any], limits: Limits) -> list[int]:
     """The prompt's tokens; `ApiError` for what no server could do."""
     tokens = prompt_tokens(body)
     if not tokens:
         raise ApiError("the prompt has no tokens")
-    if len(tokens) >= max_length:
-        raise ApiError(f"the prompt has {len(tokens)} tokens; expected fewer than {max_length} (model.max_length)")
-    _check_counts(body, len(tokens))
+    if len(tokens) >= limits.length:
+        raise ApiError(f"the prompt has {len(tokens)} tokens; expected fewer than {limits.length} (model.max_length)")
+    _check_counts(body, len(tokens), limits.samples)
     given = body.get("sampling_params")
     if given is not None and not isinstance(given, dict):
         raise ApiError(f"sampling_params={_short(given)}; expected an object")
@@ -68,11 +81,12 @@ def prompt_tokens(body: Mapping[str, Any]) -> list[int]:
     return tokens
 
 
-def _check_counts(body: Mapping[str, Any], length: int) -> None:
-    """The numbers beside the sampling parameters, for a prompt of this length."""
+def _check_counts(body: Mapping[str, Any], length: int, most: int) -> None:
+    """Check the numbers outside the sampling parameters, for a prompt of `length` tokens and at most `most` samples."""
     count = body.get("num_samples", 1)
-    if not is_whole(count, 1, MOST_SAMPLES):
-        raise ApiError(f"num_samples={_short(count)}; expected 1 to {MOST_SAMPLES}, ask again for more")
+    if not is_whole(count, 1, most):
+        expected = f"expected 1 to {most} (inference.max_sequences), ask again for more"
+        raise ApiError(f"num_samples={_short(count)}; {expected}")
     for name in ("topk_sample_logprobs", "topk_prompt_logprobs"):
         if not is_whole(body.get(name) or 0, 0):
             raise ApiError(f"{name}={_short(body[name])}; expected a number of 0 or more")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.api import wire
-from pipeline.api.asked import checked_request, prompt_tokens
+from pipeline.api.asked import Limits, checked_request, prompt_tokens
 from pipeline.api.settings import BASE
 from pipeline.rollouts.server import FINAL_ONLY
 
@@ -23,9 +23,9 @@ def adapter_name(folder: str) -> str:
     return folder.replace("/", "--") if folder else BASE
 
 
-def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[str, Any]:
+def request_body(body: Mapping[str, Any], model: str, limits: Limits) -> dict[str, Any]:
     """The request in vLLM's form."""
-    tokens = checked_request(body, max_length)
+    tokens = checked_request(body, limits)
     given = body.get("sampling_params") or {}
     stop = given.get("stop")
     top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
@@ -35,7 +35,7 @@ def request_body(body: Mapping[str, Any], model: str, max_length: int) -> dict[s
         "temperature": temperature,
         "top_p": given.get("top_p", 1.0),
         "top_k": max(0, given.get("top_k", -1)),
-        "max_tokens": min(given.get("max_tokens") or max_length, max_length - len(tokens)),
+        "max_tokens": min(given.get("max_tokens") or limits.length, limits.length - len(tokens)),
         "logprobs": top,
         "ignore_eos": False,
         "output_kind": FINAL_ONLY,

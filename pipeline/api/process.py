@@ -55,7 +55,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     keys.check()
     store = Store(settings.store)
     stop = stop or _stopped_by_signals()
-    sampling = SampleQueue(store, settings.weights, settings.max_length, MOST_ADAPTERS)
+    sampling = SampleQueue(store, settings.weights, settings.limits, MOST_ADAPTERS)
     registry = Registry(store)
     registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
     known = _known(settings)

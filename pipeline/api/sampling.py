@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from pipeline.api import store
-from pipeline.api.asked import checked_request
+from pipeline.api.asked import Limits, checked_request
 from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import SamplingSession
 from pipeline.api.generation import adapter_name, request_body, written_sample
@@ -94,8 +94,8 @@ class _Died(Exception):
 class SampleQueue:
     """All requests to sample, and the servers that there are now."""
 
-    def __init__(self, kept: Store, weights: Path, max_length: int, most_adapters: int) -> None:
-        self._store, self._weights, self._max_length, self._most = kept, weights, max_length, most_adapters
+    def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int) -> None:
+        self._store, self._weights, self._limits, self._most = kept, weights, limits, most_adapters
         self._jobs: dict[str, _Job] = {}
         self._waiting = 0
         """Samples that are worked on, or wait for a server."""
@@ -150,7 +150,7 @@ class SampleQueue:
         if self._waiting >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)
         given = Sampled(sampler.id, seq, folder, body)
-        checked_request(body, self._max_length)
+        checked_request(body, self._limits)
         written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
         try:
@@ -240,7 +240,7 @@ class SampleQueue:
         server.running += 1
         try:
             async with self._adapter(server, given.folder):
-                body = request_body(given.body, adapter_name(given.folder), self._max_length)
+                body = request_body(given.body, adapter_name(given.folder), self._limits)
                 answer = await self._post(server, "/inference/v1/generate", body)
                 server.rest.worked()
                 return written_sample(msgspec.json.decode(answer), given.body)

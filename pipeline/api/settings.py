@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.api.asked import Limits
 from pipeline.api.errors import ApiError
 from pipeline.config import RunConfig
 
@@ -25,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         keys: the file of API keys; empty: one key of the run's own, in `root`.
         base_names: what clients may call the model, the first one is told to them.
         tokenizer: what the SDK loads the tokenizer from.
+        max_samples: sequences that a server runs at once.
         max_length, max_rank, request_bytes, session_seconds, whole_models, sampling, seed: of the config.
     """
 
@@ -35,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     base_names: tuple[str, ...]
     tokenizer: str
     max_length: int
+    max_samples: int
     max_rank: int
     request_bytes: int
     session_seconds: float
@@ -47,6 +50,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if name not in self.base_names:
             raise ApiError(f"base_model {name!r}; served here: {', '.join(self.base_names)}")
         return name
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a request to sample."""
+        return Limits(self.max_length, self.max_samples)
 
     @property
     def store(self) -> Path:
@@ -77,6 +85,7 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
         base_names=tuple(dict.fromkeys((name, config.model.path))),
         tokenizer=config.model.path,
         max_length=config.model.max_length,
+        max_samples=config.inference.max_sequences,
         max_rank=serve.max_rank,
         request_bytes=serve.request_bytes,
         session_seconds=serve.session_seconds,

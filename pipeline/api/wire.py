@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipeline.api.errors import ApiError
 from pipeline.api.records import Datum, Pass, Passed
 from pipeline.api.structure import check_fields
-from pipeline.config.sums import COLUMNS, SETTINGS
+from pipeline.config.sums import COLUMNS, NOT_SERVED, SETTINGS
 from pipeline.errors import ConfigError
 from pipeline.system.extras import pip_install
 
@@ -92,6 +92,8 @@ def pass_of(message: Any, longest: int) -> Pass:
     """The record of a request; `ApiError` for a loss that there is not, or data that it cannot take, such as one of
     more than `longest` tokens."""
     loss = str(message.loss_fn)
+    if loss in NOT_SERVED:
+        raise ApiError(f"loss_fn {loss!r} is not served: {NOT_SERVED[loss]}")
     if loss not in COLUMNS:
         raise ApiError(f"loss_fn {loss!r}; expected one of {', '.join(COLUMNS)}")
     room = _Room()
@@ -157,7 +159,10 @@ def _datum(message: Any, loss: str, longest: int, room: _Room, name: str) -> Dat
             values = np.ones(len(tokens) * max(1, width), np.float32)
         else:
             raise ApiError(f"{name}: loss_fn_inputs has no {field}, which {loss} reads")
-        columns[field] = (values if cells is None else values[cells]).tobytes()
+        values = values if cells is None else values[cells]
+        if field == "sequence_ratio_mask" and not values.any():
+            raise ApiError(f"{name}: {field} marks no token; expected 1 at each sampled one")
+        columns[field] = values.tobytes()
     flat = np.arange(len(tokens) * max(1, width), dtype=np.int64) if cells is None else cells
     at = flat // max(1, width)
     return Datum(

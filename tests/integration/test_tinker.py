@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
     "cispo": {"clip_high_threshold": 1.1},
     "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25},
 }
 CLOSE = 1e-4
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -84,6 +85,22 @@ def test_samples_have_the_log_probabilities_of_the_base(client: tinker.ServiceCl
     for each in answer.sequences:
         assert (len(each.tokens), each.stop_reason) == (12, "length")
         np.testing.assert_allclose(each.logprobs, of_own(base, PROMPT, each.tokens), atol=CLOSE)
+
+
+def test_the_most_samples_of_a_request_are_as_many_as_vllm_takes(
+    running: tuple[TinkerServer, list[Served]], client: tinker.ServiceClient
+) -> None:
+    server, (served,) = running
+    most = server.config.inference.max_sequences
+    sampler = client.create_sampling_client(base_model="tiny")
+    with pytest.raises(tinker.BadRequestError, match=r"inference\.max_sequences"):
+        sampler.sample(prompt_of(), most + 1, params(max_tokens=1)).result()
+    body = {"model": "base", "token_ids": PROMPT, "sampling_params": {"n": most + 1, "max_tokens": 1}}
+    headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+    asked = Request(f"http://{served.endpoint}/inference/v1/generate", json.dumps(body).encode(), headers)
+    with pytest.raises(HTTPError) as refused:
+        urlopen(asked, timeout=WAIT_SECONDS)
+    assert f"max_num_seqs ({most})" in refused.value.read().decode(), "the limit is vLLM's own"
 
 
 def test_a_seed_gives_the_same_samples_again(client: tinker.ServiceClient) -> None:

@@ -13,7 +13,7 @@ from tinker import types
 from tests.integration.tinker_server import TinkerServer
 from tests.support.models.jobs import VOCABULARY
 
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
 def forget_clients() -> None:
@@ -46,6 +46,8 @@ def make_data(seed: int, loss: str = "cross_entropy", count: int = 6) -> list[ty
         else:
             inputs["logprobs"] = (draw.normal(size=length) * 0.3 - 2.8).astype(np.float32)
             inputs["advantages"] = draw.normal(size=length).astype(np.float32)
+        if loss == "gspo":
+            inputs["sequence_ratio_mask"] = (np.arange(length) >= length // 2).astype(np.float32)
         data.append(datum(tokens[:-1], inputs))
     return data
 

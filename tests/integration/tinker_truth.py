@@ -47,6 +47,12 @@ class Truth:
             return -torch.minimum(r * a, r.clamp(low or 0.8, high or 1.2) * a).sum()
         if name == "cispo":
             return -(r.detach().clamp(low or 0.0, high or 4.0) * lp * a).sum()
+        if name == "gspo":  # by the gradient of the sequence's ratio, with each token's own part of it left alone
+            inside = given["sequence_ratio_mask"] != 0
+            s = torch.prod(r[inside]).pow(1 / int(inside.sum())).detach()
+            own = s * lp.exp() / lp.exp().detach()
+            bounded = s.clamp(low or 0.9997, high or 1.0004)
+            return -torch.where(s * a <= bounded * a, own * a, bounded * a).sum()
         assert name == "dro"
         return -(lp * a - settings.get("beta", 0.05) / 2 * (lp - q) ** 2).sum()
 

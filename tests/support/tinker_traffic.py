@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 from tinker import types
 
+from pipeline.api.asked import Limits
 from pipeline.api.generation import request_body
 from pipeline.api.records import Adapter, Datum, Pass, Step
 from pipeline.config import RunConfig
@@ -119,7 +120,10 @@ class Sampling:
     async def _raw(self, endpoint: str, password: str, model: str, clients: int) -> float:
         body: dict[str, Any] = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}}
         body |= {"num_samples": self.samples, "sampling_params": {"max_tokens": self.tokens, "stop": []}}
-        asked, left = request_body(body, model, len(PROMPT) + self.tokens), iter(range(self.requests))
+        asked, left = (
+            request_body(body, model, Limits(len(PROMPT) + self.tokens, self.samples)),
+            iter(range(self.requests)),
+        )
         headers = {"Authorization": f"Bearer {password}"}
         async with aiohttp.ClientSession(headers=headers) as http:
 

@@ -94,4 +94,4 @@ def _loss(objective: TokenSum, rows: Sequence[QueryRow], logprobs_Q: Tensor) -> 
         )
         for name in COLUMNS[objective.name]
     }
-    return token_losses(objective, logprobs_Q, columns).double().sum()
+    return token_losses(objective, logprobs_Q, columns, [len(row.at) for row in rows]).double().sum()

@@ -64,6 +64,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], reques
             base_names=("tiny",),
             tokenizer="tiny",
             max_length=16,
+            max_samples=12,
             max_rank=8,
             request_bytes=request_bytes,
             session_seconds=60,
@@ -72,7 +73,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], reques
             seed=0,
         )
         kept = Store(settings.store)
-        registry, sampling = Registry(kept), SampleQueue(kept, settings.weights, 16, 2)
+        registry, sampling = Registry(kept), SampleQueue(kept, settings.weights, settings.limits, 2)
         front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
         app = web.Application(client_max_size=0)
         front.add_routes(app)

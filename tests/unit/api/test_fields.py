@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.api.asked import MOST_SAMPLES
 from pipeline.api.records import Done, Plain, Saved
 from pipeline.api.registry import Registry
 from tests.unit.api.front_case import ADA, Client, with_front
@@ -39,7 +38,7 @@ def params(**given: Any) -> dict[str, Any]:
     [
         ({"num_samples": True}, "num_samples"),
         ({"num_samples": "3"}, "num_samples"),
-        ({"num_samples": MOST_SAMPLES + 1}, f"num_samples=257; expected 1 to {MOST_SAMPLES}"),
+        ({"num_samples": 13}, "num_samples=13; expected 1 to 12 (inference.max_sequences)"),
         *[({"prompt": {"chunks": [{"tokens": bad}]}}, "tokens") for bad in ("abc", [1.5], [True], [10**30], [-1])],
         ({"prompt": {"chunks": [5]}}, "prompt"),
         ({"prompt": [1]}, "prompt"),

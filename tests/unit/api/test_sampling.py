@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pipeline.api import wire
+from pipeline.api.asked import Limits
 from pipeline.api.errors import ApiError, Full
 from pipeline.api.facts import SamplingSession
 from pipeline.api.generation import request_body
@@ -27,6 +28,7 @@ from tests.fakes.http_server import PASSWORD
 from tests.fakes.mortal_server import POISON, a_mortal_server
 
 LONGEST, MOST_ADAPTERS = 16, 2
+LIMITS = Limits(LONGEST, 8)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 SAMPLER = SamplingSession("s:sample:0", "ada", "tiny")
 
@@ -95,7 +97,7 @@ def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awa
             servers.append(TestServer(app))
             await servers[-1].start_server()
         kept = Store(tmp_path / "store.sqlite")
-        sampling = SampleQueue(kept, tmp_path / "weights", LONGEST, MOST_ADAPTERS)
+        sampling = SampleQueue(kept, tmp_path / "weights", LIMITS, MOST_ADAPTERS)
         await sampling.start()
         sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
         try:
@@ -385,7 +387,7 @@ def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_pa
     ],
 )
 def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any]) -> None:
-    body = request_body({"prompt": PROMPT, "sampling_params": {"stop": stop}}, "base", LONGEST)
+    body = request_body({"prompt": PROMPT, "sampling_params": {"stop": stop}}, "base", LIMITS)
     sampling = body["sampling_params"]
     assert {name: sampling.get(name) for name in expected} == expected
     assert sampling["max_tokens"] == LONGEST - 3
@@ -398,10 +400,11 @@ def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any
         ({"prompt": {"chunks": []}}, "no tokens"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 16}]}}, "fewer than 16"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "only encoded_text"),
-        ({"prompt": PROMPT, "num_samples": 0}, "expected 1 to"),
+        ({"prompt": PROMPT, "num_samples": 0}, "expected 1 to 8"),
+        ({"prompt": PROMPT, "num_samples": 9}, "expected 1 to 8 .inference.max_sequences"),
         ({"prompt": PROMPT, "prompt_alt_tokens_k": 3}, "not served"),
     ],
 )
 def test_what_no_server_could_do_is_refused_at_once(body: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match=says):
-        request_body(body, "base", LONGEST)
+        request_body(body, "base", LIMITS)

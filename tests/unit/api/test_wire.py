@@ -88,12 +88,16 @@ def test_the_newer_form_of_a_setting_is_preferred_and_others_have_their_defaults
 
 
 GOOD = {"target_tokens": tensor([6, 7]), "weights": tensor([1.0, 1.0])}
+RL = {"target_tokens": tensor([6, 7]), "logprobs": tensor([-1.0, -1.0]), "advantages": tensor([1.0, 1.0])}
 
 
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        (request([5, 6], "stable_reinforce", **GOOD), "expected one of"),
+        (request([5, 6], "nothing", **GOOD), "expected one of"),
+        (request([5, 6], "stable_reinforce", **RL), "not served: .* take loss_fn=importance_sampling"),
+        (request([5, 6], "gspo", **RL), "no sequence_ratio_mask"),
+        (request([5, 6], "gspo", **RL, sequence_ratio_mask=tensor([0.0, 0.0])), "datum 0: .* marks no token"),
         (request([5, 6], **{**GOOD, "mask": tensor([1.0, 1.0])}), "'mask'"),
         (request([5, 6], weights=tensor([1.0, 1.0])), "no target_tokens"),
         (request([5, 6], "ppo", target_tokens=tensor([6, 7])), "'target_tokens'|no logprobs"),
