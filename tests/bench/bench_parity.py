@@ -158,7 +158,7 @@ def main() -> int:
         ours = json.loads((folder / "ours.json").read_text())
         theirs = train_with_trl(given.trl, folder, model, ours["batches"])
     differences = apart(ours["steps"], theirs["steps"])
-    columns = [column for name in NAMES for column in (name, "TRL", "apart")]
+    columns = [column for name in NAMES for column in (name, "TRL", "difference")]
     rows = []
     for number, each in enumerate(zip(ours["steps"], theirs["steps"], differences, strict=True)):
         rows.append(
