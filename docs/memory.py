@@ -1,4 +1,4 @@
-"""The tables of memory in docs/gpus.md, made anew: python -m docs.memory [--check]
+"""Writes the tables of memory in docs/gpus.md: python -m docs.memory [--check]
 
 Owns the shapes of a few models that people train, and what the arithmetic of `pipeline.world.memory` says of them. It
 reads no weights and takes seconds. With `--check` it fails if the page has other tables than it would write.
@@ -130,11 +130,11 @@ def tables() -> str:
 _RANKS = (1, 2, 4, 8, 16, 32)
 _HEADS = (
     [
-        f"| a trainer process, GiB, of | {' | '.join(map(str, _RANKS))} |",
+        f"| a trainer process, GiB, with this many processes | {' | '.join(map(str, _RANKS))} |",
         "|---|" + "---:|" * len(_RANKS),
     ],
     [
-        "| a server, GiB of each GPU | GPUs | weights | that arrive | least | KiB a token | "
+        "| a server, GiB of each GPU | GPUs | weights | incoming weights | minimum | KiB a token | "
         + " | ".join(f"sequences on {card}" for card in CARDS)
         + " |",
         "|---|" + "---:|" * (5 + len(CARDS)),
@@ -144,7 +144,7 @@ _HEADS = (
 
 
 def _trainer_rows(name: str, sizes: Sizes) -> Iterator[str]:
-    saved = ", sharded again and recomputed"
+    saved = ", resharded and recomputed"
     for ways, place, words in (((), "gpu", ", all kept"), (SAVED, "gpu", saved), (SAVED, "host", f"{saved}, host")):
         config = config_of("compile", *ways, publish_from=place)
         totals = [trainer_need(config, sizes, ranks).total / GIB for ranks in _RANKS]
@@ -162,7 +162,7 @@ def _server_rows(name: str, sizes: Sizes) -> Iterator[str]:
 
 
 def _measured_row(case: Measured) -> str:
-    ways = ", ".join(f"`{way}`" for way in case.ways) or "as it is"
+    ways = ", ".join(f"`{way}`" for way in case.ways) or "default"
     return f"| {case.model}, {ways} | {case.processes} | {case.gib} | {computed(case):.1f} |"
 
 

@@ -166,7 +166,8 @@ def main() -> int:
     losses = [(mine[0], other[0]) for mine, other in zip(ours["steps"], theirs["steps"], strict=True)]
     apart = [abs(mine - other) / other for mine, other in losses]
     shown = sorted({0, 1, 2, *range(0, len(losses), max(1, len(losses) // 6)), len(losses) - 1})
-    print(markdown(("step", "Rollcall", "TRL", "difference"), [(step + 1, *losses[step], apart[step]) for step in shown]))
+    titles = ("step", "Rollcall", "TRL", "difference")
+    print(markdown(titles, [(step + 1, *losses[step], apart[step]) for step in shown]))
     speeds = [tokens_per_second(each["steps"]) for each in (ours, theirs)]
     print(f"\n{len(losses)} steps; apart at most {max(apart):.2e}, median {statistics.median(apart):.2e}\n")
     print(
