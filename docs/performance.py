@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/performance.md, made anew from the raw figures: python -m docs.performance [--check]
+"""Writes the tables and pictures of docs/performance.md from the raw figures: python -m docs.performance [--check]
 
 Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `tinker`, `sharing`,
 `learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other tables than it would
@@ -23,12 +23,12 @@ PAGE, RAW = HERE / "performance.md", HERE / "performance"
 BEGIN, END = "<!-- made by python -m docs.performance: {} -->\n", "<!-- end -->\n"
 RECOVERED = 6
 """Steps after a fault until they take as long as before."""
-STAGES = ("first ten", "a quarter on", "half way", "three quarters on", "last ten")
+STAGES = ("first ten", "after a quarter", "after half", "after three quarters", "last ten")
 """Steps over which rewards are averaged."""
 DRAWN = "loop-4b-4xh200"
 """The run in the pictures."""
 MOST_LAG = "loop-0.6b-2xh200"
-"""The run with `max_lag=4`, beside which those with less are shown."""
+"""The run with `max_lag=4`, which is shown with the runs of a smaller lag."""
 Result = dict[str, Any]
 Row = dict[str, str]
 """A row of a table, by the titles of its columns."""
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def loops() -> list[Row]:
-    """Whole runs beside their halves alone."""
+    """Whole runs, and each half alone."""
     return [_loop(result, result["command"], result.get("alone", {})) for result in _results("loop").values()]
 
 
@@ -66,16 +66,16 @@ def _loop(result: Result, asked: Result, alone: Result) -> Row:
         "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
         "trainer alone": _number(alone.get("training_samples_per_second"), ".1f"),
         "plain loop alone": _number(alone.get("plain_training_samples_per_second"), ".1f"),
-        "of the lower half": _number(result.get("efficiency"), ".2f"),
+        "relative to the slower half": _number(result.get("efficiency"), ".2f"),
         "s a step": f"{128 / result['samples_per_second']:.2f}",
-        "of it training": f"{result['seconds/train']:.2f}",
-        "weights hold it up": f"{result['sync/start_seconds']:.2f}",
+        "s training": f"{result['seconds/train']:.2f}",
+        "s blocked by weights": f"{result['sync/start_seconds']:.2f}",
         "s to the first step": f"{result['start_seconds']:.0f}",
     }
 
 
 def staleness() -> list[Row]:
-    """Runs that differ in how far samples may lag behind the weights."""
+    """Runs that differ in `max_lag`."""
     return [_lag(result) for result in [*_results("lag").values(), _results("loop")[MOST_LAG]]]
 
 
@@ -84,20 +84,20 @@ def _lag(result: Result) -> Row:
         "max_lag": str(result["command"]["lag"]),
         "samples/s": f"{result['samples_per_second']:.1f}",
         "s a step": f"{128 / result['samples_per_second']:.2f}",
-        "of it training": f"{result['seconds/train']:.2f}",
+        "s training": f"{result['seconds/train']:.2f}",
         "trainer idle": f"{result['idle/trainer']:.0%}",
-        "samples at work, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
+        "running samples, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
     }
 
 
 def _beats(result: Result, name: str) -> list[float]:
-    """What the servers said of a number from the tenth step to the last one."""
+    """The servers' values of a number from the tenth step to the last one."""
     times = [row["time"] for row in steps_of(result)]
     return [beat[name] for beat in result["pulse"] if times[9] <= beat["time"] <= times[-1]]
 
 
 def tails() -> list[Row]:
-    """Runs that differ in how long samples are, and in what becomes of those that are too old."""
+    """Runs that differ in the length of samples, and in the policy for stale ones."""
     return [_tail(result) for result in [_results("loop")[MOST_LAG], *_results("tails").values()]]
 
 
@@ -111,17 +111,17 @@ def _tail(result: Result) -> Row:
         "training.stale": stale,
         "samples/s": f"{result['samples_per_second']:.1f}",
         "tokens/s of the server": f"{(tokens[-1] - tokens[0]) / (times[-1] - times[0]) / 1e3:.1f}k",
-        "samples at work, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
+        "running samples, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
         "trainer idle": f"{result['idle/trainer']:.0%}",
-        "groups refused a step": _number(_settled(result, "groups/stale"), ".1f"),
+        "refused groups a step": _number(_settled(result, "groups/stale"), ".1f"),
         "tokens masked": f"{_settled(result, 'lag/masked'):.0%}",
         "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
-        "of the lower half": _number(result.get("efficiency"), ".2f"),
+        "relative to the slower half": _number(result.get("efficiency"), ".2f"),
     }
 
 
 def _settled(result: Result, name: str) -> float:
-    """Mean of a number from the tenth step on; of what runs did not tell yet there was none."""
+    """Mean of a number from the tenth step on; 0 where older runs did not record it."""
     return statistics.mean(row.get(name, 0.0) for row in steps_of(result)[10:])
 
 
@@ -130,13 +130,13 @@ def _completions(asked: Result) -> str:
 
 
 def faults() -> list[Row]:
-    """What servers and trainers that were struck cost."""
+    """The cost of faults of servers and trainers."""
     return [row for result in _results("fault").values() for row in _faults(result)]
 
 
 def _faults(result: Result) -> list[Row]:
-    """A row for each fault of a run, of what lies between the faults before and after it; none where the run ended
-    soon after."""
+    """A row for each fault of a run, from the steps between the previous and the next fault; none if the run ended
+    soon after the fault."""
     asked, steps = result["command"], steps_of(result)
     named = isinstance(asked["fault"], list)  # runs of a single fault say only when it was
     strikes = [each if named else {"fault": asked["fault"], "time": each} for each in result["struck"]]
@@ -152,13 +152,13 @@ def _faults(result: Result) -> list[Row]:
             {
                 "model": asked["shape"].upper(),
                 "servers": str(asked["servers"]),
-                "struck": "trainer killed" if fault == "trainer" else f"server {fault}",
+                "fault": "trainer killed" if fault == "trainer" else f"server {fault}",
                 "after step": str(strike.get("step") or sum(row["time"] < struck for row in steps)),
                 "steps done": str(len(steps)),
                 "attempts": str(1 + sum(each["fault"] == "trainer" for each in strikes)),
                 "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
                 "s a step before": f"{statistics.mean(before):.2f}" if before else "–",
-                "s a step afterwards": f"{statistics.mean(row['seconds/step'] for row in after[RECOVERED:]):.2f}",
+                "s a step after": f"{statistics.mean(row['seconds/step'] for row in after[RECOVERED:]):.2f}",
                 "exit": str(result["exit"]),
                 "MiB left on the GPUs": ", ".join(map(str, result.get("gpu_mib_left", ()))) or "–",
             }
@@ -176,33 +176,33 @@ def _weights(result: Result, rows: list[Result]) -> Row:
         "model": result["command"]["shape"].upper(),
         "servers": _servers(result["command"]),
         "GB": f"{result['bytes'] / 1e9:.2f}",
-        "ms, idle": f"{statistics.median(result['idle_update_ms']):.0f}",
+        "ms, idle server": f"{statistics.median(result['idle_update_ms']):.0f}",
         "ms, under load": f"{statistics.median(row['update_ms'] for row in rows):.0f}",
-        "worst": f"{max(row['update_ms_max'] for row in rows):.0f}",
+        "ms, worst": f"{max(row['update_ms_max'] for row in rows):.0f}",
         "updates": str(sum(row["updates"] for row in rows)),
-        "tokens/s of undisturbed": ", ".join(f"{row['ratio']:.2f}" for row in rows),
-        "tokens looked at": f"{sum(row['tokens'] for row in rows):,}",
+        "tokens/s relative to undisturbed": ", ".join(f"{row['ratio']:.2f}" for row in rows),
+        "checked tokens": f"{sum(row['tokens'] for row in rows):,}",
         "torn": str(result["torn"]),
     }
 
 
 def _servers(asked: Result) -> str:
-    """How many, where they are if not on GPUs of their own, and what they are on."""
+    """The number of servers, their place unless they have separate GPUs, and the GPUs of each."""
     where = ", on the sender's GPU" if asked.get("share") else ""
-    where += ", out of its host's memory" if asked.get("host") else ""
+    where += ", from its host's memory" if asked.get("host") else ""
     return f"{asked['servers']}{where}" + (f" × {asked['tensor']} GPUs" if asked["tensor"] > 1 else "")
 
 
 def generation() -> list[Row]:
-    """What log-probabilities cost."""
+    """The cost of log-probabilities."""
     return [_rate(result, row) for result in _results("generation").values() for row in result["rows"]]
 
 
 def _rate(result: Result, row: Result) -> Row:
     return {
-        "model": result["shape"].upper() + ("" if row["fast_logprobs"] else ", vLLM's own way"),
+        "model": result["shape"].upper() + ("" if row["fast_logprobs"] else ", vLLM's serialization"),
         "API processes": str(result["api"]),
-        "requests at a time": str(row["requests"]),
+        "concurrent requests": str(row["requests"]),
         "tokens/s with log-probabilities": f"{row['with'] / 1e3:.1f}k",
         "without": f"{row['without'] / 1e3:.1f}k",
         "ratio": f"{row['ratio']:.2f}",
@@ -210,7 +210,7 @@ def _rate(result: Result, row: Result) -> Row:
 
 
 def api() -> list[Row]:
-    """What clients of the Tinker API get of what trainer and server give without it."""
+    """Rates through the Tinker API relative to the rates without it."""
     return [
         _served(name, what, clients, rates, base)
         for name, result in _results("tinker").items()
@@ -222,7 +222,7 @@ def api() -> list[Row]:
 def _served(name: str, what: str, clients: str, rates: dict[str, float], base: str) -> Row:
     return {
         "raw file": name,
-        "of": what,
+        "operation": what,
         "clients": clients,
         "tokens/s alone": f"{rates[base] / 1e3:.1f}k",
         "through the API": f"{rates['served'] / 1e3:.1f}k",
@@ -231,7 +231,7 @@ def _served(name: str, what: str, clients: str, rates: dict[str, float], base: s
 
 
 def training() -> list[Row]:
-    """Steps of the trainer beside those of a plain loop, in the order of each call."""
+    """Steps of the trainer and of a plain loop, in the order of each call."""
     return [
         _step(way, found, next(iter(result.values())))
         for result in _results("speed").values()
@@ -241,17 +241,17 @@ def training() -> list[Row]:
 
 def _step(way: str, found: Result, first: Result) -> Row:
     return {
-        "way": way,
+        "variant": way,
         "s a step": f"{found['step_seconds']:.3f}",
         "tokens/s": f"{found['tokens_per_second'] / 1e3:.0f}k",
         "MFU": f"{found['mfu']:.2f}",
         "peak GiB": f"{found['peak_bytes'] / 2**30:.1f}",
-        "of the loop": f"{found['tokens_per_second'] / first['tokens_per_second']:.2f}",
+        "relative to the loop": f"{found['tokens_per_second'] / first['tokens_per_second']:.2f}",
     }
 
 
 def sharing() -> list[Row]:
-    """Steps that compute once what samples begin with."""
+    """Steps that compute shared prefixes once."""
     return [_shared(result, case) for result in _results("sharing").values() for case in result["cases"]]
 
 
@@ -260,17 +260,17 @@ def _shared(result: Result, case: Result) -> Row:
     return {
         "model": result["command"]["shape"].upper(),
         "tokens of a prompt": str(case["prompt"]),
-        "of a completion": str(case["completion"]),
+        "tokens of a completion": str(case["completion"]),
         "s a step, packed": f"{packed['step_seconds']:.2f}",
-        "shared": f"{shared['step_seconds']:.2f}",
-        "of it": f"{shared['step_seconds'] / packed['step_seconds']:.2f}",
+        "s a step, shared": f"{shared['step_seconds']:.2f}",
+        "ratio": f"{shared['step_seconds'] / packed['step_seconds']:.2f}",
         "peak GiB, packed": f"{packed['peak_bytes'] / 2**30:.1f}",
         "peak GiB, shared": f"{shared['peak_bytes'] / 2**30:.1f}",
     }
 
 
 def peers() -> list[Row]:
-    """Whole runs beside another framework on the same GPU."""
+    """Whole runs and another framework on the same GPU."""
     return [row for result in _results("peers").values() for row in _peers(result)]
 
 
@@ -284,7 +284,7 @@ def _peers(result: Result) -> list[Row]:
             "completions": str(asked["tokens"]),
             "s a step": f"{pace.seconds:.2f}",
             "samples/s": f"{pace.samples:.1f}",
-            "of TRL": f"{pace.samples / paced['theirs'].samples:.2f}",
+            "relative to TRL": f"{pace.samples / paced['theirs'].samples:.2f}",
             "reward, last ten steps": f"{pace.reward:.3f}",
         }
         for side, pace in paced.items()
@@ -302,11 +302,11 @@ def learning() -> list[Row]:
 
 def _asked_to_learn(asked: Result, way: str) -> Row:
     where = f"{asked['shape'].upper()}, {'GPU' if asked['device'] == 'cuda' else 'CPU'}"
-    return {"way": _way(way), "model": where, "learning rate": f"{asked['lr']:g}"}
+    return {"variant": _way(way), "model": where, "learning rate": f"{asked['lr']:g}"}
 
 
 def _way(way: str) -> str:
-    """With the keys that were the default of `grpo` when it was measured, where they make a difference."""
+    """The variant with the keys that were the defaults of `grpo` at the time, where they have an effect."""
     if not way.startswith("max_lag=") or way == "max_lag=0":
         return way
     then = ("loss.proximal=behaviour", "loss.correction=none")
