@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=7)
     given = parser.parse_args()
     found = [measure(*case, given.steps) for case in CASES]
-    columns = ("system", "prompt", "completion", "spared", "CPU s, packed", "shared, of it", "log-probabilities apart")
+    columns = ("system", "prompt", "completion", "saved", "CPU s, packed", "shared, relative", "logprob difference")
     print(f"{PROMPTS} prompts of {SAMPLES} samples a step; tokens of each\n\n{markdown(columns, found)}")
     ratios = [float(str(row[5])) for row in found]
     same = max(float(str(row[6])) for row in found) < 1e-4
