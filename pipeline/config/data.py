@@ -15,16 +15,16 @@ from pipeline.errors import ConfigError
 
 
 class ColumnsConfig(Section):
-    """What the columns of a dataset are called. Those that a dataset lacks are looked for only where they were set."""
+    """Names of a dataset's columns. A missing column is an error only if its name was set."""
 
     messages: str = Field("messages", description="Column with the whole conversation, a list of messages.")
-    prompt: str = Field("prompt", description="Column with what is asked: a text, or a list of messages.")
+    prompt: str = Field("prompt", description="Column with the prompt: a text, or a list of messages.")
     completion: str = Field("completion", description="Column with the answer to the prompt: a text, or messages.")
     tools: str = Field("tools", description="Column with the tools that a conversation may call, as JSON schemas.")
 
 
 class SourceConfig(Section):
-    """Where rows are read from."""
+    """The source of rows."""
 
     path: str = Field(
         "",
@@ -33,29 +33,32 @@ class SourceConfig(Section):
     )
     subset: str = Field("", description="Subset (configuration) of a dataset on the Hub.")
     revision: str = Field("", description="Branch, tag or commit of a dataset on the Hub.")
-    split: str = Field("train", description="Split to read; slices as `train[:10%]` are understood.")
-    columns: ColumnsConfig = ColumnsConfig()
+    split: str = Field("train", description="Split to read; slices such as `train[:10%]` are allowed.")
+    columns: ColumnsConfig = Field(ColumnsConfig(), description="Names of the columns, with keys as `data.columns.*`.")
 
 
 class DataConfig(SourceConfig):
-    """The conversations of supervised fine-tuning; without a path it trains the demonstrations of the task."""
+    """The conversations of supervised fine-tuning; without a path it trains the task's demonstrations."""
 
-    eval_path: str = Field("", description="Where the held-out rows are; empty: in data.path.")
-    eval_split: str = Field("", description="Split of the held-out rows; empty: data.eval_rows says how many.")
+    eval_path: str = Field("", description="Source of the held-out rows; empty: data.path.")
+    eval_split: str = Field(
+        "", description="Split of the held-out rows; empty: the last data.eval_rows rows of data.split."
+    )
     eval_rows: NotNegative = Field(
-        0, description="Rows that are held out: of data.eval_split the first, without it the last of data.split."
+        0, description="Number of held-out rows: the first of data.eval_split, or without it the last of data.split."
     )
     train_on: Literal["all", "last", "each"] = Field(
         "all",
-        description="Turns of the assistant that are trained: all of a conversation, its last, or each as a row of its "
-        "own with what came before it, as templates need that drop the reasoning of earlier turns.",
+        description="Trained assistant turns: `all` of a conversation, the `last` one, or `each` as a separate row "
+        "with its context, as needed for templates that drop the reasoning of earlier turns.",
     )
-    shuffle: bool = Field(True, description="Visit the rows of each epoch in an order of its own, by seed.")
+    shuffle: bool = Field(True, description="Shuffle the rows of each epoch, by seed.")
     overlong: Literal["drop", "refuse"] = Field(
-        "drop", description="Rows of more than model.max_length tokens: left out and counted, or an error."
+        "drop", description="Rows of more than model.max_length tokens: `drop` and count them, or `refuse` the run."
     )
     invalid: Literal["refuse", "drop"] = Field(
-        "refuse", description="Rows that cannot be trained: an error that names the first, or left out and counted."
+        "refuse",
+        description="Rows that cannot be trained: `refuse` the run and name the first one, or `drop` and count them.",
     )
 
 

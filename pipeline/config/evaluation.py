@@ -23,44 +23,46 @@ OWN_SET = "held_out"
 
 
 class EvalSetConfig(Section):
-    """An evaluation set: what is asked, how it is sampled, when, and how long that may take."""
+    """An evaluation set: its prompts, sampling, schedule and deadline."""
 
     task: TaskConfig | None = Field(
-        None, description="The task whose held-out prompts are asked, as `task.*`; empty: the run's own."
+        None, description="Task with the held-out prompts, with keys as `task.*`; empty: the run's task."
     )
-    reward: RewardConfig = Field(RewardConfig(), description="What its answers are worth, with a task of its own.")
-    prompts: NotNegative = Field(0, description="How many of the held-out prompts, the first; 0: all.")
+    reward: RewardConfig = Field(RewardConfig(), description="Rewards of its answers, if the set has a separate task.")
+    prompts: NotNegative = Field(0, description="Number of held-out prompts, from the first on; 0: all.")
     samples: Positive = Field(1, description="Samples of each prompt.")
-    pass_at: tuple[Positive, ...] = Field((), description="Each k for which pass@k is measured.")
-    correct: float = Field(1.0, description="Least reward of a sample that counts as correct for pass@k.")
+    pass_at: tuple[Positive, ...] = Field((), description="Values of k for which pass@k is measured.")
+    correct: float = Field(1.0, description="Smallest reward of a correct sample for pass@k.")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="Sampling temperature; 0: greedy.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Sample from the fewest tokens that have this probability together."
+        1.0, description="Sample from the smallest set of tokens with this total probability."
     )
-    top_k: NotNegative = Field(0, description="Sample from so many of the likeliest tokens; 0: from all.")
-    max_tokens: NotNegative = Field(0, description="Most tokens sampled in one turn; 0: rollout.max_tokens.")
+    top_k: NotNegative = Field(0, description="Sample from this many of the likeliest tokens; 0: from all.")
+    max_tokens: NotNegative = Field(
+        0, description="Largest number of tokens sampled in one turn; 0: rollout.max_tokens."
+    )
     every: NotNegative | None = Field(
-        None, description="Steps between its evaluations; 0: only first and last; empty: training.eval_every."
+        None,
+        description="Steps between evaluations; 0: only at the first and the last step; empty: training.eval_every.",
     )
-    seconds: Seconds = Field(
-        1800, description="Deadline of one evaluation; prompts that are not done by then count as failed."
-    )
+    seconds: Seconds = Field(1800, description="Deadline of one evaluation; unfinished prompts count as failed.")
 
 
 class EvaluationConfig(Section):
-    """Evaluation sets beside the run's own held-out prompts, by name; see docs/evaluation.md."""
+    """Evaluation sets in addition to the run's held-out prompts, by name; see docs/evaluation.md."""
 
-    own: bool = Field(True, description="Whether the run's own held-out prompts are asked, beside the sets.")
+    own: bool = Field(True, description="Evaluate the run's built-in held-out prompts in addition to the sets.")
     alone: bool = Field(
-        False, description="Whether this run trains nothing and evaluates its model; `launchers/evaluate.py` starts it."
+        False, description="Train nothing and only evaluate the model; `launchers/evaluate.py` starts such a run."
     )
-    step: NotNegative = Field(0, description="Of such a run: the step of training that its model is of.")
+    step: NotNegative = Field(0, description="Evaluation-only runs: the training step of the model.")
     command: tuple[str, ...] = Field(
         (),
-        description="Of such a run: a command that it runs against its servers after the sets, such as a benchmark's "
-        "harness; `{url}`, `{model}` and `{output}` stand for where and what to ask, and where to write.",
+        description="Evaluation-only runs: a command to run against the servers after the sets, such as a "
+        "benchmark's harness; `{url}`, `{model}` and `{output}` are replaced by the servers' URL, the model's name, "
+        "and the output folder.",
     )
-    command_seconds: Seconds = Field(14400, description="Deadline of that command, anew in each attempt.")
+    command_seconds: Seconds = Field(14400, description="Deadline of this command; each attempt restarts it.")
     sets: dict[Annotated[str, Field(pattern=KEY_NAME_FORM)], EvalSetConfig] = Field(
         default_factory=dict, description="The sets by name; each has the keys of the next section."
     )

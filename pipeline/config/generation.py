@@ -13,33 +13,35 @@ from pipeline.config.values import Bytes, Fraction, NotNegative, Positive, Secon
 class RolloutConfig(Section):
     """How the actor samples."""
 
-    samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group's size).")
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group size).")
     extra_samples: NotNegative = Field(
         0,
-        description="Samples of each prompt that are begun beside those; the first that end are the group, and the "
-        "others are abandoned. It favours short samples (docs/algorithms.md).",
+        description="Over-sampling: additional samples started for each prompt. The first rollout.samples that end "
+        "form the group, and the stragglers are canceled. Favors short samples (docs/algorithms.md).",
     )
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
-    max_tokens: Positive = Field(32, description="Most tokens sampled in one turn.")
+    max_tokens: Positive = Field(32, description="Largest number of tokens sampled in one turn.")
     concurrency: Positive = Field(64, description="Groups in flight over all servers.")
     request_seconds: Seconds = Field(
-        120, description="How long one server works on a request; then it goes on elsewhere with the tokens it has."
+        120, description="Timeout of a request on one server; then another server continues it from its sampled tokens."
     )
     request_tokens: Positive = Field(
-        4096, description="Most tokens sampled by one request; what is longer is asked for in pieces of this length."
+        4096,
+        description="Largest number of tokens sampled by one request; longer turns are requested in pieces of this "
+        "length.",
     )
     episode_seconds: Annotated[float, Field(ge=0)] = Field(
         600,
-        description="Most seconds that the task takes for itself in one sample, such as for tools, then the sample "
-        "fails with that reason; waiting for the servers does not count. 0: no bound.",
+        description="Timeout of the task's own time in one sample, such as for tools, in seconds; then the sample "
+        "fails with this reason. Waiting for the servers does not count. 0: no limit.",
     )
     kept_bytes: NotNegative = Field(
         1 << 30,
-        description="Most bytes of samples that are kept in the run directory to be read (docs/rollouts.md); 0: none.",
+        description="Largest size of the readable samples in the run directory, in bytes (docs/rollouts.md); 0: none.",
     )
-    min_samples: Positive = Field(2, description="A group with fewer successful samples is settled as failed.")
+    min_samples: Positive = Field(2, description="A group with fewer successful samples is recorded as failed.")
     give_up_after: Positive = Field(
-        256, description="The run stops when this many samples in a row failed for reasons of the task."
+        256, description="The run stops when this many samples in a row have failed because of the task."
     )
 
 
@@ -48,30 +50,32 @@ class InferenceConfig(Section):
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
-        description="How weights travel: gloo, over TCP, to a server that is paused for the change; nccl, from GPU to "
-        "GPU, without a pause. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
+        description="Transport of the weights: `gloo`, over TCP, to a server that is paused for the update; `nccl`, "
+        "from GPU to GPU, without a pause. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
     )
     update: Literal["keep", "wait", "abort"] = Field(
-        "keep", description="Requests in flight during an update: go on, finish first, or be aborted and retried."
+        "keep",
+        description="Requests in flight during an update: `keep` them running, `wait` for their end, or `abort` and "
+        "retry them.",
     )
     recompute_kv: bool = Field(
-        False, description="With `keep`: re-prefill the requests in flight with the new weights."
+        False, description="With `keep`: prefill the requests in flight again with the new weights."
     )
     update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
     kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
-    gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU that a server may take.")
+    gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU's memory for a server.")
     api_processes: Positive = Field(
         4,
-        description="Processes of each server that answer HTTP (GPU); small models keep more of them busy. One where a "
-        "server loads adapters.",
+        description="HTTP processes of each server (GPU); small models use more. Always one if a server loads "
+        "adapters.",
     )
-    max_sequences: Positive = Field(256, description="Most sequences that a server runs at once.")
+    max_sequences: Positive = Field(256, description="Largest number of concurrent sequences of a server.")
     restarts: NotNegative = Field(
-        3, description="How often a server that dies or hangs is started again before it ends the attempt."
+        3, description="Number of restarts of a crashed or hung server before it ends the attempt."
     )
     fast_logprobs: bool = Field(
         True,
-        description="Send log-probabilities from vLLM's engine as plain numbers, which costs it less; same values. "
-        "With vLLM 0.25 they bring along which weights sampled each token.",
+        description="Send log-probabilities from vLLM's engine as plain numbers, which costs the engine less; the "
+        "values are the same. With vLLM 0.25 this also sends the policy version of each token.",
     )
-    extra_args: Texts = Field((), description="Further arguments for vLLM's server, as on its command line.")
+    extra_args: Texts = Field((), description="Additional command-line arguments for vLLM's server.")

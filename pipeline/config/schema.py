@@ -37,57 +37,61 @@ from pipeline.config.values import (
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021): with `rank` > 0 only they are trained, saved and sent to the servers."""
+    """Low-rank adapters (Hu et al. 2021): with `rank` > 0 only adapters are trained, saved and sent to the servers."""
 
-    rank: NotNegative = Field(0, description="Rank of the adapters; 0: all weights are trained.")
-    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="Their output is scaled by alpha / rank.")
+    rank: NotNegative = Field(0, description="Rank of the adapters; 0: train all weights.")
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="The adapters' output is scaled by alpha / rank.")
     targets: Texts = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="Names of the linear layers that get one.",
+        description="Names of the linear layers with an adapter.",
     )
-    adapter: str = Field("", description="Directory of an adapter to go on from; empty: a fresh one.")
+    adapter: str = Field("", description="Directory of an adapter to start from; empty: a new adapter.")
 
 
 class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(
-        description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, or one on the "
+        description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, or a name on the "
         "Hugging Face Hub whose files were downloaded (`hf download NAME`)."
     )
     init: Literal["auto", "pretrained", "random"] = Field(
         "auto",
-        description="Load the weights there, or make random ones. `auto`: load them; random ones only for a name of "
-        "`conf/models/`, which has no weights.",
+        description="`pretrained`: load the weights of model.path; `random`: initialize random weights; `auto`: "
+        "load them, but random ones for a name of `conf/models/`, which has no weights.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
-    max_length: Positive = Field(512, description="Most tokens of one sample, prompt included.")
+    max_length: Positive = Field(512, description="Largest number of tokens of one sample, including the prompt.")
     lora: LoraConfig = LoraConfig()
 
 
 class LossConfig(Section):
-    """The policy loss and the advantages it weighs."""
+    """The policy loss and its advantages."""
 
     name: Literal["reinforce", "ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "rloo", "reinforce_pp", "dro"] = (
         Field(description="The policy loss.")
     )
     advantage: Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"] = Field(
         "group_std",
-        description="Baseline of the advantages: group mean, group mean over its deviation, leave-one-out mean, "
-        "mean of the whole batch over its deviation, group mean over the batch's deviation, or a critic's values.",
+        description="Estimator of the advantages. `group`: reward minus the group mean; `group_std`: the same "
+        "divided by the group's standard deviation; `leave_one_out`: reward minus the mean of the other samples; "
+        "`batch`: reward whitened over the batch; `group_batch`: reward minus the group mean, whitened over the "
+        "batch; `gae`: with a critic's values.",
     )
     proximal: Literal["behaviour", "recompute"] = Field(
         "behaviour",
-        description="Policy that the ratio is taken over: the one that sampled, or the trainer's own at the start of "
-        "the step, whose log-probabilities are computed anew where a batch takes several optimizer steps.",
+        description="Policy in the denominator of the ratio. `behaviour`: the policy that sampled; `recompute`: the "
+        "trainer's policy at the start of the step, whose log-probabilities are recomputed if a batch takes several "
+        "optimizer steps.",
     )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="What the ratio of the recomputed policy to the one that sampled does to each token: weigh it, "
-        "truncated at correction_cap, or drop it outside of 1 / correction_cap … correction_cap.",
+        description="Importance-sampling correction of each token, by the ratio of the recomputed policy to the "
+        "sampling policy. `truncate`: weight by the ratio, at most correction_cap; `mask`: drop tokens outside of 1 "
+        "/ correction_cap … correction_cap.",
     )
-    correction_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of that ratio.")
+    correction_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of the correction's ratio.")
     clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2, description="The ratio is clipped from below at 1 − clip_low."
     )
@@ -95,37 +99,37 @@ class LossConfig(Section):
         0.2, description="The ratio is clipped from above at 1 + clip_high."
     )
     normalise: Literal["token", "sequence", "prompt", "fixed"] = Field(
-        "token", description="What each step's loss is the mean over; `fixed` divides by samples × model.max_length."
+        "token", description="Unit of the mean in each step's loss; `fixed` divides by samples × model.max_length."
     )
     kl: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="Weight of the KL divergence from a frozen copy of the policy, the reference model, or from the "
+        description="Weight of the KL divergence from the reference model, a frozen copy of the policy, or from the "
         "model at teacher.url; 0: none.",
     )
     kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="Whether that KL is a term of the loss, or taken off the reward of each token."
+        "loss", description="Use the KL as a term of the loss, or subtract it from each token's reward."
     )
     reference_every: NotNegative = Field(
-        0, description="Steps after which the reference model becomes the policy of that time; 0: never."
+        0, description="Steps between updates of the reference model to the current policy; 0: never."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL (Schulman 2020).")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL (Schulman 2020).")
     entropy: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
     ratio_cap: Annotated[float, Field(gt=0)] = Field(
         5.0, description="Truncation of the importance weight (truncated importance sampling)."
     )
     beta: Annotated[float, Field(ge=0)] = Field(
-        0.05, description="Weight of the squared distance from the policy that sampled."
+        0.05, description="Weight of the squared distance from the sampling policy."
     )
-    discount: Fraction = Field(1.0, description="What a reward is worth one sampled token earlier (γ).")
-    trace: Fraction = Field(0.95, description="Decay of the temporal differences (λ).")
+    discount: Fraction = Field(1.0, description="Discount of a reward for each sampled token (γ).")
+    trace: Fraction = Field(0.95, description="Decay of the temporal differences in GAE (λ).")
 
 
 class CriticConfig(Section):
-    """The value model of `loss.advantage=gae`; it starts as the policy with a fresh head for one number."""
+    """The value model of `loss.advantage=gae`; it starts as the policy with a new head for one number."""
 
-    lr: Rate = Field(1e-4, description="Its learning rate; the rest of its optimizer is the policy's.")
+    lr: Rate = Field(1e-4, description="The critic's learning rate; its optimizer otherwise has the policy's settings.")
     clip: Annotated[float, Field(ge=0)] = Field(
-        0.2, description="Most that a value may move in one step before its loss stops pulling; 0: no bound."
+        0.2, description="Largest change of a value in one step before its loss has no gradient; 0: no limit."
     )
 
 
@@ -137,101 +141,112 @@ class OptimConfig(Section):
     beta2: Decay = Field(0.95, description="AdamW's second decay.")
     eps: Rate = Field(1e-8, description="AdamW's epsilon.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
-    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Global gradient norm is clipped to this.")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Largest global gradient norm; larger gradients are clipped."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     warmup_steps: NotNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
 
 
 class WarmStartConfig(Section):
-    """Supervised fine-tuning, before RL or alone, on `data.*`, or without that on the task's demonstrations. Without
-    steps and epochs there is none."""
+    """Supervised fine-tuning, before RL or alone, on `data.*`, or without a data.path on the task's demonstrations.
+    Without steps and epochs there is no SFT phase."""
 
-    steps: NotNegative = Field(0, description="Its optimizer steps.")
-    epochs: Annotated[float, Field(ge=0)] = Field(
-        0, description="In place of steps: how often each row of data.path is trained."
-    )
-    batch: Positive = Field(128, description="Rows of each of its steps.")
-    lr: Rate = Field(1e-3, description="Its learning rate.")
+    steps: NotNegative = Field(0, description="Optimizer steps of SFT.")
+    epochs: Annotated[float, Field(ge=0)] = Field(0, description="Instead of steps: passes over the rows of data.path.")
+    batch: Positive = Field(128, description="Rows in each SFT step.")
+    lr: Rate = Field(1e-3, description="Learning rate of SFT.")
 
 
 class TrainingConfig(Section):
-    """How long and in which portions to train."""
+    """Steps, batches, memory and checkpoints of training."""
 
     steps: NotNegative = Field(
-        description="Steps of RL; each trains one batch. 0: none, and no role but the trainer: then the warm start is "
-        "the run."
+        description="Steps of RL; each trains one batch. 0: no RL: the run is the SFT phase (training.warm_start) "
+        "alone, with the trainer as the only role."
     )
-    prompts_per_step: Positive = Field(description="Groups (prompts) of a batch, which one step trains.")
-    max_lag: NotNegative = Field(1, description="Most steps between the weights that sampled and those that train.")
+    prompts_per_step: Positive = Field(description="Groups (prompts) in a batch, which one step trains.")
+    max_lag: NotNegative = Field(
+        1, description="Largest number of steps between the sampling weights and the trained weights."
+    )
     stale: Literal["refuse", "mask"] = Field(
         "refuse",
-        description="What becomes of a group with tokens older than max_lag: it is refused and sampled again, or those "
-        "tokens do not count in the loss; without any other token it is refused all the same.",
+        description="Policy for groups with tokens older than max_lag. `refuse`: sample the group again. `mask`: "
+        "exclude the stale tokens from the loss; a group without fresh tokens is still sampled again.",
     )
-    update_epochs: Positive = Field(1, description="How often each batch is trained.")
+    update_epochs: Positive = Field(1, description="Passes over each batch.")
     mini_batches: Positive = Field(
-        1, description="Optimizer steps of one such epoch; each trains as many of the batch's prompts."
+        1, description="Optimizer steps in each pass; each trains the same number of the batch's prompts."
     )
     micro_batch_tokens: Positive = Field(
         16384,
-        description="Token budget of a micro-batch in one process: with padding, and what samples share for each.",
+        description="Token budget of a micro-batch in one process, including padding; a shared prefix counts for "
+        "each of its samples.",
     )
-    micro_batch_rows: NotNegative = Field(0, description="Most samples of a micro-batch; 0: what the budget holds.")
+    micro_batch_rows: NotNegative = Field(
+        0, description="Largest number of samples in a micro-batch; 0: limited by the token budget only."
+    )
     packing: bool = Field(
         True,
-        description="Pack samples without padding, attention kept inside each; a model whose other layers would carry "
-        "a state from one into the next is padded in any case, with a warning.",
+        description="Pack samples without padding, with attention inside each sample. A model with layers that "
+        "would carry a state between packed samples is always padded, with a warning.",
     )
     share_prefixes: bool | None = Field(
         None,
-        description="Compute what several samples of a micro-batch begin with, such as their prompt, once for all of "
-        "them, where samples are packed. Unset: on CPUs, where layers are not compiled.",
+        description="Compute a common prefix of several samples in a micro-batch, such as their prompt, once, if "
+        "samples are packed. Unset: on for CPUs without compiled layers.",
     )
     zero_advantage: Literal["keep", "drop"] = Field(
-        "keep", description="What becomes of groups whose samples all score alike."
+        "keep", description="Groups whose samples all have the same reward: `keep` or `drop` them."
     )
     overlong: Literal["keep", "mask"] = Field(
-        "keep", description="Whether tokens of samples that were cut off count in the loss; their rewards always do."
+        "keep",
+        description="Tokens of truncated samples: `keep` or `mask` them in the loss; their rewards always count.",
     )
     activation_checkpointing: bool = Field(
-        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
+        False, description="Recompute each layer's activations in the backward pass instead of keeping them."
     )
     compile: bool = Field(False, description="Compile the model's layers (torch.compile).")
     reshard: bool = Field(
         False,
-        description="Shard parameters and gradients again after every pass through a layer (ZeRO-3): less memory. Else "
-        "both are whole on every rank from the first micro-batch of an operation to its last (ZeRO-2).",
+        description="Reshard parameters and gradients after every pass through a layer (ZeRO-3): less memory. "
+        "Otherwise every rank holds both whole from the first micro-batch of an operation to its last (ZeRO-2).",
     )
     offload: bool = Field(
-        False, description="Keep on the device only the model that computes; the others wait in host memory or on disk."
+        False,
+        description="Keep only the computing model on the device; the others are offloaded to host memory or disk.",
     )
     publish_from: Literal["gpu", "host"] = Field(
         "gpu",
-        description="Where weights wait until servers on GPUs have them: in memory of the trainer's first GPU, or in "
-        "that of its host, which takes longer.",
+        description="Memory for weights that wait for servers on GPUs: the trainer's first `gpu`, or its `host`, "
+        "which is slower.",
     )
     metrics: Literal["none", "basic", "with_entropy"] = Field(
-        "basic", description="What is measured of each batch; see docs/metrics.md."
+        "basic", description="Level of the metrics of each batch; see docs/metrics.md."
     )
-    eval_every: NotNegative = Field(25, description="Steps between held-out evaluations; 0: only first and last.")
+    eval_every: NotNegative = Field(
+        25, description="Steps between held-out evaluations; 0: only at the first and the last step."
+    )
     keep_best: bool = Field(
-        True, description="Keep the model of the lowest held-out loss so far as `best/`, where SFT has held-out rows."
+        True, description="Keep the model with the lowest held-out loss as `best/`, if SFT has held-out rows."
     )
-    checkpoint_every: Positive = Field(50, description="Most steps between checkpoints.")
+    checkpoint_every: Positive = Field(50, description="Largest number of steps between checkpoints.")
     checkpoint_seconds: Annotated[float, Field(ge=0)] = Field(
-        600, description="Most seconds between checkpoints: one is made after the step in which they pass. 0: no limit."
+        600,
+        description="Largest time between checkpoints, in seconds: a checkpoint follows the step in which it "
+        "elapses. 0: no limit.",
     )
     checkpoints: str = Field(
-        "", description="URL (any that fsspec knows) to keep the checkpoints below; empty: in the run directory."
+        "", description="URL for the checkpoints, of any kind that fsspec supports; empty: in the run directory."
     )
-    async_checkpoints: bool = Field(True, description="Train on while a checkpoint is written.")
-    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Committed checkpoints kept.")
-    data_seconds: Seconds = Field(600, description="Longest the trainer waits for a batch before the run fails.")
+    async_checkpoints: bool = Field(True, description="Continue training while a checkpoint is written.")
+    keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Number of complete checkpoints to keep.")
+    data_seconds: Seconds = Field(600, description="Timeout of the trainer's wait for a batch; then the run fails.")
     warm_start: WarmStartConfig = WarmStartConfig()
     jobs: str = Field(
         "",
-        description="A job file, or a folder of them, that the trainer does instead (docs/jobs.md); there are no other "
-        "steps then.",
+        description="A job file, or a folder of job files, for the trainer to execute (docs/jobs.md); the run then "
+        "has no other steps.",
     )
 
     @property
@@ -246,13 +261,13 @@ class StreamsConfig(Section):
     backend: Literal["redis", "files"] = Field("redis", description="Redis Streams, or files in the run directory.")
     budget_bytes: Bytes = Field(
         1 << 28,
-        description="Most bytes of one stream that are not trained and committed; then its producer waits. "
-        "At half of it the trainer commits early.",
+        description="Largest size of one stream's entries that are not yet trained and covered by a checkpoint; "
+        "then its producer waits. At half of it the trainer saves an early checkpoint.",
     )
 
 
 class TrackingConfig(Section):
-    """Where metrics go besides the console and metrics.jsonl."""
+    """Destinations of metrics in addition to the console and metrics.jsonl."""
 
     wandb: Literal["auto", "online", "offline", "off"] = Field(
         "auto", description="`auto`: online with a key in the environment or in `~/.netrc`, else offline."
@@ -261,17 +276,18 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything one run is made from."""
+    """Keys of the whole run."""
 
     name: Annotated[str, Field(pattern=NAME_FORM)] = Field(
         description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
     )
-    output: Path = Field(Path("runs"), description="Directory (shared by all nodes) that holds the run directories.")
+    output: Path = Field(Path("runs"), description="Directory of the run directories, shared by all nodes.")
     seed: NotNegative = Field(0, description="Seed of weights, data order and sampling.")
     resume: Literal["auto", "scratch"] = Field(
         "auto",
-        description="`auto`: a run that exists goes on from its newest checkpoint, and is refused if that is lost. "
-        "`scratch`: this submission starts it over, and moves what is there to `aside/` in the run directory.",
+        description="`auto`: resume an existing run from its newest checkpoint; refused if that checkpoint is lost. "
+        "`scratch`: this submission starts the run over, and moves the run directory's existing files to `aside/` "
+        "inside it.",
     )
     cluster: ClusterConfig
     resources: ResourcesConfig = ResourcesConfig()

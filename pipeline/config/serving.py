@@ -15,33 +15,32 @@ MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ServeConfig(Section):
-    """Serve the Tinker API: the trainer does what clients ask, in place of an algorithm; see docs/tinker.md."""
+    """Serve the Tinker API: the trainer executes clients' requests instead of an algorithm; see docs/tinker.md."""
 
-    enabled: bool = Field(False, description="Whether this run serves; `launchers/serve.py` starts it.")
+    enabled: bool = Field(False, description="Serve the Tinker API; `launchers/serve.py` starts such a run.")
     host: str = Field(
-        "127.0.0.1", description="Address that the front listens at; the trainer's nodes have to reach it."
+        "127.0.0.1", description="Listening address of the gateway; the trainer's nodes must be able to reach it."
     )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        8778, description="Its port; 0: any that is free, the same again after a restart."
+        8778, description="Port of the gateway; 0: any free port, the same again after a restart."
     )
-    keys: str = Field("", description="File of API keys, as hashes; empty: one key of the run's own.")
-    base_name: str = Field("", description="What clients call the model; empty: the name of its directory.")
-    alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="Adapters' output is scaled by alpha / rank.")
+    keys: str = Field("", description="File of API keys, as hashes; empty: one key for this run.")
+    base_name: str = Field("", description="The model's name in the API; empty: the name of its directory.")
+    alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="The adapters' output is scaled by alpha / rank.")
     sampling: bool = Field(
         False,
-        description="Run vLLM servers that sample, of which `resources.inference` says how many.",
+        description="Run vLLM servers for sampling; their number is in `resources.inference`.",
     )
     max_rank: Annotated[int, Field(ge=1, le=512)] = Field(64, description="Highest rank of an adapter.")
-    whole_models: bool = Field(False, description="Let clients train all weights, of a copy of the model for each.")
-    request_bytes: Bytes = Field(1 << 26, description="Largest request, decompressed.")
-    session_seconds: Seconds = Field(
-        3600, description="A session that gives no sign of life for so long ends; its checkpoints stay."
+    whole_models: bool = Field(
+        False, description="Allow clients to train all weights, with one copy of the model for each."
     )
+    request_bytes: Bytes = Field(1 << 26, description="Largest size of a request, decompressed.")
+    session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")
     commit_steps: Positive = Field(
         20,
-        description="Optimizer steps, of all models together, between commits; more where they take too long.",
+        description="Optimizer steps, over all models, between the service's checkpoints; more if checkpoints take "
+        "too long.",
     )
-    commit_seconds: Seconds = Field(60, description="Longest time after a step until a commit covers it.")
-    restarts: NotNegative = Field(
-        100, description="On one machine: how often the trainer is started again after it failed."
-    )
+    commit_seconds: Seconds = Field(60, description="Longest time after a step until a checkpoint covers it.")
+    restarts: NotNegative = Field(100, description="On one machine: largest number of restarts of a failed trainer.")

@@ -12,54 +12,57 @@ from pipeline.config.values import NotNegative, Numbers, Positive, Seconds, Sect
 
 
 class TaskConfig(Section):
-    """What is learned."""
+    """The task."""
 
-    name: str = Field(description="A built-in task, or `package.module:Class` of your own.")
-    options: dict[str, Any] = Field(default_factory=dict, description="The task's own options; the task checks them.")
+    name: str = Field(description="A built-in task, or `package.module:Class` of a custom one.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the task, which validates them.")
     processes: Positive = Field(
-        8, description="Most processes of the actor that make prompts and rewards; they start when calls have to wait."
+        8,
+        description="Largest number of the actor's worker processes for prompts and rewards; they start when calls "
+        "have to wait.",
     )
     seconds: Seconds = Field(
-        60, description="Deadline of one prompt or reward; then its process is ended, and its sample fails."
+        60, description="Deadline of one prompt or reward; then its process is stopped, and its sample fails."
     )
     memory_bytes: NotNegative = Field(
-        1 << 33, description="Most memory of one of these processes; a reward that needs more fails. 0: no bound."
+        1 << 33, description="Memory limit of one worker process; a reward that needs more fails. 0: no limit."
     )
     sandbox: Literal["namespaces", "none"] = Field(
         "namespaces",
-        description="How code of the policy is run, where the task runs any: in Linux namespaces, without network, "
-        "other processes and writable files, or refused where the kernel gives none; `none`: as any other process of "
-        "yours, with bounds on time, memory and output alone.",
+        description="How a task runs code of the policy. `namespaces`: in Linux namespaces, without network, other "
+        "processes and writable files; refused if the kernel does not allow namespaces. `none`: as an ordinary "
+        "process of yours, with limits only on time, memory and output.",
     )
 
 
 class RewardConfig(Section):
-    """What a sample is worth: the task's own reward, or a weighted sum of Python functions."""
+    """The reward of a sample: the task's own reward, or a weighted sum of Python functions."""
 
     functions: Texts = Field(
         (),
-        description="Functions `package.module:function` in the signature of TRL or verl, see docs/rewards.md; `task` "
-        "is the task's own reward. Empty: that alone.",
+        description="Functions `package.module:function` with the signature of TRL or verl, see docs/rewards.md; "
+        "`task` is the task's own reward. Empty: only the task's own reward.",
     )
-    weights: Numbers = Field((), description="A factor for each of them, in order; empty: 1.")
+    weights: Numbers = Field((), description="A weight for each function, in order; empty: 1.")
     options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Further keywords for a function, by its name."
+        default_factory=dict, description="Additional keywords for a function, by its name."
     )
     calls: Literal["sample", "group"] = Field(
         "sample",
-        description="What one call of a function gets: one sample, so that nothing it does costs another one; or all "
-        "samples of a prompt, for functions that compare them.",
+        description="Samples in one call of a function. `sample`: one, so that a failure affects no other sample; "
+        "`group`: all samples of a prompt, for functions that compare them.",
     )
 
 
 class TeacherConfig(Section):
-    """A served model that says how likely it finds what the policy sampled: with it `loss.kl` is the divergence from
-    that model, and there is no reference model. It needs the policy's tokenizer."""
+    """A served model that scores the policy's samples: with a teacher `loss.kl` is the divergence from the teacher,
+    and there is no reference model. The teacher needs the policy's tokenizer."""
 
     url: str = Field(
-        "", description="Base URL of a server with `/completions` and `prompt_logprobs`, as vLLM has them; empty: none."
+        "",
+        description="Base URL of a server with `/completions` and `prompt_logprobs`, such as vLLM; empty: no teacher.",
     )
-    model: str = Field("", description="The model's name there.")
-    key_file: str = Field("", description="A file with the key that the server asks for; empty: none.")
-    concurrency: Positive = Field(32, description="Most requests at a time.")
-    seconds: Seconds = Field(300, description="Most time of one request; then it is made again.")
+    model: str = Field("", description="The model's name on the server.")
+    key_file: str = Field("", description="File with the server's API key; empty: none.")
+    concurrency: Positive = Field(32, description="Largest number of concurrent requests.")
+    seconds: Seconds = Field(300, description="Timeout of one request; then it is retried.")

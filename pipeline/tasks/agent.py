@@ -53,7 +53,7 @@ NO_REWARD = "the agent told no reward: write it to the file $ROLLCALL_REWARD, po
 class Source(TaskOptions):
     """Another task."""
 
-    name: str = Field("dataset", description="A built-in task, or `package.module:Class` of your own.")
+    name: str = Field("dataset", description="A built-in task, or `package.module:Class` of a custom one.")
     options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
 
 
@@ -63,16 +63,16 @@ class AgentOptions(TaskOptions):
     command: tuple[str, ...] = Field(
         (), description="The agent as a command and its arguments; `{prompt}` is the text of the last message."
     )
-    service: str = Field("", description="The agent as a URL that prompts are posted to, in the place of a command.")
+    service: str = Field("", description="The agent as a URL that receives prompts by POST, instead of a command.")
     of: Source = Field(
-        Source(), description="The task whose prompts it is asked, and whose reward counts if it tells none."
+        Source(), description="The task with the agent's prompts; its reward counts if the agent reports none."
     )
     calls: Form = Field(
         "tagged",
-        description="How the policy writes a call of a tool: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
+        description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
     )
     address: Literal["loopback", "node"] = Field(
-        "loopback", description="Where its endpoint listens: on this machine alone, or at the node's own address."
+        "loopback", description="Listening address of its endpoint: this machine only, or the node's address."
     )
 
     @model_validator(mode="after")

@@ -33,9 +33,9 @@ class ArithmeticOptions(TaskOptions):
     terms: Annotated[int, Field(ge=2, le=6)] = Field(2, description="Operands of an expression.")
     size: Annotated[int, Field(gt=0)] = Field(8192, description="Training prompts in an epoch.")
     held_out: Annotated[int, Field(gt=0)] = Field(256, description="Prompts of an evaluation.")
-    last_digit_first: bool = Field(False, description="Answers are written backwards.")
+    last_digit_first: bool = Field(False, description="Write answers backward.")
     slips: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Fraction of the demonstrations that forget to carry and to borrow."
+        0.0, description="Fraction of the demonstrations without carrying and borrowing."
     )
 
     @model_validator(mode="after")

@@ -53,10 +53,14 @@ class CodeOptions(DatasetOptions):
 
     system: str = Field(WRITE, description="System message before each prompt that has none; empty: none.")
     tests: str = Field("tests", description="Column with the tests of a row, see docs/tasks.md.")
-    partial: bool = Field(False, description="Pay the fraction of the tests that pass; else only all of them, as 1.")
-    most_tests: NotNegative = Field(16, description="Tests of a row that are run, the first ones; 0: all.")
-    test_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="Most seconds of one test.")
-    test_memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(1 << 29, description="Most memory of one test.")
+    partial: bool = Field(
+        False, description="The reward is the fraction of passing tests; otherwise 1 if all tests pass, else 0."
+    )
+    most_tests: NotNegative = Field(16, description="Number of a row's tests to run, from the first on; 0: all.")
+    test_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="Timeout of one test, in seconds.")
+    test_memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(
+        1 << 29, description="Memory limit of one test, in bytes."
+    )
 
 
 class Code(Dataset):

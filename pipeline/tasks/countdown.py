@@ -36,16 +36,18 @@ class CountdownOptions(TaskOptions):
     """How hard, and how many."""
 
     numbers: Annotated[int, Field(ge=2, le=6)] = Field(4, description="Numbers of a puzzle.")
-    largest: Annotated[int, Field(ge=4)] = Field(99, description="Numbers go from 1 to this.")
+    largest: Annotated[int, Field(ge=4)] = Field(99, description="Largest number; the smallest is 1.")
     operators: tuple[Operator, ...] = Field(("+", "-", "*", "/"), min_length=1, description="Operators to draw from.")
     size: Annotated[int, Field(gt=0)] = Field(8192, description="Training prompts in an epoch.")
     held_out: Annotated[int, Field(gt=0)] = Field(256, description="Prompts of an evaluation.")
-    bare: bool = Field(False, description="Ask with characters only, as `3 5 7=26`, and expect nothing but the answer.")
+    bare: bool = Field(
+        False, description="Compact format: the prompt is `3 5 7=26`, and the response is only the answer."
+    )
     near: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Reward of an expression that uses the numbers as it should, but has another value."
+        0.0, description="Reward of an expression that uses the numbers correctly but has another value."
     )
     slips: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Fraction of the demonstrations whose expression has any value."
+        0.0, description="Fraction of the demonstrations whose expression has an arbitrary value."
     )
 
     @model_validator(mode="after")

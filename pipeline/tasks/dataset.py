@@ -25,20 +25,20 @@ EVAL_ROWS = 256
 class DatasetOptions(SourceConfig, TaskOptions):
     """Which rows, and how they are asked."""
 
-    eval_path: str = Field("", description="Where the held-out rows are; empty: in `path`.")
+    eval_path: str = Field("", description="Source of the held-out rows; empty: `path`.")
     eval_split: str = Field(
         "",
-        description="Split of the held-out rows; empty: that of `split` without its slice in `eval_path`, or, where "
-        "that is empty too, the last rows of `split`.",
+        description="Split of the held-out rows; empty: the split of `split`, without its slice, in `eval_path`; "
+        "without `eval_path` the last rows of `split`.",
     )
     eval_rows: NotNegative | None = Field(
         None,
-        description="Rows held out: the last of `split`, or the first of the held-out ones; 0: all of those. Unset: at "
-        "most 256, and of `split` at most a tenth, but one.",
+        description="Number of held-out rows: the last of `split`, or the first of `eval_split`; 0: all rows of "
+        "`eval_split`. Unset: at most 256, and at most a tenth of `split`, but at least one.",
     )
     system: str = Field("", description="System message before each prompt that has none; empty: none.")
     plain: bool = Field(
-        False, description="Functions of TRL's form get prompts and completions as texts, not as messages."
+        False, description="Pass prompts and completions to functions of TRL's form as texts, not as messages."
     )
 
     @property

@@ -57,11 +57,13 @@ class ReasoningOptions(TaskOptions):
     held_out: Annotated[int, Field(gt=0, le=1 << 16)] = Field(256, description="Prompts of an evaluation.")
     system: str = Field(TAGS, description="System message; empty: none.")
     tags: bool = Field(
-        True, description="The answer stands between <answer> and </answer>; else it is all of the text."
+        True, description="The answer is between <answer> and </answer>; otherwise it is the whole text."
     )
-    partial: bool = Field(True, description="Pay the library's partial scores; else only a whole one counts, as 1.")
+    partial: bool = Field(
+        True, description="Use the library's partial scores; otherwise only a full score counts, as 1."
+    )
     slips: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Fraction of the demonstrations with the answer of another puzzle."
+        0.0, description="Fraction of the demonstrations with the answer to another puzzle."
     )
 
 

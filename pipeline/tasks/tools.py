@@ -36,12 +36,12 @@ class ToolOptions(TaskOptions):
     """How tools are called."""
 
     turns: Annotated[int, Field(ge=1)] = Field(
-        4, description="Most turns of the policy; calls in the last are not made."
+        4, description="Largest number of policy turns; calls in the last turn are not executed."
     )
     calls: Literal["tagged", "short"] = Field(
-        "tagged", description="How a call is written: `<tool_call>{…}</tool_call>`, or `[tool:argument]`."
+        "tagged", description="Tool-call syntax: `<tool_call>{…}</tool_call>`, or `[tool:argument]`."
     )
-    role: str = Field("tool", description="Role of the message in which a tool answers.")
+    role: str = Field("tool", description="Role of the message with a tool's result.")
 
 
 class ToolTask(Task):
@@ -121,7 +121,7 @@ class ArithmeticToolOptions(ToolOptions):
     """How hard, how many, and which tools."""
 
     tools: tuple[Literal["calculator", "python"], ...] = Field(
-        ("calculator", "python"), min_length=1, description="Tools that may be called."
+        ("calculator", "python"), min_length=1, description="Available tools."
     )
     digits: Annotated[int, Field(ge=1, le=9)] = Field(4, description="Digits of the two operands.")
     operators: tuple[Literal["+", "-", "*"], ...] = Field(("*",), min_length=1, description="Operators to draw from.")
@@ -132,10 +132,14 @@ class ArithmeticToolOptions(ToolOptions):
     size: Annotated[int, Field(gt=0)] = Field(8192, description="Training prompts in an epoch.")
     held_out: Annotated[int, Field(gt=0)] = Field(256, description="Prompts of an evaluation.")
     shown: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5, description="Fraction of the demonstrations that call a tool; the others guess, and are mostly wrong."
+        0.5, description="Fraction of the demonstrations that call a tool; the others guess and are mostly wrong."
     )
-    tool_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="Most seconds of one run of the Python tool.")
-    tool_memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(1 << 29, description="Most memory of one such run.")
+    tool_seconds: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Timeout of one run of the Python tool, in seconds."
+    )
+    tool_memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(
+        1 << 29, description="Memory limit of one run of the Python tool, in bytes."
+    )
 
     @model_validator(mode="after")
     def _leaves_prompts_to_train(self) -> Self:

@@ -36,30 +36,37 @@ class VerifiersOptions(TaskOptions):
     """Which environment, and where it is installed."""
 
     id: str = Field(
-        "", description="The environment, by the name of its package, as verifiers has it; `-` and `_` are alike."
+        "", description="The environment's id: the name of its package in verifiers; `-` and `_` are equivalent."
     )
-    python: str = Field("", description="Interpreter of the environment that has verifiers; empty: this one's.")
-    taskset: dict[str, Any] = Field(default_factory=dict, description="Settings of its tasks, such as a split.")
+    python: str = Field("", description="Python interpreter with verifiers; empty: this interpreter.")
+    taskset: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the environment's tasks, such as a split."
+    )
     eval_taskset: dict[str, Any] = Field(
         default_factory=dict,
-        description="What differs for the held-out tasks, such as the split; empty: the last eval_rows are held out.",
+        description="Settings that differ for the held-out tasks, such as the split; empty: hold out the last "
+        "eval_rows tasks.",
     )
     eval_rows: NotNegative = Field(
-        64, description="Tasks held out: the last ones, or the first of eval_taskset; 0, with that: all of those."
+        64,
+        description="Number of held-out tasks: the last ones, or the first of eval_taskset; 0 with eval_taskset: "
+        "all of its tasks.",
     )
-    size: NotNegative = Field(0, description="Most tasks; 0: all there are.")
+    size: NotNegative = Field(0, description="Largest number of tasks; 0: all.")
     agent: dict[str, Any] = Field(
         default_factory=dict,
-        description="Settings of the agent that plays it, such as max_turns, timeout and harness; without a harness, "
-        "and where the environment has none, a chat with the environment's tools.",
+        description="Settings of the trained agent, such as max_turns, timeout and harness; without any harness, a "
+        "chat with the environment's tools.",
     )
-    env: dict[str, Any] = Field(default_factory=dict, description="Any other settings of the environment.")
-    workers: Annotated[int, Field(ge=1)] = Field(1, description="Processes that run its episodes.")
+    env: dict[str, Any] = Field(default_factory=dict, description="All other settings of the environment.")
+    workers: Annotated[int, Field(ge=1)] = Field(1, description="Processes for its episodes.")
     calls: Form = Field(
         "tagged",
-        description="How the policy writes a call of a tool: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
+        description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
     )
-    startup_seconds: Annotated[float, Field(gt=0)] = Field(300, description="What it may take to be loaded.")
+    startup_seconds: Annotated[float, Field(gt=0)] = Field(
+        300, description="Timeout of loading the environment, in seconds."
+    )
 
 
 class Verifiers(Task):
