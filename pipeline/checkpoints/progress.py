@@ -15,8 +15,16 @@ attempt that was cut off before its first checkpoint begins again without a word
     refuse_restart(run, root)              # whoever found no commit to go on from, before anything is rolled back
     keep_copies(run, root)                 # each attempt, once it may write
     mark_committed(paths)                  # each attempt, once a commit is durable
+
+The job of a file keeps its checkpoints in its `optimizer_state`, which jobs share. Its run records in `jobs/` which
+states it has checkpoints in, and of which job the newest one is. A job is refused where those checkpoints are gone.
+
+    refuse_damaged_state(root)             # a job that found no checkpoint in its state
+    refuse_lost_state(run, root, job)      # a job that begins at its first step
+    mark_job_committed(run, root, job)     # once a checkpoint of a job is durable
 """
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -26,8 +34,9 @@ import msgspec
 from pipeline.checkpoints.fence import LINES
 from pipeline.checkpoints.pruning import committed_places
 from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.store import newest_committed
 from pipeline.errors import CheckpointError
-from pipeline.rundir.documents import RunIdentity
+from pipeline.rundir.documents import JobStateRecord, RunIdentity
 from pipeline.rundir.paths import COMMITTED, AttemptPaths, RunPaths
 from pipeline.system import files
 from pipeline.system.directory import FileDirectory
@@ -80,6 +89,48 @@ def keep_copies(run: RunPaths, root: str) -> None:
                 storage.put(copy, data)
         except (OSError, CheckpointError) as error:
             log.warning("no copy of %s is kept beside the checkpoints: %s", path.name, error)
+
+
+def refuse_damaged_state(root: str) -> None:
+    """Raise `CheckpointError` if checkpoints of jobs are below `root`, of which the caller found none to be whole."""
+    if torn := committed_places(Storage(root)):
+        raise _lost_state(root, f"its checkpoints are damaged ({', '.join(torn)})")
+
+
+def refuse_lost_state(run: RunPaths, root: str, job: str) -> None:
+    """Raise `CheckpointError` if checkpoints are lost that a job, which begins at its first step, would go on from.
+
+    `root` is the job's `optimizer_state`, `job` tells it from any other. Checkpoints of this job must be there if the
+    newest recorded one was its own; of any job, if the run has recorded one.
+    """
+    recorded = files.read_document(run.job_state(_digest(root)), JobStateRecord)
+    if recorded is None:
+        return
+    if recorded.job == job:
+        raise _lost_state(root, f"it has no whole checkpoint of this job, which had saved one in run {run.root}")
+    if newest_committed(root) is None:
+        raise _lost_state(root, f"it has no checkpoint, but a job of run {run.root} had saved one")
+
+
+def mark_job_committed(run: RunPaths, root: str, job: str) -> bool:
+    """Record that a job has a durable checkpoint below `root`; False if the disk takes no record now."""
+    path = run.job_state(_digest(root))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        files.write_document(path, JobStateRecord(root=root, job=job))
+    except OSError as error:
+        log.warning("%s is made with the next commit: %s", path, error)
+        return False
+    return True
+
+
+def _lost_state(root: str, found: str) -> CheckpointError:
+    mend = "move it away and start the run over with resume=scratch, or give the job another optimizer_state"
+    return CheckpointError(f"optimizer_state {root}: {found}; restore it, or {mend}")
+
+
+def _digest(root: str) -> str:
+    return hashlib.sha256(root.encode()).hexdigest()[:16]
 
 
 def known_identity(run: RunPaths) -> RunIdentity | None:

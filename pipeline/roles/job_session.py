@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.checkpoints import Fence, root_of
+from pipeline.checkpoints.progress import mark_job_committed, refuse_lost_state
 from pipeline.roles.context import RoleContext
 from pipeline.roles.controller import Controller
 from pipeline.rundir.documents import SubmittedJob
@@ -55,6 +56,8 @@ class RunObserver(Observer):
     def __init__(self, context: RoleContext, fence: Fence, sinks: MetricSinks, pulse: Pulse) -> None:
         self._context, self._fence, self._sinks, self._pulse = context, fence, sinks, pulse
         self._marked = False
+        self._recorded: set[str] = set()
+        self._state = self._job = ""
         self._step = 0
         self._at = FileStep("", 0, 0, 0)
 
@@ -64,6 +67,9 @@ class RunObserver(Observer):
 
     def began(self, file: Path, job: Job, done: int) -> None:
         self._at = FileStep(file.stem, file.stat().st_mtime_ns, done, job.steps)
+        self._state, self._job = job.optimizer_state, f"{self._at.file}-{self._at.written}"
+        if not done:
+            refuse_lost_state(self._context.run, self._state, self._job)
         self._step = roll_back_file(self._context.run.metrics, self._at, self._fence.check)
         self._report()
 
@@ -73,6 +79,8 @@ class RunObserver(Observer):
     def committed(self) -> None:
         if not self._marked:
             self._marked = _touch(self._context.paths.committed)
+        if self._job not in self._recorded and mark_job_committed(self._context.run, self._state, self._job):
+            self._recorded.add(self._job)
 
     def exhausted(self) -> None:
         _touch(self._context.paths.exhausted)

@@ -22,6 +22,18 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
 
 
+class JobStateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`jobs/state-<digest>.json`: an `optimizer_state` in which jobs of files have checkpoints.
+
+    Attributes:
+        root: its folder or URL.
+        job: tells the job that saved the newest checkpoint from any other.
+    """
+
+    root: str
+    job: str
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """`finished.json`: written once, when training reached its last step and every role came down."""
 

@@ -16,7 +16,8 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       api/                                of a run that serves: address, key, store and weights of its clients
-      jobs/                               the trainer's jobs: sft.json, rl.json
+      jobs/                               the trainer's jobs: sft.json, rl.json; of a run that does the jobs of files,
+                                          state-<digest>.json for each optimizer_state with a checkpoint of its own
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
       exports/<job>-<step>/               a commit as a model, made to be evaluated
@@ -234,6 +235,10 @@ class RunPaths:
     def training_job(self, name: str) -> Path:
         """The file of one of them: `sft` or `rl`."""
         return self.jobs / f"{name}.json"
+
+    def job_state(self, digest: str) -> Path:
+        """The record of an `optimizer_state` that a job of a file has a checkpoint in."""
+        return self.jobs / f"state-{digest}.json"
 
     @property
     def model(self) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import CheckpointError, TrainingError
 from pipeline.system import folders
 from pipeline.training.batches import Interrupted
 from pipeline.training.dispatch.dispatch import Dispatch
@@ -82,21 +82,40 @@ def damage(commit: Path) -> None:
     shard.write_bytes(data)
 
 
-@pytest.mark.parametrize("damaged", [1, 2])
-def test_a_job_whose_newest_commit_is_damaged_goes_on_from_the_one_before_or_starts_again(
-    damaged: int, dispatch: Dispatch, model: Path, tmp_path: Path
+def execute_three_steps(dispatch: Dispatch, config: RunConfig, file: Path) -> None:
+    with pytest.raises(Interrupted):
+        execute(file, dispatch, config, pulse=interrupt_before(3))
+
+
+def test_a_job_whose_newest_commit_is_damaged_goes_on_from_the_one_before(
+    dispatch: Dispatch, model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "uninterrupted").mkdir()
     config, file = config_of(model, checkpoint_every=1), write_job(tmp_path, "rl")
     execute(write_job(tmp_path / "uninterrupted", "rl"), dispatch, config)
-    with pytest.raises(Interrupted):
-        execute(file, dispatch, config, pulse=interrupt_before(3))
-    for commit in commits_of(tmp_path / "rl-state")[-damaged:]:
-        damage(commit)
+    execute_three_steps(dispatch, config, file)
+    damage(commits_of(tmp_path / "rl-state")[-1])
     execute(file, dispatch, config)
-    again = STEPS - 2 if damaged == 1 else STEPS
-    assert events(tmp_path / "rl.jsonl") == ["started", *["step"] * again, "finished"]
+    assert events(tmp_path / "rl.jsonl") == ["started", *["step"] * (STEPS - 2), "finished"]
     assert_same(tmp_path / "rl-model", tmp_path / "uninterrupted" / "rl-model")
+
+
+def test_a_job_whose_commits_are_all_damaged_is_refused_until_the_state_is_moved_away(
+    dispatch: Dispatch, model: Path, tmp_path: Path
+) -> None:
+    config, file = config_of(model, checkpoint_every=1), write_job(tmp_path, "rl")
+    execute_three_steps(dispatch, config, file)
+    for commit in commits_of(tmp_path / "rl-state"):
+        damage(commit)
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"rl-state: its checkpoints are damaged \(rl-3/.*, rl-2/.*\); restore"
+        ):
+            execute(file, dispatch, config)
+    assert [commit.name for commit in commits_of(tmp_path / "rl-state")] == ["rl-2", "rl-3"]
+    (tmp_path / "rl-state").rename(tmp_path / "moved")
+    execute(file, dispatch, config)
+    assert events(tmp_path / "rl.jsonl") == ["started", *["step"] * STEPS, "finished"]
 
 
 def test_a_job_takes_over_the_newest_state_that_is_not_damaged(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:

@@ -94,6 +94,55 @@ def test_an_attempt_that_is_ending_commits_and_the_next_one_does_the_rest(
     assert [row["attempt"] for row in read_rows(second.run.metrics)] == ["12-0"] * 3 + ["12-1"] * (STEPS - 3)
 
 
+def interrupted_after(steps: int, context: RoleContext, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the session until so many steps are done, and have it commit them."""
+    pulses = JobSession._pulse
+
+    def pulse(session: JobSession) -> None:
+        if len(steps_of(context)) == steps:
+            raise Interrupted("the test")
+        pulses(session)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobSession, "_pulse", pulse)
+        session_of(context, dispatch).run()
+
+
+@pytest.mark.parametrize("name", ["1", "2"])
+def test_a_job_whose_state_is_lost_is_refused_with_what_to_do(
+    name: str, attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that had saved a checkpoint, and another one that would take over its optimizer."""
+    write_job(queue, "sft", "1")
+    interrupted_after(3, attempt("12-0"), dispatch, monkeypatch)
+    (queue / "sft-state").rename(queue / "lost")
+    if name == "2":
+        (queue / "1.json").unlink()
+        write_job(queue, "sft", "2")
+    context = attempt("12-1")
+    with pytest.raises(TrainingError, match=f"failed: {name}.json"):
+        session_of(context, dispatch).run()
+    reason = (queue / "failed" / f"{name}.error").read_text()
+    assert "sft-state: it has no" in reason
+    assert "resume=scratch" in reason
+    assert len(steps_of(context)) == 3  # the rows of the lost steps stay
+
+
+def test_a_job_that_would_begin_again_beside_the_commits_of_another_is_refused(
+    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(queue, "sft", "1")
+    session_of(attempt("12-0"), dispatch).run()
+    write_job(queue, "sft", "2")
+    interrupted_after(STEPS + 1, attempt("12-1"), dispatch, monkeypatch)
+    newest = max((queue / "sft-state").glob("sft-*"), key=lambda path: int(path.name.partition("-")[2]))
+    for shard in newest.glob("*/*.distcp"):
+        shard.write_bytes(b"damaged")
+    with pytest.raises(TrainingError, match=r"failed: 2\.json"):
+        session_of(attempt("12-2"), dispatch).run()
+    assert "no whole checkpoint of this job" in (queue / "failed" / "2.error").read_text()
+
+
 def test_a_run_one_of_whose_jobs_failed_does_the_others_and_fails(
     attempt: Attempt, queue: Path, dispatch: Dispatch
 ) -> None:

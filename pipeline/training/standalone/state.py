@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, committed, remove_unfinished
+from pipeline.checkpoints.progress import refuse_damaged_state
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError
 from pipeline.training.dispatch.dispatch import Dispatch
 from pipeline.training.dispatch.saving import await_save, load_models, stage_models, start_save
@@ -73,11 +74,12 @@ class JobState:
     def find(self) -> int:
         """Committed steps of this job, in the newest commit that is not known to be damaged.
 
-        `CheckpointError` for a state of the other kind.
+        `CheckpointError` for a state of the other kind, and for one whose commits are all damaged.
         """
         root, self._base = self._job.optimizer_state, 0
         self._found = self._newest()
         if self._found is None:
+            refuse_damaged_state(root)
             return 0
         if self._found.job != self._job.kind:
             raise CheckpointError(
