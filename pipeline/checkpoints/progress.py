@@ -20,12 +20,13 @@ The job of a file keeps its checkpoints in its `optimizer_state`, which jobs sha
 states it has checkpoints in, and of which job the newest one is. A job is refused where those checkpoints are gone.
 
     refuse_damaged_state(root)             # a job that found no checkpoint in its state
-    refuse_lost_state(run, root, job)      # a job that begins at its first step
-    mark_job_committed(run, root, job)     # once a checkpoint of a job is durable
+    refuse_lost_state(run, root, job, done)    # a job that goes on from step `done`
+    mark_job_committed(run, root, job, done)   # once a checkpoint of a job is durable
 """
 
 import hashlib
 import logging
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import msgspec
 from pipeline.checkpoints.fence import LINES
 from pipeline.checkpoints.pruning import committed_places
 from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import newest_committed
+from pipeline.checkpoints.store import Checkpoint, folder_names, newest_committed
 from pipeline.errors import CheckpointError
 from pipeline.rundir.documents import JobStateRecord, RunIdentity
 from pipeline.rundir.paths import COMMITTED, AttemptPaths, RunPaths
@@ -97,31 +98,49 @@ def refuse_damaged_state(root: str) -> None:
         raise _lost_state(root, f"its checkpoints are damaged ({', '.join(torn)})")
 
 
-def refuse_lost_state(run: RunPaths, root: str, job: str) -> None:
+def refuse_lost_state(run: RunPaths, root: str, job: str, done: int) -> int:
     """Raise `CheckpointError` if checkpoints are lost that a job, which begins at its first step, would go on from.
 
-    `root` is the job's `optimizer_state`, `job` tells it from any other. Checkpoints of this job must be there if the
-    newest recorded one was its own; of any job, if the run has recorded one.
+    `root` is the job's `optimizer_state`, `job` tells it from any other, and `done` are the steps that it goes on from.
+    Checkpoints of this job must be there if the newest recorded one was its own; of any job, if the run has recorded
+    one. Returns the steps of this job that the newest recorded checkpoint covers, 0 if that is another job's.
     """
     recorded = files.read_document(run.job_state(_digest(root)), JobStateRecord)
     if recorded is None:
-        return
+        return 0
     if recorded.job == job:
-        raise _lost_state(root, f"it has no whole checkpoint of this job, which had saved one in run {run.root}")
-    if newest_committed(root) is None:
+        if not done:
+            raise _lost_state(root, f"it has no whole checkpoint of this job, which had saved one in run {run.root}")
+        return recorded.done
+    if not done and newest_committed(root) is None:
         raise _lost_state(root, f"it has no checkpoint, but a job of run {run.root} had saved one")
+    return 0
 
 
-def mark_job_committed(run: RunPaths, root: str, job: str) -> bool:
-    """Record that a job has a durable checkpoint below `root`; False if the disk takes no record now."""
+def mark_job_committed(run: RunPaths, root: str, job: str, done: int) -> None:
+    """Record that a checkpoint of a job below `root` is durable, which covers `done` of its steps.
+
+    The checkpoint is durable whatever becomes of the record.
+    """
     path = run.job_state(_digest(root))
     try:
         path.parent.mkdir(exist_ok=True)
-        files.write_document(path, JobStateRecord(root=root, job=job))
+        files.write_document(path, JobStateRecord(root=root, job=job, done=done))
     except OSError as error:
         log.warning("%s is made with the next commit: %s", path, error)
-        return False
-    return True
+
+
+def next_aside(run: RunPaths) -> Path:
+    """A folder below `aside` that is not there yet."""
+    return next(path for number in count(1) if not (path := run.aside / str(number)).exists())
+
+
+def passed_over(checkpoint: Checkpoint) -> list[str]:
+    """What counts, has a COMMIT and is newer than `checkpoint`, as `<job>-<step>/<attempt>`: it was found damaged."""
+    storage = Storage(checkpoint.root)
+    names = folder_names(storage)
+    newer = names[: names.index(checkpoint.name)]
+    return [place for place in committed_places(storage) if place.partition("/")[0] in newer]
 
 
 def _lost_state(root: str, found: str) -> CheckpointError:

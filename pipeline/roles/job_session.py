@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.checkpoints import Fence, root_of
-from pipeline.checkpoints.progress import mark_job_committed, refuse_lost_state
+from pipeline.checkpoints.progress import mark_job_committed, next_aside, refuse_lost_state
 from pipeline.roles.context import RoleContext
 from pipeline.roles.controller import Controller
 from pipeline.rundir.documents import SubmittedJob
@@ -56,7 +56,6 @@ class RunObserver(Observer):
     def __init__(self, context: RoleContext, fence: Fence, sinks: MetricSinks, pulse: Pulse) -> None:
         self._context, self._fence, self._sinks, self._pulse = context, fence, sinks, pulse
         self._marked = False
-        self._recorded: set[str] = set()
         self._state = self._job = ""
         self._step = 0
         self._at = FileStep("", 0, 0, 0)
@@ -68,10 +67,23 @@ class RunObserver(Observer):
     def began(self, file: Path, job: Job, done: int) -> None:
         self._at = FileStep(file.stem, file.stat().st_mtime_ns, done, job.steps)
         self._state, self._job = job.optimizer_state, f"{self._at.file}-{self._at.written}"
-        if not done:
-            refuse_lost_state(self._context.run, self._state, self._job)
-        self._step = roll_back_file(self._context.run.metrics, self._at, self._fence.check)
+        saved = refuse_lost_state(self._context.run, self._state, self._job, done)
+        self._step = self._roll_back(is_behind=saved > done)
         self._report()
+
+    def _roll_back(self, *, is_behind: bool) -> int:
+        """Drop the rows of steps that are done again; the last step that has a row then.
+
+        The rows are kept aside where a checkpoint that turned out to be damaged had covered some of them.
+        """
+        run = self._context.run
+        aside = next_aside(run) / run.metrics.name if is_behind else None
+        if aside:
+            name, done = self._at.file, self._at.done
+            log.warning(
+                "%s goes on from step %d, since what is newer is damaged: rows are kept in %s", name, done, aside
+            )
+        return roll_back_file(run.metrics, self._at, self._fence.check, aside)
 
     def committing(self) -> None:
         self._sinks.flush()
@@ -79,8 +91,7 @@ class RunObserver(Observer):
     def committed(self) -> None:
         if not self._marked:
             self._marked = _touch(self._context.paths.committed)
-        if self._job not in self._recorded and mark_job_committed(self._context.run, self._state, self._job):
-            self._recorded.add(self._job)
+        mark_job_committed(self._context.run, self._state, self._job, self._at.done)
 
     def exhausted(self) -> None:
         _touch(self._context.paths.exhausted)

@@ -28,10 +28,12 @@ class JobStateRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         root: its folder or URL.
         job: tells the job that saved the newest checkpoint from any other.
+        done: steps of that job which the checkpoint covers.
     """
 
     root: str
     job: str
+    done: int
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

@@ -110,10 +110,13 @@ class MetricSinks:
         self.close()
 
 
-def roll_back(path: Path, job: str, done: int, check: Callable[[], None] = lambda: None) -> None:
+def roll_back(
+    path: Path, job: str, done: int, check: Callable[[], None] = lambda: None, aside: Path | None = None
+) -> int:
     """Drop the rows of steps after step `done` of `job`: the run goes on from there. The file is a new one then.
 
-    An evaluation of weights that stay keeps its row, however late it came. `check` is as in `keep_lines`.
+    An evaluation of weights that stay keeps its row, however late it came. `check`, `aside` and the result are as in
+    `keep_lines`.
     """
     here = _JOBS.index(job), done
 
@@ -121,18 +124,23 @@ def roll_back(path: Path, job: str, done: int, check: Callable[[], None] = lambd
         row = _decode(line)
         return row is not None and (_JOBS.index(row["job"]), row["step"]) <= here
 
-    keep_lines(path, stays, check)
+    return keep_lines(path, stays, check, aside=aside)
 
 
-def roll_back_file(path: Path, begun: FileStep, check: Callable[[], None] = lambda: None) -> int:
-    """Drop the rows of a job's file after the step that it is `begun` from; the last step that any row is of then."""
+def roll_back_file(
+    path: Path, begun: FileStep, check: Callable[[], None] = lambda: None, aside: Path | None = None
+) -> int:
+    """Drop the rows of a job's file after the step that it is `begun` from; the last step that any row is of then.
+
+    `check` and `aside` are as in `keep_lines`.
+    """
 
     def stays(line: bytes, _end: int) -> bool:
         row = _decode(line)
         same = row is not None and (row.get("file"), row.get("written")) == (begun.file, begun.written)
         return row is not None and not (same and row["done"] > begun.done)
 
-    keep_lines(path, stays, check)
+    keep_lines(path, stays, check, aside=aside)
     return max((row["step"] for row in read_rows(path)), default=0)
 
 

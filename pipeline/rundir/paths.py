@@ -23,7 +23,8 @@ jobs) is named by that module. Pure: makes no directory and reads no file.
       exports/<job>-<step>/               a commit as a model, made to be evaluated
       best/                               of SFT, the model of the lowest held-out loss so far, in the same way
       tracking/                           wandb's own files
-      aside/<number>/                     what was there when the run was started over (resume=scratch)
+      aside/<number>/                     what was there when the run was started over (resume=scratch), or rows that
+                                          only a damaged checkpoint covered
       live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
       rollouts/train/  rollouts/eval/     samples that are kept to be read
       metrics.jsonl  ledger.jsonl  report.html  finished.json
@@ -207,7 +208,8 @@ class RunPaths:
 
     @property
     def aside(self) -> Path:
-        """What was there when the run was started over, in a numbered folder each time."""
+        """What was there when the run was started over, or went back past a damaged checkpoint: a numbered folder each
+        time."""
         return self.root / "aside"
 
     @property

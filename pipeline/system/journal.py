@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.system import files
 from pipeline.system.outages import LAST_SECONDS, retry_transient
 from pipeline.system.waiting import CLOCK, Clock
 
@@ -77,37 +78,54 @@ def keep_lines(
     wanted: Callable[[bytes, int], bool],
     check: Callable[[], None] = lambda: None,
     clock: Clock = CLOCK,
-) -> None:
+    aside: Path | None = None,
+) -> int:
     """Put a new file in place of the one at `path`, with those lines of which `wanted(line, end)` is true.
 
     `end` is the offset in bytes behind the line. A last line that was not written to its end goes too. Nothing happens
     when there is no file. A disk that fails for a transient reason, or is full, is tried again for `LAST_SECONDS`; then
     the old file stays, with a warning. `check` is called right before the new one takes the name; what it raises leaves
     everything as it is.
+
+    With `aside`, the whole lines that go are written to that file, if there are any. Returns how many went.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        retry_transient(f"{path} to be rolled back", lambda: _replace(path, part, wanted, check), LAST_SECONDS, clock)
+        return retry_transient(
+            f"{path} to be rolled back", lambda: _replace(path, part, wanted, check, aside), LAST_SECONDS, clock
+        )
     except FileNotFoundError:
-        return
+        return 0
     except OSError as error:
         log.warning("%s keeps lines of steps that are trained again: %s", path, error)
+        return 0
     finally:
         _remove(part)
 
 
-def _replace(path: Path, part: Path, wanted: Callable[[bytes, int], bool], check: Callable[[], None]) -> None:
+def _replace(
+    path: Path, part: Path, wanted: Callable[[bytes, int], bool], check: Callable[[], None], aside: Path | None
+) -> int:
     """Once; may be done again after it failed, even if the new file has the name by then."""
     with path.open("rb") as old, part.open("wb") as new:
-        end = 0
+        dropped, end = list[bytes](), 0
         for line in old:
             end += len(line)
-            if line.endswith(b"\n") and wanted(line, end):
+            if not line.endswith(b"\n"):
+                continue
+            if wanted(line, end):
                 new.write(line)
+            else:
+                dropped.append(line)
         new.flush()
         os.fsync(new.fileno())
     check()
+    # Before the old file goes. A second try that finds the new file drops nothing, and must not empty this one.
+    if aside is not None and dropped:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(aside, b"".join(dropped))
     part.replace(path)
+    return len(dropped)
 
 
 def _remove(part: Path) -> None:

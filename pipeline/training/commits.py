@@ -18,13 +18,13 @@ Nothing random is kept: a trainer draws no numbers but those that its seed and s
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished, root_of
-from pipeline.checkpoints.progress import keep_copies, mark_committed, refuse_restart
+from pipeline.checkpoints.progress import keep_copies, mark_committed, next_aside, passed_over, refuse_restart
 from pipeline.checkpoints.state import JOBS
 from pipeline.config import RunConfig
 from pipeline.config.models import describe_weights
@@ -150,7 +150,7 @@ class Commits:
         load_models(self._dispatch, checkpoint, self._make_models(jobs[index]))
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
-        self._roll_back(jobs[index], state.step, state.ledger_bytes)
+        self._roll_back(jobs[index], state.step, state.ledger_bytes, passed_over(checkpoint))
         return JobPosition(jobs[index], state.step, jobs[index + 1 :])
 
     def _jobs(self, newest: str) -> tuple[Job, ...]:
@@ -252,8 +252,19 @@ class Commits:
         self._settled.add(*map(msgspec.json.encode, self.ledger.take_news()))
         return self._settled.flush()
 
-    def _roll_back(self, job: Job, done: int, ledger_bytes: int) -> None:
-        """Drop what is not covered by the commit after `done` steps of `job`: those steps come again."""
-        roll_back(self._run.metrics, job.name, done, self.fence.check)
-        keep_lines(self._run.ledger, lambda line, end: end <= ledger_bytes, self.fence.check)
-        self._settled = Journal(self._run.ledger, self.fence.check)
+    def _roll_back(self, job: Job, done: int, ledger_bytes: int, damaged: Sequence[str] = ()) -> None:
+        """Drop what is not covered by the commit after `done` steps of `job`: those steps come again.
+
+        Newer commits that are `damaged` had covered some of it, so all of it is kept aside.
+        """
+        run, check = self._run, self.fence.check
+        aside = next_aside(run) if damaged else None
+        rows = roll_back(run.metrics, job.name, done, check, aside and aside / run.metrics.name)
+        ledger = aside and aside / run.ledger.name
+        lines = keep_lines(run.ledger, lambda line, end: end <= ledger_bytes, check, aside=ledger)
+        if aside:
+            log.warning(
+                "going on from %s-%d, since %s is damaged: %d rows of %s and %d of %s are kept in %s",
+                *(job.name, done, ", ".join(damaged), rows, run.metrics.name, lines, run.ledger.name, aside),
+            )
+        self._settled = Journal(run.ledger, check)

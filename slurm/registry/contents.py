@@ -16,7 +16,7 @@ from typing import Any
 
 import pipeline
 from pipeline.checkpoints import Fence, newest_committed, root_of
-from pipeline.checkpoints.progress import has_begun, known_config, known_identity, refuse_restart
+from pipeline.checkpoints.progress import has_begun, known_config, known_identity, next_aside, refuse_restart
 from pipeline.config import RunConfig, TaskConfig, load_config
 from pipeline.config.data import located_data, located_options
 from pipeline.config.identity import differences, identity_digest
@@ -113,8 +113,8 @@ def set_aside(run: RunPaths) -> None:
     found = sorted(path for path in run.root.iterdir() if path not in locks and not path.name.startswith("."))
     if not found:
         return
-    number = next(number for number in range(1, sys.maxsize) if not (run.aside / str(number)).exists())
-    owner, target = f"scratch-{number}", run.aside / str(number)
+    target = next_aside(run)
+    owner = f"scratch-{target.name}"
     _take_over(run, owner)
     target.mkdir(parents=True)
     for path in sorted(found, key=lambda path: path in (run.attempts, run.metrics)):  # what shows progress comes last

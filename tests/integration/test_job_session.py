@@ -128,6 +128,24 @@ def test_a_job_whose_state_is_lost_is_refused_with_what_to_do(
     assert len(steps_of(context)) == 3  # the rows of the lost steps stay
 
 
+def test_rows_of_a_job_that_a_damaged_commit_covered_are_kept_aside(
+    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(queue, "sft", "1")
+    interrupted_after(3, attempt("12-0"), dispatch, monkeypatch)  # commits at steps 2 and 3
+    damage_newest(queue / "sft-state")
+    context = attempt("12-1")
+    session_of(context, dispatch).run()
+    assert [row["done"] for row in read_rows(context.run.aside / "1" / "metrics.jsonl")] == [3]
+    assert steps_of(context) == [(step, "sft", "1", step, STEPS) for step in range(1, STEPS + 1)]
+
+
+def damage_newest(state: Path) -> None:
+    newest = max(state.glob("sft-*"), key=lambda path: int(path.name.partition("-")[2]))
+    for shard in newest.glob("*/*.distcp"):
+        shard.write_bytes(b"damaged")
+
+
 def test_a_job_that_would_begin_again_beside_the_commits_of_another_is_refused(
     attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,9 +153,7 @@ def test_a_job_that_would_begin_again_beside_the_commits_of_another_is_refused(
     session_of(attempt("12-0"), dispatch).run()
     write_job(queue, "sft", "2")
     interrupted_after(STEPS + 1, attempt("12-1"), dispatch, monkeypatch)
-    newest = max((queue / "sft-state").glob("sft-*"), key=lambda path: int(path.name.partition("-")[2]))
-    for shard in newest.glob("*/*.distcp"):
-        shard.write_bytes(b"damaged")
+    damage_newest(queue / "sft-state")
     with pytest.raises(TrainingError, match=r"failed: 2\.json"):
         session_of(attempt("12-2"), dispatch).run()
     assert "no whole checkpoint of this job" in (queue / "failed" / "2.error").read_text()

@@ -50,6 +50,19 @@ def test_a_file_goes_back_on_a_disk_that_fails_for_a_while(
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(("module", "name"), [(Path, "open"), (os, "fsync"), (os, "replace"), (Path, "replace")])
+def test_lines_that_go_are_kept_aside_on_a_disk_that_fails_for_a_while(
+    path: Path, monkeypatch: pytest.MonkeyPatch, module: object, name: str
+) -> None:
+    aside = path.parent / "aside" / "1" / path.name
+    disk_that_fails(monkeypatch, module, name, errno.EIO, times=3)
+    assert keep_lines(path, before_the_second, clock=FakeClock(), aside=aside) == 2
+    monkeypatch.undo()
+    assert (path.read_bytes(), aside.read_bytes()) == (b"1\n", b"2\n3\n")
+    assert keep_lines(path, before_the_second, clock=FakeClock(), aside=aside) == 0
+    assert aside.read_bytes() == b"2\n3\n"
+
+
 @pytest.mark.parametrize("name", ["replace", "unlink"])
 def test_a_disk_that_goes_on_failing_costs_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str

@@ -132,6 +132,32 @@ def test_a_damaged_commit_is_given_up_for_the_one_before(run: FakeRun, file: str
     assert len(run.paths.ledger.read_text().splitlines()) == 50
 
 
+def test_rows_that_a_damaged_commit_covered_are_kept_aside(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    first = Trainer(run, "12-0")
+    log(run, "12-0", range(1, 111))
+    for step in (50, 100):
+        first.commit(step)
+    rot(run, 100)
+    second = Trainer(run, "12-1")
+    place = run.paths.aside / "1"
+    assert [row["step"] for row in read_rows(run.paths.metrics)] == list(range(1, 51))
+    assert [row["step"] for row in read_rows(place / "metrics.jsonl")] == list(range(51, 111))
+    assert len((place / "ledger.jsonl").read_text().splitlines()) == 50
+    said = "going on from rl-50, since rl-100/12-0 is damaged: 60 rows of metrics.jsonl and 50 of ledger.jsonl are kept"
+    assert [message for message in caplog.messages if "rows of" in message] == [f"{said} in {place}"]
+    second.commit(60)
+    Trainer(run, "12-2")
+    assert [path.name for path in run.paths.aside.iterdir()] == ["1"]
+
+
+def test_rows_that_no_commit_covered_are_not_kept(run: FakeRun) -> None:
+    first = Trainer(run, "12-0")
+    first.commit(50)
+    log(run, "12-0", range(1, 61))
+    assert Trainer(run, "12-1").done == 50
+    assert not run.paths.aside.exists()
+
+
 def test_what_an_attempt_commits_after_a_damaged_one_stays_and_is_gone_on_from(run: FakeRun) -> None:
     first = Trainer(run, "12-0")
     for step in (50, 100, 150):
