@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from pipeline.roles.context import RoleContext
-from pipeline.rundir.events import Listener
+from pipeline.rundir.events import Event, Listener
 from pipeline.rundir.metrics import Console, MetricSinks
 from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
 from pipeline.tracking.sinks import tracking_sinks
@@ -60,11 +60,14 @@ class Controller:
         Raises `Interrupted` when the attempt is ending.
         """
         self._dispatch.idle()
-        heard = self._listener.heard()
-        ending = heard.get("failed") or heard.get("draining")
-        if ending is not None:
+        if (ending := self._ending()) is not None:
             detail = f" ({ending.detail})" if ending.detail else ""
             raise Interrupted(f"{ending.name} by {ending.by}{detail}")
+
+    def _ending(self, at_once: bool = False) -> Event | None:
+        """The event that ends the attempt, if it was heard; `at_once` as in `Listener.heard`."""
+        heard = self._listener.heard(at_once)
+        return heard.get("failed") or heard.get("draining")
 
     def _finish(self) -> None:
         """Give the devices back, then tell that the training is finished."""

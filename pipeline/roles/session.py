@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
+from pipeline.errors import StreamError
 from pipeline.roles.context import RoleContext
 from pipeline.roles.controller import Controller
 from pipeline.roles.peers import Peers
@@ -64,7 +65,17 @@ class RunSession(Controller):
         if self._config.has_rollouts:
             ledger = self._commits.ledger
             self._peers = Peers(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
-            self._commits.on_durable = self._peers.give_up
+            self._commits.on_durable = partial(self._give_up, self._peers)
+
+    def _give_up(self, peers: Peers, covered: tuple[str, ...]) -> None:
+        """Acknowledge what a durable commit covers. An attempt that is ending leaves it to the next one if the streams
+        are away: that one begins with the same, and drops what comes twice."""
+        try:
+            peers.give_up(covered)
+        except StreamError as error:
+            if not self._ending(at_once=True):
+                raise
+            log.warning("the next attempt acknowledges what the last commit covers: %s", error)
 
     def _run_jobs(self, position: JobPosition) -> None:
         done = position.done

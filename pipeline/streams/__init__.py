@@ -7,6 +7,7 @@
 | `redis_data`, `redis_repair` | which data the Redis of an attempt starts from; mending what it would not load |
 | `files`, `segments`, `cursors` | streams in files; how a topic lies on disk; how far its reader has come |
 | `asynchronous` | the streams inside an event loop |
+| `ending` | how long an attempt that is ending waits for a backend that is away |
 | `board` | the few values that the trainer posts and the actor watches |
 
 Owns the streams between the roles. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
@@ -39,6 +40,7 @@ from pipeline.errors import StreamError
 from pipeline.rundir.events import Events, Listener
 from pipeline.rundir.paths import AttemptPaths
 from pipeline.streams.asynchronous import AsyncStreams
+from pipeline.streams.ending import Ending
 from pipeline.streams.interface import Depth, Entry, Reader, Rejected, Streams
 from pipeline.world.plan import World
 
@@ -58,14 +60,19 @@ class StreamsPlace(Protocol):
 
 def connect(place: StreamsPlace) -> Streams:
     """The streams of the attempt that `place` belongs to; `StreamError` when the backend does not answer."""
-    return open_streams(place.config.streams, place.paths, place.world, place.config.cluster.startup_seconds)
+    cluster = place.config.cluster
+    startup, grace = cluster.startup_seconds, cluster.grace_seconds
+    return open_streams(place.config.streams, place.paths, place.world, startup, grace)
 
 
-def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World, startup: float = 30.0) -> Streams:
+def open_streams(
+    config: StreamsConfig, paths: AttemptPaths, world: World, startup: float = 30.0, grace: float = 0.0
+) -> Streams:
     """The streams of an attempt: in Redis at the world's `redis` placement, or in the run directory.
 
     A Redis that still starts, or loads, is waited for `startup` seconds; one that is away is not waited for any more
-    once the attempt has failed, so that a trainer can commit instead.
+    once the attempt has failed, so that a trainer can commit instead. In one that was told to end within `grace`
+    seconds it is waited for as `pipeline.streams.ending` says.
     """
     if config.backend == "files":
         from pipeline.streams.files import FileStreams
@@ -77,7 +84,7 @@ def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World, start
     from pipeline.streams.redis import RedisStreams
 
     address, port = servers[0].address, servers[0].ports[0]
-    listener = Listener(Events(paths), ranks=len(world.placements))
+    ending = Ending(Listener(Events(paths), ranks=len(world.placements)), grace)
     return RedisStreams(
         address,
         port,
@@ -85,5 +92,5 @@ def open_streams(config: StreamsConfig, paths: AttemptPaths, world: World, start
         budget=config.budget_bytes,
         attempt=world.attempt,
         startup=startup,
-        is_over=lambda: "failed" in listener.heard(),
+        time_left=ending.time_left,
     )

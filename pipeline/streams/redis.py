@@ -10,6 +10,7 @@ answers. Then `generation` grows, values are posted again, and readers begin aga
 """
 
 import logging
+import math
 import re
 import secrets
 import threading
@@ -64,10 +65,11 @@ class RedisStreams(Streams):
         attempt: str,
         patience: float = OUTAGE_SECONDS,
         startup: float = 30.0,
-        is_over: Callable[[], bool] = lambda: False,
+        time_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`is_over` says whether it is in vain to wait for a Redis that is away, as after a failure of the attempt."""
-        self._is_over = is_over
+        """`time_left` are the seconds for which the attempt lets anybody wait on for a Redis that is away; it is asked
+        before each further try."""
+        self._time_left = time_left
         self._budget, self._patience = budget, patience
         self._name, self._password = f"redis at {address}:{port}", password
         self._client = redis.Redis(
@@ -172,14 +174,15 @@ class RedisStreams(Streams):
             try:
                 result = step()
             except RedisError as error:
-                if not _may_pass(error) or deadline.passed or self._is_over():
+                left = min(deadline.left, self._time_left()) if _may_pass(error) else 0.0
+                if left <= 0:
                     raise self._failure(error, deadline) from error
                 self._report_wait(error, deadline)
             else:
                 self._report_end()
                 return result
             heartbeat.beat()
-            CLOCK.sleep(min(next(pauses), deadline.left))
+            CLOCK.sleep(min(next(pauses), left))
 
     def _report_wait(self, error: RedisError, deadline: Deadline) -> None:
         """One line for each outage, whichever thread notices it first."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
-from pipeline.errors import DeadlineError, RecordError, RollcallError
+from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamError
 from pipeline.groups.ledger import TRAINED, Ledger
 from pipeline.groups.records import MALFORMED, PreparedGroup, Reissue
 from pipeline.groups.staleness import is_refused
@@ -78,15 +78,22 @@ class GroupBatches:
         started, wanted = time.monotonic(), self.config.training.prompts_per_step
         while len(self._fresh) < wanted:
             self.pulse()
-            for entry in self._reader.read(wanted - len(self._fresh), READ_SECONDS):
-                self._take(entry, version)
-            self.tell_progress(version)
+            self._receive(wanted, version)
             self.waited = time.monotonic() - started
             if self.waited > self.config.training.data_seconds:
                 aside = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
                 missing = f"{wanted - len(self._fresh)} of {wanted} groups; set aside meanwhile: {aside}"
                 raise DeadlineError("a batch from the preprocessor", self.waited, missing)
         return [entry.record for entry in self._fresh.values()]
+
+    def _receive(self, wanted: int, version: int) -> None:
+        try:
+            for entry in self._reader.read(wanted - len(self._fresh), READ_SECONDS):
+                self._take(entry, version)
+            self.tell_progress(version)
+        except StreamError:
+            self.pulse()  # an attempt that is ending needs no data: the streams were not waited for
+            raise
 
     def trained(self, step: int, outcome: str = TRAINED) -> None:
         """Settle the groups of the last `next`: step `step`, counted from 0, made of them what `outcome` says.

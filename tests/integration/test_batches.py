@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.errors import DeadlineError
+from pipeline.errors import DeadlineError, StreamError
 from pipeline.groups.ledger import Ledger
 from pipeline.groups.records import Group, PreparedGroup, Reissue, Sample
 from pipeline.rundir.paths import AttemptPaths
@@ -290,6 +290,25 @@ def test_an_interruption_settles_nothing_of_the_batch_that_was_not_trained(strea
     assert batches.covered == ()
     streams.publish(TOPIC, prepared(1))
     assert positions(batches_of(streams).next(0)) == [0, 1]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_attempt_that_is_told_to_end_while_streams_are_away_is_interrupted(streams: Streams, told: bool) -> None:
+    away = False
+
+    def pulse() -> None:
+        if away and told:
+            raise Interrupted("draining by agent.0")
+
+    def read(limit: int, seconds: float) -> list[Any]:
+        nonlocal away
+        away = True
+        raise StreamError("redis does not answer")
+
+    batches = batches_of(streams, pulse=pulse)
+    batches._reader.read = read  # type: ignore[method-assign]
+    with pytest.raises(Interrupted if told else StreamError):
+        batches.next(0)
 
 
 def test_a_batch_that_does_not_come_is_missed_by_its_deadline_with_what_came_instead(streams: Streams) -> None:

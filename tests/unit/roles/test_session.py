@@ -1,6 +1,7 @@
 """What the controller does as it begins and while it waits: real commits of a policy that is one tensor."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +13,9 @@ from pipeline.checkpoints import Fence, TrainerState, newest_committed, sharded
 from pipeline.checkpoints.background import Saver
 from pipeline.checkpoints.storage import Storage
 from pipeline.checkpoints.store import commit
-from pipeline.errors import CheckpointError, TrainingError
+from pipeline.errors import CheckpointError, StreamError, TrainingError
 from pipeline.roles.context import RoleContext
+from pipeline.roles.peers import Peers
 from pipeline.roles.session import RunSession
 from pipeline.system.waiting import wait_for
 from pipeline.training.batches import Interrupted
@@ -53,6 +55,7 @@ class Waiting:
         self.dispatch = OneRank()
         session = RunSession(self.context, cast(Dispatch, self.dispatch))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
+        self.give_up = session._give_up
         self.finish, self.warming_up = session._finish_commits, session._warming_up
         self.durable: list[tuple[str, ...]] = []
         self.commits.on_durable = self.durable.append
@@ -111,6 +114,22 @@ def test_an_attempt_that_is_ending_says_so_rather_than_that_a_commit_failed(
     waiting.context.events.publish("draining", "agent")
     with pytest.raises(Interrupted, match="draining by agent"):
         waiting.pulse()
+
+
+def test_an_attempt_that_is_ending_leaves_what_a_commit_covers_to_the_next_one_while_streams_are_away(
+    waiting: Waiting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(_: object) -> None:
+        raise StreamError("redis does not answer")
+
+    peers = cast(Peers, SimpleNamespace(give_up=away))
+    waiting.commits.on_durable = partial(waiting.give_up, peers)
+    waiting.commit()
+    with pytest.raises(StreamError):
+        waiting.commits.collect()
+    waiting.context.events.publish("draining", "agent")
+    waiting.commits.commit(jobs_of(waiting.context.config)[0], 2, COVERED, wait=True)
+    assert "the next attempt acknowledges what the last commit covers: redis does not answer" in caplog.text
 
 
 def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
