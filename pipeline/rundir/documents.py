@@ -15,11 +15,13 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
         run_id: unique for ever; scopes rendezvous directories, tracking and streams.
         created: seconds since the epoch.
         revision: git revision of the checkout it was submitted from, `-dirty` if edited, empty outside of git.
+        code: digest of its copy of the code (`slurm.registry.snapshot`); empty if the run is older than digests.
     """
 
     run_id: str
     created: float
     revision: str = ""
+    code: str = ""
 
 
 class JobStateRecord(msgspec.Struct, frozen=True, kw_only=True):

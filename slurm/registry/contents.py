@@ -7,7 +7,6 @@ removes nothing. The caller holds the run's lock.
 """
 
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -27,10 +26,8 @@ from pipeline.rundir.documents import RunIdentity
 from pipeline.rundir.ending import is_finished
 from pipeline.rundir.paths import RunPaths, SweepPaths
 from pipeline.system import files
-from pipeline.tasks import frozen
+from slurm.registry import snapshot
 
-PACKAGES = ("pipeline", "slurm", "conf")
-"""What an attempt runs from its snapshot."""
 ENTRANCES = ("slurm/node/agent.py", "slurm/batch/requeue.py", "slurm/batch/controller.py")
 """The modules in a run's snapshot that a launcher, which may be newer, tells its job to start."""
 
@@ -61,7 +58,8 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     tree = known_config(run, root)
     if tree is None:
         return known
-    if absent := [name for name in ENTRANCES if not (run.code / name).exists()]:
+    snapshot.refuse_damaged(run, known)
+    if run.code.exists() and (absent := [name for name in ENTRANCES if not (run.code / name).exists()]):
         raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
     old, new = _load(run, tree), located_config(config)
     if identity_digest(old) != identity_digest(new):
@@ -142,12 +140,16 @@ def freeze(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
     lost is made again.
     """
     lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
-    if not run.config.exists() and not (known and run.code.exists()):
-        _snapshot(run, config)
+    if known and not run.code.exists():
+        lost.append(run.code)
+        snapshot.make(run, config, known.code)
+    elif not known and not run.config.exists():
+        snapshot.make(run, config)
     files.write_document(run.config, config.model_dump(mode="json"))
     if known is None:
         run_id = f"{config.name}-{secrets.token_hex(4)}"
-        files.create_document(run.run, RunIdentity(run_id=run_id, created=time.time(), revision=git_revision()))
+        made = {"revision": git_revision(), "code": snapshot.digest(run)}
+        files.create_document(run.run, RunIdentity(run_id=run_id, created=time.time(), **made))
     elif run.run in lost:
         files.write_document(run.run, known)
     for path in lost if known and run.attempts.exists() else ():
@@ -180,19 +182,6 @@ def _located_task(task: TaskConfig) -> TaskConfig:
     if task.name != "dataset":
         return task
     return task.model_copy(update={"options": located_options(task.options)})
-
-
-def _snapshot(run: RunPaths, config: RunConfig) -> None:
-    """Copy the packages this checkout runs, and the user's modules; a half copy of an earlier try is replaced."""
-    source = Path(pipeline.__file__).parent.parent
-    part = run.code.with_name(f"{run.code.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    for package in PACKAGES:
-        shutil.copytree(source / package, part / package, ignore=shutil.ignore_patterns("__pycache__"))
-    frozen.keep(frozen.names_in(config), part)
-    if run.code.exists():
-        shutil.rmtree(run.code)
-    part.rename(run.code)
 
 
 def git_revision() -> str:

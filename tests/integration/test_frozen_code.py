@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from slurm.registry.contents import PACKAGES
+from slurm.registry.snapshot import PACKAGES
 
 pytestmark = pytest.mark.integration
 

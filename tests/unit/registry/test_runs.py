@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.config.models import BUILT_IN
@@ -113,6 +114,8 @@ def test_a_submission_killed_before_it_wrote_the_identity_is_completed(tmp_path:
 def test_a_run_whose_code_is_of_another_version_is_refused(tmp_path: Path) -> None:
     with runs.claimed(demo(tmp_path)) as run:
         (run.code / "slurm" / "batch" / "requeue.py").rename(run.code / "slurm" / "requeue.py")
+        (run.code / ".hashes.json").unlink()
+        files.write_document(run.run, structs.replace(runs.identity(run), code=""))
     with pytest.raises(RunStateError, match=r"slurm/batch/requeue.py, .*; submit it from the checkout .*name=demo-2"):
         runs.examine(demo(tmp_path))
 
