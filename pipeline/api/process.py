@@ -91,7 +91,7 @@ async def _listen(
     """At the address of last time if it is free and no other is asked for; then tell it."""
     earlier = int(known.url.rpartition(":")[2]) if known and not settings.port else settings.port
     for port in dict.fromkeys((earlier, settings.port)):
-        site = LimitedSite(runner, settings.host, port, admission)
+        site = LimitedSite(runner, settings.host, port, admission, settings.held)
         try:
             await site.start()
         except OSError as error:

@@ -23,6 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         root: the folder of the store, its weights and its address.
         host, port: where it listens; port 0: any that is free.
+        held: the process that started the front holds the port for it.
         keys: the file of API keys; empty: one key of the run's own, in `root`.
         base_names: what clients may call the model, the first one is told to them.
         tokenizer: what the SDK loads the tokenizer from.
@@ -44,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     whole_models: bool
     sampling: bool
     seed: int
+    held: bool = False
 
     def checked_base(self, name: str) -> str:
         """`ApiError` for a name of a model that is not served."""

@@ -21,11 +21,14 @@ def proved(request: web.Request) -> None:
 
 
 class LimitedSite(web.BaseSite):
-    """Listens at `host`:`port` for a runner of this application, which must not have been set up."""
+    """Listens at `host`:`port` for a runner of this application, which must not have been set up.
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, admission: Admission) -> None:
+    `held`: another process holds the port for this one (`pipeline.system.listeners.hold_address`).
+    """
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int, admission: Admission, held: bool = False) -> None:
         super().__init__(runner, backlog=_BACKLOG)
-        self._host, self._port, self._admission = host, port, admission
+        self._host, self._port, self._admission, self._held = host, port, admission, held
 
     @property
     def name(self) -> str:
@@ -37,7 +40,11 @@ class LimitedSite(web.BaseSite):
         assert make is not None
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: _Watched(make(), self._admission), self._host, self._port, backlog=self._backlog
+            lambda: _Watched(make(), self._admission),
+            self._host,
+            self._port,
+            backlog=self._backlog,
+            reuse_port=self._held or None,
         )
 
 

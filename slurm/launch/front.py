@@ -1,8 +1,9 @@
 """The front as a child of the launcher, for as long as the launcher serves.
 
-Owns its process: started, watched, started again. Promises that a front which ends, or gives no answer for
-`DEAF_SECONDS`, is replaced by another at the same address, as often as it takes, while clients wait; and that none is
-left when `stop` returns. Must not know what a front does.
+Owns its process: started, watched, started again; and its port, which is held while no front listens there, so that no
+other user can (decision 0032). Promises that a front which ends, or gives no answer for `DEAF_SECONDS`, is replaced by
+another at the same address, as often as it takes, while clients wait; and that none is left when `stop` returns. Must
+not know what a front does.
 
     keeper = FrontKeeper(settings, log)
     address = keeper.start()         # `ConfigError` if it cannot start
@@ -12,6 +13,7 @@ left when `stop` returns. Must not know what a front does.
 import http.client
 import sys
 import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +22,7 @@ import msgspec
 from pipeline.api.settings import Address, Settings
 from pipeline.errors import ConfigError
 from pipeline.system import files, process
+from pipeline.system.listeners import hold_address, who_listens
 from pipeline.system.waiting import Deadline, growing_pauses
 from slurm.scheduler.environment import child_environment
 
@@ -37,6 +40,7 @@ class FrontKeeper:
 
     def __init__(self, settings: Settings, log: Path, deaf_seconds: float = DEAF_SECONDS) -> None:
         self._settings, self._log, self._deaf_seconds = settings, log, deaf_seconds
+        self._held = ExitStack()
         self._ending, self._started = threading.Event(), threading.Event()
         self._address: Address | None = None
         self._error: ConfigError | None = None
@@ -44,6 +48,8 @@ class FrontKeeper:
 
     def start(self) -> Address:
         """Where it listens; `ConfigError` if it cannot start."""
+        port, self._held = _hold_port(self._settings)
+        self._settings = msgspec.structs.replace(self._settings, port=port, held=True)
         self._thread.start()
         self._started.wait()
         if self._error is not None:
@@ -52,9 +58,11 @@ class FrontKeeper:
         return self._address
 
     def stop(self) -> None:
-        """End the front, and watch it no more."""
+        """End the front, watch it no more, and give its port back."""
         self._ending.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._held.close()
 
     def _keep(self) -> None:
         try:
@@ -115,6 +123,21 @@ class FrontKeeper:
                 print(f"the front gave no answer for {self._deaf_seconds:.0f} s; another one starts", file=sys.stderr)
                 child.kill()
                 return
+
+
+def _hold_port(settings: Settings) -> tuple[int, ExitStack]:
+    """The configured port; or that of an earlier front, or any that is free. It is held until the stack closes."""
+    if settings.port:
+        try:
+            return hold_address(settings.host, settings.port)
+        except OSError as error:
+            where, why = f"{settings.host}:{settings.port}", f"{error.strerror or error}, {who_listens(settings.port)}"
+            raise ConfigError("serve.port", where, "an address that is free", why) from None
+    known = files.read_document(settings.address, Address)
+    if known is not None and (port := urlsplit(known.url).port):
+        with suppress(OSError):
+            return hold_address(settings.host, port)
+    return hold_address(settings.host, 0)
 
 
 def _answers(url: str, seconds: float) -> bool:

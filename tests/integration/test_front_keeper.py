@@ -19,6 +19,7 @@ from slurm.launch import front
 from slurm.launch.front import FrontKeeper
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import config_of
+from tests.support.strangers import as_stranger, needs_another_user
 
 pytestmark = pytest.mark.integration
 
@@ -55,6 +56,53 @@ def test_a_front_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
     keeper.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(earlier.pid, 0)
+
+
+SQUAT = """
+import socket, sys
+server = socket.socket()
+for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+    server.setsockopt(socket.SOL_SOCKET, option, 1)
+try:
+    server.bind((sys.argv[1], int(sys.argv[2])))
+    server.listen()
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@needs_another_user
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_nobody_else_can_listen_at_the_address_while_the_front_is_away(
+    host: str, keeper: FrontKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_FIRST_PAUSE", WAIT_SECONDS)  # until the next one starts
+    address = keeper.start()
+    port = int(address.url.rpartition(":")[2])
+    os.kill(address.pid, signal.SIGKILL)
+    wait_for("the front to be away", lambda: not front._answers(address.url, 1.0), WAIT_SECONDS)
+    assert as_stranger(SQUAT, host, port).stdout == "Address already in use\n"
+    keeper.stop()
+    assert as_stranger(SQUAT, host, port).stdout == ""
+
+
+def test_a_port_that_another_process_has_is_refused_by_its_name(settings: Settings, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        keeper = FrontKeeper(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
+        with pytest.raises(ConfigError, match=rf"serve.port='127.0.0.1:{port}': .*in use.*pid {os.getpid()}"):
+            keeper.start()
+        keeper.stop()
+
+
+def test_a_chosen_port_is_had_again_at_once_although_connections_linger(settings: Settings, tmp_path: Path) -> None:
+    first = FrontKeeper(settings, tmp_path / "front.log")
+    port = int(first.start().url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)):
+        first.stop()  # its end of the connection is closed first, so it lingers
+        second = FrontKeeper(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
+        assert second.start().url.endswith(f":{port}")
+        second.stop()
 
 
 def test_idle_connections_of_strangers_make_no_front_deaf(keeper: FrontKeeper) -> None:
