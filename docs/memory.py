@@ -1,7 +1,7 @@
 """Writes the tables of memory in docs/gpus.md: python -m docs.memory [--check]
 
-Owns the shapes of a few models that people train, and what the arithmetic of `pipeline.world.memory` says of them. It
-reads no weights and takes seconds. With `--check` it fails if the page has other tables than it would write.
+Owns the shapes of a few common models, whose memory `pipeline.world.memory` computes. It reads no weights and takes
+seconds. With `--check` it fails if the page has other tables than it would write.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parent / "gpus.md"
 BEGIN, END = "<!-- made by python -m docs.memory -->\n", "<!-- end -->\n"
 LENGTH, TOKENS = 4096, 16_384
 CARDS = {"80 GB": 80 * GIB, "141 GB": 140 * GIB}
-"""What a card is sold as, and what it has."""
+"""A card's nominal memory, and its actual memory."""
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -36,7 +36,7 @@ _SHAPES: dict[str, tuple[int, int, int, int, bool]] = {
     "8B": (4096, 36, 32, 12_288, False),
     "32B": (5120, 64, 64, 25_600, False),
 }
-"""Of Qwen3: hidden size, layers, heads, feed-forward size, and whether the head is the embedding."""
+"""Qwen3's hidden size, layers, heads, feed-forward size, and whether the head is tied to the embedding."""
 
 
 class Measured(NamedTuple):
@@ -84,7 +84,7 @@ def sizes_from(settings: dict[str, Any]) -> Sizes:
 def config_of(
     *ways: str, processes: int = 1, gpus: int = 1, tokens: int = TOKENS, memory: str = "", **training: str
 ) -> RunConfig:
-    """A run on GPUs of so much memory, with these keys of `training` set, and servers of so many GPUs."""
+    """A run on GPUs with this memory, with these keys of `training` set, and servers of `gpus` GPUs."""
     return load_config(
         {
             "name": "memory",
@@ -110,14 +110,14 @@ def config_of(
 
 
 def computed(case: Measured) -> float:
-    """GiB of what was measured: without CUDA's own part, and without servers."""
+    """Computed GiB of a measured case: without CUDA's part, and without servers."""
     config = config_of(*case.ways, processes=case.processes, tokens=case.tokens)
     need = trainer_need(config, sizes_from(case.settings))
     return (need.total - CONTEXT - need.parts["weights for the servers"]) / GIB
 
 
 def tables() -> str:
-    """All tables: of trainers, of servers, and of what was measured."""
+    """All tables: of trainers, of servers, and of measured cases."""
     trainers, servers = [], []
     for name in _SHAPES:
         sizes = sizes_from(settings_of(name))
@@ -167,7 +167,7 @@ def _measured_row(case: Measured) -> str:
 
 
 def _room(config: RunConfig, sizes: Sizes, memory: int) -> str:
-    """Sequences, and the part of the card that the server takes for them: the default, or the most there is."""
+    """Sequences, and the server's fraction of the card for them: the default, or the largest possible one."""
     share = min(config.inference.gpu_memory, most_share(config, sizes, memory))
     with_share = config.model_copy(update={"inference": config.inference.model_copy(update={"gpu_memory": share})})
     count = sequences(with_share, sizes, memory)
@@ -175,7 +175,7 @@ def _room(config: RunConfig, sizes: Sizes, memory: int) -> str:
 
 
 def page(text: str, made: str) -> str:
-    """The page with these tables in place of its own; `ValueError` if it has no place for them."""
+    """The page with its tables replaced by these; `ValueError` if it lacks the markers."""
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 SHOWN_SECONDS = 40.0
-"""Of the run."""
+"""Length of the shown part of the run."""
 STEPS_SHOWN = 4
 Result = dict[str, Any]
 
 
 def draw(result: Result, folder: Path) -> None:
-    """Both pictures of one run: what its server made over time, and a few steps of both GPUs."""
+    """Draw both pictures of one run: its server's rate over time, and a few steps of both GPUs."""
     from matplotlib import pyplot
 
     steps = steps_of(result)

@@ -27,7 +27,7 @@ class Structure:
         rooms: names of what is directly below the package.
         modules: how many modules are in each room.
         arrows: (importing room, imported room) → how many imports of modules that is.
-        circles: sets of rooms each of which leads to every other one.
+        circles: sets of rooms that all lead to each other.
     """
 
     rooms: tuple[str, ...]

@@ -1,9 +1,9 @@
-"""Makes `conf/models/tiny_qwen3` and `conf/models/tiny_text`: the smallest models that are still shaped like real ones.
+"""Makes `conf/models/tiny_qwen3` and `conf/models/tiny_text`: the smallest models with the structure of real ones.
 
-Owns their configuration, their character vocabularies and their chat templates; there are no weights, a run starts from
-random ones. `tiny_qwen3` knows digits and signs alone: a character outside of them is an error, never a silent unknown.
-`tiny_text` knows printable ASCII and turns: systems, tools and what an assistant said. Promises that a token is exactly
-one character, and that a second run writes the same files.
+Owns their configuration, their character vocabularies and their chat templates. They have no weights; a run starts from
+random ones. The vocabulary of `tiny_qwen3` is digits and signs: any other character is an error, never an unknown
+token. The vocabulary of `tiny_text` is printable ASCII; its template has turns of system, user, assistant and tools.
+Promises that a token is exactly one character, and that a second run writes the same files.
 
     python conf/models/make_tiny.py
 """
@@ -39,11 +39,11 @@ TEXT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """What makes one of the models.
+    """The settings of one of the models.
 
     Attributes:
         special: its special tokens, by the names that transformers gives them.
-        characters: what it knows beside these; the ids count on.
+        characters: its other tokens; their ids follow those of the special tokens.
         template: its chat template.
         max_length: most tokens of a conversation.
         initializer_range: about 1/√hidden_size: with the default 0.02 some seeds learn several times slower.

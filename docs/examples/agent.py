@@ -1,4 +1,4 @@
-"""An agent as a command: asks the policy with OpenAI's client, has it look again at a wrong form, tells its reward.
+"""An agent as a command: calls the policy, retries an answer in a wrong format, reports its reward.
 
 python launchers/submit.py experiment=agent 'task.options.command=[python,docs/examples/agent.py]' model.path=…
 """
@@ -22,5 +22,5 @@ for _ in range(2):
     messages += [reply.model_dump(), {"role": "user", "content": "End with the result, a number."}]
 
 right = answer is not None and answer[0] == str(prompt["columns"]["answer"]).split("####")[-1].strip()
-told = {"reward": float(right), "metrics": {"agent/answered": float(answer is not None)}}
-Path(os.environ["ROLLCALL_REWARD"]).write_text(json.dumps(told))
+report = {"reward": float(right), "metrics": {"agent/answered": float(answer is not None)}}
+Path(os.environ["ROLLCALL_REWARD"]).write_text(json.dumps(report))

@@ -12,16 +12,16 @@ from openai import AsyncOpenAI
 
 
 async def episode(request: web.Request) -> web.Response:
-    """Ask once, answer with the reward."""
+    """Call the policy once, and respond with the reward."""
     prompt = await request.json()
     client = request.app[OPENAI].with_options(base_url=prompt["base_url"], api_key=prompt["api_key"])
     reply = await client.chat.completions.create(model=prompt["model"], messages=prompt["messages"])
-    said = reply.choices[0].message.content or ""
-    return web.json_response({"reward": float(said.strip() == str(prompt["columns"]["answer"]))})
+    answer = reply.choices[0].message.content or ""
+    return web.json_response({"reward": float(answer.strip() == str(prompt["columns"]["answer"]))})
 
 
 async def connections(application: web.Application) -> AsyncIterator[None]:
-    """One client for all episodes: to make one takes 40 ms."""
+    """One client for all episodes, because creating a client takes 40 ms."""
     async with AsyncOpenAI(api_key="of each episode") as client:
         application[OPENAI] = client
         yield

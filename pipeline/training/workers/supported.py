@@ -46,7 +46,7 @@ def refuse_unsupported(network: Any) -> None:
     own = _logits(network, tokens_BT, hidden_BTE, words_VE)
     wanted = hidden_BTE @ words_VE.T
     if own.shape != wanted.shape or not torch.allclose(own, wanted, rtol=1e-3, atol=1e-4):
-        raise _unsupported(f"a head of its own ({type(network).__name__})")
+        raise _unsupported(f"a custom head ({type(network).__name__})")
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def test_a_model_whose_logits_would_be_wrong_is_refused(
 def test_a_head_that_no_key_tells_of_is_noticed_by_its_logits(tmp_path: Path) -> None:
     network = build_one(tmp_path, "llama").network
     network.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
-    with pytest.raises(ConfigError, match="a head of its own"):
+    with pytest.raises(ConfigError, match="a custom head"):
         supported.refuse_unsupported(network)
 
 
