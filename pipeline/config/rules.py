@@ -143,12 +143,6 @@ def _servers_have_gpus(config: RunConfig) -> None:
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
     if config.weights_backend == "nccl" and device != "cuda":
         raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
-    if config.weights_backend == "nccl" and config.model.lora.rank:
-        expected = "gloo with model.lora.rank above 0: adapters are small, and travel over TCP"
-        raise ConfigError("inference.backend", "nccl", expected, "leave it out")
-    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1:
-        expected = "1 where weights travel over gloo (inference.backend=gloo, or adapters): it feeds one process"
-        raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1")
 
 
 def _shared_gpus_have_room(config: RunConfig) -> None:

@@ -1,18 +1,19 @@
-"""The `gloo` weight-transfer engine that runs inside a vLLM server on a CPU.
+"""The `gloo` weight-transfer engine that runs inside each process of a vLLM server: weights over TCP.
 
 Owns the server's side of an update. Promises that generation goes on while the bytes arrive (a thread fills a staging
 buffer), that the model changes at once or not at all, and that no wait is longer than the trainer's deadline. Only
-`update_weights` needs a paused server. Must not know HTTP or roles.
+`update_weights` of a whole model needs a paused server; an adapter changes between two steps. Must not know HTTP or
+roles.
 
     start_weight_update    begins to receive; returns at once
-    update_weights         waits for the last byte, loads the model, or keeps the adapter
+    update_weights         waits for the last byte, then loads the model or installs the adapter
     finish_weight_update   ends an update, also one that was left half done
 """
 
 import logging
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +28,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from pipeline.errors import WeightSyncError
+from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
-from pipeline.weights.adapters import AdapterFolder
+from pipeline.weights.adapters import AdapterSlot
 from pipeline.weights.expert_packing import pack_experts_at_updates
 from pipeline.weights.password import server_password
-from pipeline.weights.wire import SERVER, TransferGroup, WeightLayout, announce, visit_store
+from pipeline.weights.wire import SERVER, Preparing, TransferGroup, WeightLayout, announce, visit_store
 
 log = logging.getLogger(__name__)
 
@@ -73,26 +74,41 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 class Reception:
     """One update on its way into the staging buffer, in a thread of its own."""
 
-    def __init__(self, group: TransferGroup, staging: Tensor, seconds: float) -> None:
-        self._version: Future[int] = Future()
+    def __init__(
+        self, group: TransferGroup, staging: Tensor, seconds: float, prepare: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Begin to receive; `prepare` is called in the thread once all bytes are there."""
+        self._done: Future[tuple[int, Any]] = Future()
         self._deadline = Deadline("weights from the trainer", seconds)
         # Not a pool: its threads would keep an ending server alive until the deadline.
-        Thread(target=self._run, args=(group, staging), name="weights", daemon=True).start()
+        Thread(target=self._run, args=(group, staging, prepare), name="weights", daemon=True).start()
 
-    def _run(self, group: TransferGroup, staging: Tensor) -> None:
+    def _run(self, group: TransferGroup, staging: Tensor, prepare: Callable[[], Any]) -> None:
         try:
-            self._version.set_result(group.receive(staging, self._deadline))
+            self._done.set_result(receive_and_prepare(group, lambda: group.receive(staging, self._deadline), prepare))
         except WeightSyncError as error:
-            self._version.set_exception(error)
+            self._done.set_exception(error)
 
-    @property
-    def version(self) -> int:
-        """The version received; waits for the last byte, `WeightSyncError` when it will not come."""
-        return self._version.result(self._deadline.left + 1)
+    def result(self) -> tuple[int, Any]:
+        """The version received, and what `prepare` made of it; waits for both, `WeightSyncError` or `TimeoutError` when
+        they will not come."""
+        return self._done.result(self._deadline.left + 1)
+
+
+def receive_and_prepare(group: Preparing, receive: Callable[[], int], prepare: Callable[[], Any]) -> tuple[int, Any]:
+    """What both of them give, and the trainer is told that it is there; `WeightSyncError` for whatever goes wrong."""
+    version = receive()
+    try:
+        prepared = prepare()
+    except Exception as error:
+        raise WeightSyncError(f"what was received cannot be served: {one_line(error)}") from error
+    finally:
+        group.say_prepared(version)
+    return version, prepared
 
 
 class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[misc]
-    """Receives every parameter into a staging buffer, then reloads the model, or its adapter, from it.
+    """Receives every parameter into a staging buffer, then reloads the model, or installs an adapter, from it.
 
     Attributes:
         version: what the model holds; None before the first update, and once the group is dropped.
@@ -105,25 +121,23 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
     version: int | None = None
     _group: TransferGroup | None = None
     _reception: Reception | None = None
-    _adapter: AdapterFolder | None = None
+    _adapter: AdapterSlot | None = None
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         """Meet the trainer. May be called again: the earlier group is dropped."""
-        if self.parallel_config.world_size > 1:
-            raise WeightSyncError("the gloo backend feeds servers of one process; use nccl for larger ones")
         self.shutdown()
         self._seconds, self._layout = init_info.seconds, WeightLayout.parse(init_info.layout)
-        self._adapter = self._folder(init_info.adapter)
+        self._adapter = adapter_slot(self, self._layout, init_info.adapter)
         self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
         store = visit_store(init_info.host, init_info.port, server_password(), init_info.seconds)
-        name = f"{init_info.group}/0"
+        name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
         announce(store, name)
         self._group = TransferGroup(store, name, SERVER, init_info.address, init_info.seconds)
 
     def start_weight_update(self) -> None:
         if self._group is None:
             raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
-        self._reception = Reception(self._group, self._staging, self._seconds)
+        self._reception = Reception(self._group, self._staging, self._seconds, self._prepare)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -133,14 +147,14 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         if self._reception is None:
             raise WeightSyncError("no update was started")
         try:
-            version = self._reception.version
+            version, adapter = self._reception.result()
             if version != update_info.version:
                 raise WeightSyncError(f"version {update_info.version} was announced, version {version} came")
         except (WeightSyncError, TimeoutError):
             self.shutdown()
             raise
         self._reception = None
-        self._load()
+        self._load(adapter)
         self.version = version
 
     def finish_weight_update(self) -> None:
@@ -162,18 +176,23 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         """Not this way (older releases of vLLM ask for the method)."""
         raise NotImplementedError("the trainer sends by pipeline.weights.sender")
 
-    def _folder(self, settings: dict[str, Any]) -> AdapterFolder | None:
-        names = [parameter.name for parameter in self._layout.parameters]
-        return AdapterFolder(self.model, self.model_config.model, settings, names) if settings else None
+    def _prepare(self) -> Any:
+        """What is done in the thread that receives: of an adapter, all but its installation."""
+        return self._adapter.prepare(self._layout.views(self._staging)) if self._adapter else None
 
-    def _load(self) -> None:
+    def _load(self, adapter: Any) -> None:
         """Replace the adapter or every weight."""
-        tensors = self._layout.views(self._staging)
         if self._adapter is not None:
-            self._adapter.replace(tensors)
+            self._adapter.install(adapter)
             return
         with ends_if_it_fails("the weights could not be loaded"):
-            reload_model(self.model, self.model_config, tensors)
+            reload_model(self.model, self.model_config, self._layout.views(self._staging))
+
+
+def adapter_slot(engine: Any, layout: WeightLayout, settings: dict[str, Any]) -> AdapterSlot | None:
+    """Where an engine's model has the adapter of these settings and tensors; None without settings: a whole model."""
+    names = [parameter.name for parameter in layout.parameters]
+    return AdapterSlot(engine.model, engine.model_config.model, settings, names) if settings else None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from pipeline.errors import ForgedError, WeightSyncError
 from pipeline.system.waiting import Deadline
 from pipeline.weights.shards import Slice
-from pipeline.weights.wire import Leaving
+from pipeline.weights.wire import Leaving, Preparing
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.0005
@@ -49,7 +49,7 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
             raise WeightSyncError(f"the server says of itself what cannot be read: {error}") from error
 
 
-class GpuGroup(Leaving, ABC):
+class GpuGroup(Leaving, Preparing, ABC):
     """Two members. Any error leaves it unusable: drop it and meet again under another name.
 
     The sender says under a key of its own for each buffer that the bytes are there; only then does the receiver begin.

@@ -42,17 +42,25 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
         elif scope["path"] == ROUTE and scope["type"] == "http":
-            host, port = scope["server"]
-            body = proof_answer(self._key, host, port, scope["query_string"])
-            await _answer(send, 200 if body else 400, body or b"")
-        elif not self._admits(scope):
-            await _refuse(send, 401, "this server asks for the run's password")
-        elif not _is_used(scope["path"]):
-            await _refuse(send, 403, f"no run uses {scope['path']}, so it is closed here")
-        elif scope["path"] == RPC:
-            await self._call(scope, receive, send)
+            await self._prove(scope, send)
+        elif refusal := self._refusal(scope):
+            await _refuse(send, *refusal)
         else:
-            await self._app(scope, receive, send)
+            await (self._call if scope["path"] == RPC else self._app)(scope, receive, send)
+
+    async def _prove(self, scope: Any, send: Any) -> None:
+        """Answer a client that asks whether this server knows the key."""
+        host, port = scope["server"]
+        body = proof_answer(self._key, host, port, scope["query_string"])
+        await _answer(send, 200 if body else 400, body or b"")
+
+    def _refusal(self, scope: Any) -> tuple[int, str] | None:
+        """Status and reason for a request that goes no further."""
+        if not self._admits(scope):
+            return 401, "this server asks for the run's password"
+        if not _is_used(scope["path"]):
+            return 403, f"no run uses {scope['path']}, so it is closed here"
+        return None
 
     async def _call(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass on a call of one of `METHODS`, written anew so that vLLM reads what was checked."""

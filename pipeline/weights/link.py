@@ -12,13 +12,14 @@ deadline of the update by more than `RESUME_SECONDS`. One thread at a time may u
 The order of an update, and why:
 
     start     the server begins to receive, in a thread; it goes on generating
-    send      all bytes, into the server's staging buffer
+    send      all bytes, into the server's staging buffer; an adapter is prepared there
     pause     no token is sampled from here on; requests in flight are kept, finished or aborted as configured
     update    the model changes; from here on cached prefixes are wrong
     finish    the new version is what the server writes on every token
     resume
 
-On GPUs a server whose requests go on is not paused: its `update` is a few copies between two steps.
+A server whose requests go on is not paused on GPUs, nor for an adapter anywhere: its `update` is a few copies between
+two steps.
 """
 
 import logging
@@ -59,6 +60,7 @@ TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
 
 PROBE_SECONDS = 2.0
 RESUME_SECONDS = 2.0
+PREPARE_SECONDS = 5.0
 
 
 def next_link_state(state: LinkState, event: LinkEvent) -> LinkState:
@@ -231,15 +233,25 @@ class Link:
         for group, shard in zip(self._groups, self._shards, strict=True):
             for chunk in shard.chunks(payload.at_once):
                 group.send(payload.version, self._gatherer.gather(payload, shard, chunk, deadline), deadline)
+        if payload.adapter:
+            self._await_prepared(payload.version, deadline)
+
+    def _await_prepared(self, version: int, deadline: Deadline) -> None:
+        """Give the server's processes time for vLLM's form of an adapter, before its engine has to wait for them. One
+        that says nothing is asked to change all the same, and answers why it cannot, or is gone."""
+        patience = Deadline("the adapter", min(deadline.left, PREPARE_SECONDS))
+        for group in self._groups:
+            group.await_prepared(version, patience.left)
 
     def _drop(self) -> None:
         self._groups, self._shards, self._gatherer = (), (), None
 
     def _swap(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
-        """Change the model of a server that has the bytes; over gloo, or for other reasons, it is paused meanwhile."""
+        """Change the model of a server that has the bytes. It is paused meanwhile for a whole model over gloo, and
+        where its requests are to end, or to be computed again."""
         mode, recompute = self._config.update, self._config.recompute_kv
         clear = recompute or mode != "keep"
-        pause = clear or payload.device.type != "cuda"
+        pause = clear or not (payload.adapter or payload.device.type == "cuda")
         if pause:
             self._paused = True
             with self._timed("pause"):

@@ -5,7 +5,8 @@ generates: over nccl or, on a GPU that it shares with the trainer, out of its me
 then enqueues copies from the buffer into the live parameters on the engine's stream, which puts them between two steps;
 nothing is paused and nothing waits for the device. Promises that a step sees all of the old weights or all of the new
 ones, that the copies are proven against vLLM's own reload before the first update, and that where they do not fit
-(quantised weights, say), every update is that reload, within one call. Must not know HTTP.
+(quantised weights, say), every update is that reload, within one call. Of an adapter, every process gets all; the
+thread prepares it, and the call has vLLM copy it to its place with the next step. Must not know HTTP.
 
     init_transfer_engine   finds out what this process needs, and says it
     start_weight_update    begins to receive; returns at once
@@ -30,8 +31,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from pipeline.errors import WeightSyncError, one_line
 from pipeline.system.waiting import Deadline
+from pipeline.weights.adapters import AdapterSlot
 from pipeline.weights.copies import CopyPlan, NoPlan
-from pipeline.weights.engine import ends_if_it_fails, reload_model
+from pipeline.weights.engine import adapter_slot, ends_if_it_fails, receive_and_prepare, reload_model
 from pipeline.weights.gpu_group import GpuGroup, Receiver, gpu_of, join_gpu_group
 from pipeline.weights.password import server_password
 from pipeline.weights.shards import Shard
@@ -42,8 +44,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class NcclInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer is, on which `gpu`, and what it will send; as `engine.GlooInit`, but never an adapter. Each
-    process of the server has a group of its own, `group/<rank>`. `at_once`: see `Shard.chunks`."""
+    """Where the trainer is, on which `gpu`, and what it will send; as `engine.GlooInit`. `at_once`: see
+    `Shard.chunks`."""
 
     host: str
     port: int
@@ -65,7 +67,8 @@ class NcclUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Intake:
-    """Where weights of a layout arrive, and how they get into the model: by proven copies, or (None) by a reload."""
+    """Where weights of a layout arrive, and how they get into the model: by proven copies, or (None) by a reload; an
+    adapter by neither."""
 
     layout: WeightLayout
     shard: Shard
@@ -74,7 +77,8 @@ class Intake:
 
 
 class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[misc]
-    """Receives every parameter into a staging buffer, then copies it into the model between two steps.
+    """Receives every parameter into a staging buffer, then copies it into the model, or installs the adapter, between
+    two steps.
 
     Attributes:
         version: what the model holds; None before the first update and after one that failed.
@@ -86,7 +90,8 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
 
     version: int | None = None
     _group: GpuGroup | None = None
-    _arriving: "Future[int] | None" = None
+    _arriving: "Future[tuple[int, Any]] | None" = None
+    _adapter: AdapterSlot | None = None
     _intake: Intake | None = None
     _taken: torch.cuda.Event | None = None
 
@@ -94,7 +99,9 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         """Meet the trainer. May be called again: the earlier group is dropped, the proven copies stay if they can."""
         self.shutdown()
         deadline = Deadline("the trainer's group", init_info.seconds)
-        intake = self._stage(WeightLayout.parse(init_info.layout))
+        layout = WeightLayout.parse(init_info.layout)
+        self._adapter = adapter_slot(self, layout, init_info.adapter)
+        intake = self._stage(layout)
         self._seconds, self._at_once = init_info.seconds, init_info.at_once
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
         store = visit_store(init_info.host, init_info.port, server_password(), deadline.left)
@@ -118,14 +125,17 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         if self._arriving is None or self._intake is None:
             raise WeightSyncError("no update was started")
         try:
-            version = self._arriving.result(self._seconds + 1)
+            version, adapter = self._arriving.result(self._seconds + 1)
             if version != update_info.version:
                 raise WeightSyncError(f"version {update_info.version} was announced, version {version} came")
         except (WeightSyncError, TimeoutError):
             self.shutdown()
             raise
         self._arriving = None
-        self._take(self._intake)
+        if self._adapter is not None:
+            self._adapter.install(adapter)
+        else:
+            self._take(self._intake)
         self.version = version
 
     def finish_weight_update(self) -> None:
@@ -156,24 +166,36 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         """
         if self._intake is None or self._intake.layout != layout:
             self._intake = self._taken = None
-            self._intake = self._proven(layout)
+            self._intake = self._proven(layout) if self._adapter is None else self._whole(layout)
         return self._intake
 
-    def _receive(self, group: GpuGroup, intake: Intake, arriving: "Future[int]") -> None:
+    def _receive(self, group: GpuGroup, intake: Intake, arriving: "Future[tuple[int, Any]]") -> None:
         deadline = Deadline("weights", self._seconds)
-        try:
-            torch.cuda.set_device(self.device)
+
+        def receive() -> int:
             versions = {
                 group.receive(intake.staging[chunk.start : chunk.end], deadline, self._taken)
                 for chunk in intake.shard.chunks(self._at_once)
             }
             if len(versions) != 1:
                 raise WeightSyncError(f"chunks of versions {sorted(versions)} came")
-            arriving.set_result(versions.pop())
+            return versions.pop()
+
+        try:
+            torch.cuda.set_device(self.device)
+            arriving.set_result(receive_and_prepare(group, receive, lambda: self._prepare(intake)))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: who waits for the bytes is told
             told = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
             log.warning("the weights did not arrive: %s", told)
             arriving.set_exception(told)
+
+    def _prepare(self, intake: Intake) -> Any:
+        """Of an adapter all but its installation: its bytes go to the host, where vLLM keeps adapters."""
+        if self._adapter is None:
+            return None
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+            arrived = intake.staging.cpu()  # waits for this stream alone
+        return self._adapter.prepare(intake.layout.views(arrived))
 
     def _take(self, intake: Intake) -> None:
         """Replace every weight."""
@@ -198,6 +220,10 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         except NoPlan as error:
             reason = str(error)
         log.warning("weights are reloaded at each update, which takes longer than copies: %s", reason)
+        return self._whole(layout)
+
+    def _whole(self, layout: WeightLayout) -> Intake:
+        """Room for all tensors."""
         staging = torch.empty(layout.bytes, dtype=torch.uint8, device=self.device)
         return Intake(layout, Shard.whole(layout), staging, None)
 

@@ -1,4 +1,5 @@
-"""What an older release of vLLM lacks and a run needs, added in its processes before any model is built.
+"""Where releases of vLLM differ: what an older one lacks and a run needs, added in its processes before any model is
+built, and what a newer one calls otherwise.
 
 Each function looks for itself whether it is needed.
 """
@@ -9,6 +10,14 @@ import torch
 from torch import Tensor
 
 WANTED = "float32"
+
+
+def adapter_renames(model: Any) -> Any:
+    """What renames the layers of a checkpoint for a vLLM model, without fusing any: for the layers of adapters. None
+    where names are the same. Releases differ in the name of the method."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    make = getattr(mapper, "get_rename_mapper", None) or getattr(mapper, "get_unstacked_mapper", None)
+    return mapper if make is None else make()
 
 
 def add_float32_head() -> None:

@@ -1,7 +1,9 @@
-"""Which weights sampled each token, for releases of vLLM that do not say.
+"""Which weights sampled each token, in releases of vLLM that do not say it, or only of paused updates.
 
-In the engine's process a step is marked with the version that the model has when it is scheduled. When its outputs are
-processed, log-probabilities that go the cheaper way (`fast_logprobs`) take the mark along, a number for each token. An
+In the engine's process a step is marked with the version that the model has when it is scheduled. Releases that say
+versions label a step's outputs when they are processed, with the version that a server was told last: right where it is
+paused for an update, and without a pause a step too late or too early. There the label becomes the mark. In older
+releases, log-probabilities that go the cheaper way (`fast_logprobs`) take the mark along, a number for each token. An
 API process collects the numbers of a request, and its answer has them in the form of later releases. Promises that a
 token is said to be of the very weights that sampled it, and that an answer says nothing where it does not know the
 version of every token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
@@ -22,17 +24,19 @@ _NEVER = -1
 
 
 class _Engine:
-    """What the engine of this process has; nothing where vLLM says versions by itself."""
+    """What the engine of this process has."""
 
     weights: int | None = None
     """The version in the model, while steps may be under way that were scheduled with the one before."""
     processed: int | None = None
     """The version of the step whose outputs are processed."""
+    says: bool = False
+    """Whether vLLM says versions by itself."""
 
 
 def version_of_step() -> int | None:
     """The version of the step whose outputs this engine process takes apart; None where vLLM says it by itself."""
-    return _Engine.processed
+    return None if _Engine.says else _Engine.processed
 
 
 def note_versions() -> None:
@@ -45,17 +49,22 @@ def note_versions() -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.engine.core import EngineCore
 
-        if hasattr(EngineCore, _SAYS) or EngineCore.collective_rpc.__module__ == __name__:
+        if EngineCore.collective_rpc.__module__ == __name__:
             return
-        known = takes(EngineCore.collective_rpc, "self", "method", "timeout", "args", "kwargs") and takes(
-            Scheduler.update_from_output, "self", "scheduler_output", "model_runner_output"
+        attach = getattr(EngineCore, _SAYS, None)
+        known = (
+            takes(EngineCore.collective_rpc, "self", "method", "timeout", "args", "kwargs")
+            and takes(Scheduler.update_from_output, "self", "scheduler_output", "model_runner_output")
+            and (attach is None or takes(attach, "self", "outputs"))
         )
     except (ImportError, AttributeError):
         known = False
     if not known:
-        log.warning("this release of vLLM is not known to %s: nobody says which weights sampled a token", __name__)
+        log.warning("this release of vLLM is not known to %s: it may not say which weights sampled a token", __name__)
         return
-    _Engine.weights = _NEVER
+    _Engine.weights, _Engine.says = _NEVER, attach is not None
+    if attach is not None:
+        setattr(EngineCore, _SAYS, _labelling(attach))
     EngineCore.collective_rpc = _noting(EngineCore.collective_rpc)
     Scheduler.schedule = _marking(Scheduler.schedule)
     Scheduler.update_from_output = _processing(Scheduler.update_from_output)
@@ -93,6 +102,19 @@ def _processing(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(self, scheduler_output, model_runner_output)
 
     return update_from_output
+
+
+def _labelling(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Called right after `update_from_output`, with what it gave, by client."""
+
+    def attach(self: Any, outputs: Any) -> None:
+        stock(self, outputs)
+        if _Engine.processed in (None, _NEVER):
+            return
+        for each in outputs.values():
+            each.weight_version = str(_Engine.processed)
+
+    return attach
 
 
 class Versioned(list[Any]):

@@ -133,7 +133,7 @@ def server_need(config: RunConfig, sizes: Sizes) -> Need:
     return Need(
         {
             "weights": _shard(sizes.weights, _server_gpus(config)),
-            "weights that arrive": _shard(sizes.weights, _server_gpus(config)) if _sends(config) else 0,
+            "weights that arrive": _arriving(config, sizes) if _sends(config) else 0,
             "one sequence": sequence_bytes(config, sizes),
             "vLLM": ENGINE,
             "CUDA": CONTEXT,
@@ -198,7 +198,7 @@ def host_need(config: RunConfig, sizes: Sizes) -> Need:
     ranks = trainer_ranks(config)
     state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks)
     moved = state + _others(config, sizes, ranks) if config.training.offload else 0
-    published = _PUBLISHED * sizes.weights if _sends(config) and config.training.publish_from == "host" else 0
+    published = _PUBLISHED * _sent(config, sizes) if _sends(config) and config.training.publish_from == "host" else 0
     return Need(
         {"a commit that is being written": state, "models that wait": moved, "weights for the servers": published}
     )
@@ -300,6 +300,16 @@ def _sends(config: RunConfig) -> bool:
     return config.has_rollouts and config.weights_backend == "nccl"
 
 
+def _sent(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a version of the weights: of adapters these alone, in float32."""
+    return _MASTER * sizes.trained if config.model.lora.rank else sizes.weights
+
+
+def _arriving(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of it that each GPU of a server takes: its part of a whole model, or all of an adapter."""
+    return _shard(_sent(config, sizes), 1 if config.model.lora.rank else _server_gpus(config))
+
+
 def _server_gpus(config: RunConfig) -> int:
     return max(1, config.resources.inference.gpus)
 
@@ -363,7 +373,7 @@ def _waiting(config: RunConfig, sizes: Sizes) -> int:
     on_host = config.training.publish_from == "host"
     servers = config.resources.inference.nodes * config.resources.inference.servers
     gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
-    return gathering + (0 if on_host else _PUBLISHED * sizes.weights)
+    return gathering + (0 if on_host else _PUBLISHED * _sent(config, sizes))
 
 
 def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:

@@ -120,7 +120,9 @@ class WeightServer(HttpServer):
 
         def receive() -> None:
             try:
-                self.loaded.append(group.receive(self._buffer, Deadline("weights", 20)))
+                version = group.receive(self._buffer, Deadline("weights", 20))
+                self.loaded.append(version)
+                group.say_prepared(version)
             except WeightSyncError:
                 return
 

@@ -256,19 +256,26 @@ def weights(path: Path, seed: int) -> NamedTensors:
         return torch.randint(2, shape, generator=generator, device="cuda").mul(2).sub(1).to(torch.bfloat16)
 
     for name, parameter in model.named_parameters():
-        outputs, inputs = parameter.shape[0], parameter.shape[-1]
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif "o_proj" in name:
-            parameter.zero_()
-        elif "embed" in name or "lm_head" in name:
-            parameter.copy_(EMBEDDING * signs(inputs).expand_as(parameter))
-            for token, times in zip(LIKELIER, (3, -3), strict=True):
-                parameter[token] *= times
-        else:
-            at = torch.randint(inputs, (outputs, SUMMANDS), generator=generator, device="cuda")
-            parameter.zero_().scatter_(1, at, WEIGHT * signs(outputs, SUMMANDS))
+        draw(name, parameter, signs, generator)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def draw(name: str, parameter: Tensor, signs: Callable[..., Tensor], generator: torch.Generator) -> None:
+    """One parameter of `weights`."""
+    outputs, inputs = parameter.shape[0], parameter.shape[-1]
+    if "norm" in name:
+        parameter.fill_(1.0)
+        return
+    if "o_proj" in name:
+        parameter.zero_()
+        return
+    if "embed" in name or "lm_head" in name:
+        parameter.copy_(EMBEDDING * signs(inputs).expand_as(parameter))
+        for token, times in zip(LIKELIER, (3, -3), strict=True):
+            parameter[token] *= times
+        return
+    at = torch.randint(inputs, (outputs, SUMMANDS), generator=generator, device="cuda")
+    parameter.zero_().scatter_(1, at, WEIGHT * signs(outputs, SUMMANDS))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         return version_of_step()
 
     monkeypatch.setattr(token_versions, "_SAYS", "_what_no_release_has")
-    monkeypatch.setattr(token_versions, "_Engine", type("Engine", (), {"weights": None, "processed": None}))
+    monkeypatch.setattr(
+        token_versions, "_Engine", type("Engine", (), {"weights": None, "processed": None, "says": False})
+    )
     monkeypatch.setattr(EngineCore, "collective_rpc", collective_rpc)
     monkeypatch.setattr(Scheduler, "schedule", lambda self: SimpleNamespace())
     monkeypatch.setattr(Scheduler, "update_from_output", update_from_output)
@@ -85,12 +87,35 @@ def test_an_update_that_failed_changes_nothing(engine: Engine) -> None:
     assert engine.process() == 7
 
 
-def test_a_release_that_says_versions_itself_stays_as_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_versions, "_SAYS", "collective_rpc")
+def test_a_release_that_says_versions_itself_says_them_of_updates_without_a_pause_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it labels with what it was told last: between an update and its end with the version before, and what
+    was scheduled before the update with the new one."""
+    from vllm.v1.engine.core import EngineCore
+
+    def attach(self: Any, outputs: dict[int, Any]) -> None:
+        outputs[0].weight_version = told
+
+    def label() -> str:
+        assert engine.process() is None, "log-probabilities carry no versions where vLLM has labels"
+        outputs = {0: SimpleNamespace(weight_version=None)}
+        EngineCore._attach_weight_version(object(), outputs)
+        return str(outputs[0].weight_version)
+
+    monkeypatch.setattr(token_versions, "_SAYS", "_attach_weight_version")
+    monkeypatch.setattr(EngineCore, "_attach_weight_version", attach)
     note_versions()
-    update(engine, 7)
+    told = "default"
     engine.schedule()
-    assert engine.process() is None
+    engine.call("update_weights", update_info={"version": 7})
+    engine.schedule()
+    assert [label(), label()] == ["default", "7"]
+    told = "7"
+    engine.schedule()
+    engine.call("update_weights", update_info={"version": 8})
+    engine.schedule()
+    assert [label(), label()] == ["7", "8"]
 
 
 def test_code_that_is_not_known_stays_as_it_is(

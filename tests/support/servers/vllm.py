@@ -54,9 +54,17 @@ class Served:
     child: process.Child
 
 
-def tiny_config(model: Path, lora: LoraConfig | None = None) -> RunConfig:
+def tiny_config(model: Path, lora: LoraConfig | None = None, **inference: Any) -> RunConfig:
+    """The config of a server of the tiny model; `inference` are keys of that section."""
     adapters = lora.model_dump() if lora else {}
-    return make_config(model={"path": str(model), "init": "random", "max_length": 256, "lora": adapters})
+    model_keys = {"path": str(model), "init": "random", "max_length": 256, "lora": adapters}
+    return make_config(model=model_keys, inference=inference)
+
+
+def tensor_arguments(processes: int) -> tuple[str, ...]:
+    """What has a server on CPUs be of so many processes, each with its part of every layer; `resources.inference.gpus`
+    says it on GPUs."""
+    return ("--tensor-parallel-size", str(processes), "--distributed-executor-backend", "mp")
 
 
 def model_directory(folder: Path, *, tied: bool) -> Path:
@@ -95,12 +103,15 @@ def starting(
 
 @contextmanager
 def starting_of(
-    config: RunConfig, address: str, variables: Mapping[str, str] = MappingProxyType({})
+    config: RunConfig,
+    address: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    gpus: tuple[int, ...] = (),
 ) -> Iterator[Callable[[], Served]]:
-    """As `starting`, the server of any config."""
+    """As `starting`, the server of any config, on these GPUs."""
     model = Path(config.model.path)
     with process.hold_port() as holder:
-        place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),))
+        place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
         environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
         environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
@@ -190,7 +201,9 @@ def a_model(directory: Path, seed: int) -> Model:
 def parameters(model: Model) -> list[tuple[str, Tensor]]:
     """What a trainer sends: every parameter once, a tied head through the embedding, by its name in a checkpoint; of
     adapters, these alone."""
-    adapters = [(checkpoint_name(name), tensor) for name, tensor in model.named_parameters() if is_trained(name)]
+    adapters: list[tuple[str, Tensor]] = [
+        (checkpoint_name(name), tensor) for name, tensor in model.named_parameters() if is_trained(name)
+    ]
     if adapters:
         return adapters
     public: dict[str, Tensor] = revert_weight_conversion(model, dict(model.named_parameters()))
