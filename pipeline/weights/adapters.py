@@ -6,7 +6,7 @@ in flight as for all others, without a pause; and that vLLM never reads it from 
 came.
 
     slot = AdapterSlot(model, base, settings, names)   # when the server meets the trainer
-    adapter = slot.prepare(tensors)                    # in the thread that received them; the engine goes on
+    adapter = slot.prepare(tensors)                    # in the thread that received them; the engine generates
     slot.install(adapter)                              # between two steps
 
 vLLM's API process finds the name `policy` in the server's own folder, where its settings lie without tensors. Where

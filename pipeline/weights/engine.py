@@ -96,14 +96,14 @@ class Reception:
 
 
 def receive_and_prepare(group: Preparing, receive: Callable[[], int], prepare: Callable[[], Any]) -> tuple[int, Any]:
-    """What both of them give, and the trainer is told that it is there; `WeightSyncError` for whatever goes wrong."""
+    """The results of both; the trainer is notified after the second. `WeightSyncError` for whatever goes wrong."""
     version = receive()
     try:
         prepared = prepare()
     except Exception as error:
         raise WeightSyncError(f"what was received cannot be served: {one_line(error)}") from error
     finally:
-        group.say_prepared(version)
+        group.report_prepared(version)
     return version, prepared
 
 

@@ -238,7 +238,7 @@ class Link:
 
     def _await_prepared(self, version: int, deadline: Deadline) -> None:
         """Give the server's processes time for vLLM's form of an adapter, before its engine has to wait for them. One
-        that says nothing is asked to change all the same, and answers why it cannot, or is gone."""
+        that does not report is asked to change all the same: its answer has the reason, or it is gone."""
         patience = Deadline("the adapter", min(deadline.left, PREPARE_SECONDS))
         for group in self._groups:
             group.await_prepared(version, patience.left)

@@ -1,7 +1,7 @@
 """Which weights sampled each token, in releases of vLLM that do not say it, or only of paused updates.
 
 In the engine's process a step is marked with the version that the model has when it is scheduled. Releases that say
-versions label a step's outputs when they are processed, with the version that a server was told last: right where it is
+versions label a step's outputs when they are processed, with the version that a server received last: right where it is
 paused for an update, and without a pause a step too late or too early. There the label becomes the mark. In older
 releases, log-probabilities that go the cheaper way (`fast_logprobs`) take the mark along, a number for each token. An
 API process collects the numbers of a request, and its answer has them in the form of later releases. Promises that a
@@ -30,13 +30,13 @@ class _Engine:
     """The version in the model, while steps may be under way that were scheduled with the one before."""
     processed: int | None = None
     """The version of the step whose outputs are processed."""
-    says: bool = False
-    """Whether vLLM says versions by itself."""
+    labels: bool = False
+    """Whether vLLM labels outputs with versions by itself."""
 
 
 def version_of_step() -> int | None:
     """The version of the step whose outputs this engine process takes apart; None where vLLM says it by itself."""
-    return None if _Engine.says else _Engine.processed
+    return None if _Engine.labels else _Engine.processed
 
 
 def note_versions() -> None:
@@ -62,7 +62,7 @@ def note_versions() -> None:
     if not known:
         log.warning("this release of vLLM is not known to %s: it may not say which weights sampled a token", __name__)
         return
-    _Engine.weights, _Engine.says = _NEVER, attach is not None
+    _Engine.weights, _Engine.labels = _NEVER, attach is not None
     if attach is not None:
         setattr(EngineCore, _SAYS, _labelling(attach))
     EngineCore.collective_rpc = _noting(EngineCore.collective_rpc)

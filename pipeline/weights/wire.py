@@ -191,7 +191,7 @@ class Leaving:
 
 
 class Preparing:
-    """How a server tells that it has prepared what it received.
+    """How a server reports that it has prepared what it received.
 
     The trainer asks it to change only then: its engine would wait for the rest between two steps, and generate nothing.
     """
@@ -199,16 +199,16 @@ class Preparing:
     _store: Store
     _name: str
 
-    def say_prepared(self, version: int) -> None:
-        """The server's word, also where it failed: then its answer to the update has the reason. `WeightSyncError` when
-        the store is lost."""
+    def report_prepared(self, version: int) -> None:
+        """The server's report, also where it failed: then its answer to the update has the reason. `WeightSyncError`
+        when the store is lost."""
         try:
             self._store.set(f"{self._name}/prepared/{version}", "yes")
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
     def await_prepared(self, version: int, seconds: float) -> bool:
-        """Wait for that word; False if it does not come."""
+        """Wait for that report; False if it does not come."""
         try:
             self._store.wait([f"{self._name}/prepared/{version}"], timedelta(seconds=max(seconds, 0.001)))
         except (RuntimeError, ForgedError):

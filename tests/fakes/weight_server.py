@@ -122,7 +122,7 @@ class WeightServer(HttpServer):
             try:
                 version = group.receive(self._buffer, Deadline("weights", 20))
                 self.loaded.append(version)
-                group.say_prepared(version)
+                group.report_prepared(version)
             except WeightSyncError:
                 return
 

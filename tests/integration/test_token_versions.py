@@ -50,7 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     monkeypatch.setattr(token_versions, "_SAYS", "_what_no_release_has")
     monkeypatch.setattr(
-        token_versions, "_Engine", type("Engine", (), {"weights": None, "processed": None, "says": False})
+        token_versions, "_Engine", type("Engine", (), {"weights": None, "processed": None, "labels": False})
     )
     monkeypatch.setattr(EngineCore, "collective_rpc", collective_rpc)
     monkeypatch.setattr(Scheduler, "schedule", lambda self: SimpleNamespace())

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.system.process import hold_port
 from pipeline.system.waiting import Deadline
-from pipeline.weights.wire import TRAINER, TransferGroup, host_store
+from pipeline.weights.wire import TRAINER, Preparing, TransferGroup, host_store
 from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
@@ -61,3 +61,14 @@ def test_a_server_whose_trainer_says_nothing_leaves_alone() -> None:
         assert server.stdout is not None
         assert server.stdout.readline() == "False\n"
         assert server.wait(WAIT_SECONDS) == 0
+
+
+def test_a_trainer_hears_that_a_version_is_prepared_and_waits_no_longer_than_it_says() -> None:
+    with hold_port() as holder:
+        store = host_store("127.0.0.2", holder.getsockname()[1], "s3cret", WAIT_SECONDS)
+        server, trainer = Preparing(), Preparing()
+        for member in (server, trainer):
+            member._store, member._name = store, "g"
+        server.report_prepared(7)
+        assert trainer.await_prepared(7, WAIT_SECONDS)
+        assert not trainer.await_prepared(8, 0.2)
