@@ -20,7 +20,7 @@ from tests.support.servers.vllm import (
     tiny_config,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.trial]  # two processes take over 40 s to start
 
 TENSOR = 2
 
