@@ -143,6 +143,9 @@ def _servers_have_gpus(config: RunConfig) -> None:
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
     if config.weights_backend == "nccl" and device != "cuda":
         raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
+    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1 and not config.model.lora.rank:
+        expected = "1 for a whole model over gloo (inference.backend=gloo), which feeds one process"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1, or leave inference.backend out")
 
 
 def _shared_gpus_have_room(config: RunConfig) -> None:

@@ -125,6 +125,8 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         """Meet the trainer. May be called again: the earlier group is dropped."""
+        if self.parallel_config.world_size > 1 and not init_info.adapter:
+            raise WeightSyncError("the gloo backend feeds servers of one process with whole models; use nccl")
         self.shutdown()
         self._seconds, self._layout = init_info.seconds, WeightLayout.parse(init_info.layout)
         self._adapter = adapter_slot(self, self._layout, init_info.adapter)

@@ -142,8 +142,7 @@ def test_mini_batches_of_a_run_are_of_one_size() -> None:
 ON_GPUS = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.inference.gpus=2")
 
 
-@pytest.mark.parametrize("backend", ["auto", "gloo", "nccl"])
-@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize(("backend", "rank"), [("auto", 0), ("nccl", 0), ("auto", 8), ("nccl", 8), ("gloo", 8)])
 def test_a_run_with_tensor_parallel_servers_passes_however_its_weights_or_adapters_travel(
     backend: str, rank: int
 ) -> None:
@@ -155,6 +154,7 @@ def test_a_run_with_tensor_parallel_servers_passes_however_its_weights_or_adapte
     [
         ("resources.inference.gpus=0", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("resources.device=cpu", "inference.backend='nccl': expected gloo with resources.device=cpu"),
+        ("inference.backend=gloo", "resources.inference.gpus=2: expected 1 for a whole model over gloo"),
     ],
 )
 def test_servers_on_gpus_that_cannot_be_are_refused(override: str, said: str) -> None:
