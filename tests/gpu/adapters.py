@@ -43,8 +43,6 @@ from tests.support.servers.vllm import SECRET, TRAINER, Model, Served, parameter
 TOLERANCE = {"cuda": 0.15, "cpu": 1e-3}
 """Nats; servers on GPUs compute in bfloat16."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CHECKED = 300
-"""Most completions of each window that are compared, those with several versions first."""
 REQUEST_SECONDS = 120
 STRENGTH = 0.5
 """Of what an adapter adds, before it is scaled by alpha / rank, for inputs of size 1."""
@@ -83,6 +81,7 @@ def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64, help="at a time")
     parser.add_argument("--tokens", type=int, default=128, help="of each completion")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
+    parser.add_argument("--checked", type=int, default=300, help="completions of each window that are compared")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between two updates under load")
     chosen = parser.parse_args(arguments)
     chosen.backend = chosen.backend or {"cuda": "nccl", "cpu": "gloo"}[chosen.device]
@@ -163,8 +162,9 @@ def measure(
     join = updates.next()
     print(f"joined in {join.seconds:.1f} s", flush=True)
     windows, retries = asyncio.run(windows_of(server, updates, chosen))
+    print({name: len(window.completions) for name, window in windows.items()}, "completions", flush=True)
     idle = [updates.next() for _ in range(10)]
-    checks = {name: check(window, updates, chosen.device) for name, window in windows.items()}
+    checks = {name: check(window, updates, chosen) for name, window in windows.items()}
     reports = [*windows["updating"].reports, *idle]
     return {
         "bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in parameters(models[0])),
@@ -228,23 +228,23 @@ async def window(
     return made
 
 
-def check(window: Window, updates: Updates, device: str) -> dict[str, Any]:
-    """Tokens whose log-probability is not that of their version, and how many would show it with the other adapter."""
+def check(window: Window, updates: Updates, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Tokens whose log-probability is not that of their version, and how many would show it with the other adapter.
+
+    Completions of several versions are compared first.
+    """
     mixed_first = sorted(window.completions, key=lambda each: each.version_min == each.version_max)
-    chosen = mixed_first[:CHECKED]
-    off, other = (
-        torch.cat([difference(each, updates, shift) for each in chosen]) if chosen else torch.zeros(1)
-        for shift in (0, 1)
-    )
+    checked, tolerance = mixed_first[: chosen.checked], TOLERANCE[chosen.device]
+    off, other = (torch.cat([difference(each, updates, shift) for each in checked]) for shift in (0, 1))
     return {
         "completions": len(window.completions),
-        "checked": len(chosen),
+        "checked": len(checked),
         "of_several_versions": sum(each.version_min < each.version_max for each in window.completions),
         "tokens": len(off),
-        "wrong": int((off > TOLERANCE[device]).sum()),
+        "wrong": int((off > tolerance).sum()),
         "mean_difference": float(off.mean()),
         "largest_difference": float(off.max()),
-        "would_show": float((other > TOLERANCE[device]).float().mean()),
+        "would_show": float((other > tolerance).float().mean()),
     }
 
 
