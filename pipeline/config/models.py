@@ -42,7 +42,7 @@ def initial_weights(model: ModelConfig) -> Literal["pretrained", "random"]:
     """Where the first weights come from, decided: `auto` is random only for a name of `conf/models/`."""
     if model.init != "auto":
         return model.init
-    return "random" if _is_built_in(model.path) and not _has_weights(_directory(model.path)) else "pretrained"
+    return "random" if is_built_in(model.path) and not _has_weights(_directory(model.path)) else "pretrained"
 
 
 def describe_weights(model: ModelConfig) -> str:
@@ -70,6 +70,13 @@ def longest_sequence(model: ModelConfig) -> int | None:
     return positions if isinstance(positions, int) and not stretched else None
 
 
+def stored_dtype(model: ModelConfig) -> str:
+    """The dtype that its config.json names, such as `bfloat16`; empty if it names none."""
+    whole, text = _settings(model, model_directory(model)), _text_settings(model)
+    named = (each.get(key) for each in (text, whole) for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if isinstance(name, str)), "")
+
+
 def attention_heads(model: ModelConfig) -> int | None:
     """The heads of each attention layer; None when its config does not say, or gives them layer by layer."""
     heads = _text_settings(model).get("num_attention_heads")
@@ -87,14 +94,14 @@ def located_model(model: ModelConfig) -> ModelConfig:
     """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; the adapter to
     go on from by its absolute path; and `init` decided, so that weights which appear later change nothing."""
     adapter = model.lora.adapter and str(Path(model.lora.adapter).resolve())
-    path = model.path if _is_built_in(model.path) else str(_directory(model.path).resolve())
+    path = model.path if is_built_in(model.path) else str(_directory(model.path).resolve())
     lora = model.lora.model_copy(update={"adapter": adapter})
     return model.model_copy(update={"lora": lora, "path": path, "init": initial_weights(model)})
 
 
 def _directory(path: str) -> Path:
     """Where a path leads: of a name on the hub, to what was downloaded of its main branch, if anything was."""
-    if _is_built_in(path):
+    if is_built_in(path):
         return BUILT_IN / path
     if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
         from huggingface_hub import try_to_load_from_cache
@@ -131,7 +138,8 @@ def _error(model: ModelConfig, expected: str, mend: str) -> ConfigError:
     return ConfigError("model.path", model.path, expected, mend)
 
 
-def _is_built_in(path: str) -> bool:
+def is_built_in(path: str) -> bool:
+    """Whether it is a name of `conf/models/`."""
     return _is_name(path) and (BUILT_IN / path).is_dir()
 
 

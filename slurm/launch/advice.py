@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 from jinja2 import TemplateError
 
 from pipeline.config import RewardConfig, RunConfig, TaskConfig
-from pipeline.config.models import model_directory
+from pipeline.config.models import is_built_in, longest_sequence, model_directory, stored_dtype
 from pipeline.data.examples import RowError
 from pipeline.data.messages import Message
 from pipeline.errors import ConfigError
@@ -36,6 +36,8 @@ CROWDED = 2
 MANY_WORKERS = 8
 """Processes of a task for each core, likewise: they mostly wait."""
 JUDGE = "pipeline.tasks.judge:judge"
+TINY = (64, "float32")
+"""`max_length` and `dtype` of conf/model/tiny_qwen3.yaml."""
 _SCRIPTS = (".py", ".sh")
 _NO_URL = "it is no URL that begins with http:// or https://"
 
@@ -49,9 +51,23 @@ def check_agents(config: RunConfig) -> None:
 
 def advice(config: RunConfig) -> list[str]:
     """What to look at before the run starts, one line each."""
-    checks = (_changed_modules, _deaf_templates, _absent_commands, _services, _crowds)
+    checks = (_changed_modules, _tiny_settings, _deaf_templates, _absent_commands, _services, _crowds)
     unchecked = unchecked_arguments(config)
     return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
+
+
+def _tiny_settings(config: RunConfig) -> Iterator[str]:
+    """`model.path` alone leaves the length and the dtype of the tiny preset, which is the default of `model=`."""
+    model = config.model
+    if (model.max_length, model.dtype) != TINY or is_built_in(model.path):
+        return
+    dtype, positions = stored_dtype(model), longest_sequence(model)
+    own = " and ".join([*([f"{positions} positions"] if positions else []), *([f"dtype {dtype}"] if dtype else [])])
+    also = " and model.dtype=bfloat16" if dtype == "bfloat16" else ""
+    yield (
+        f"model.max_length={model.max_length} and model.dtype={model.dtype} come from the default model=tiny_qwen3, "
+        f"not from {model.path}{own and f' ({own})'}: set model.max_length to the longest sample in tokens{also}"
+    )
 
 
 def _changed_modules(config: RunConfig) -> Iterator[str]:

@@ -183,21 +183,21 @@ class Supervisor:
         return self._cluster.startup_seconds + late
 
     def _watch(self, role: SupervisedRole) -> None:
-        if role.state == "restarting":
-            if self._end is None and role.pause.passed:
-                self._restart(role)
-            return
-        code = role.child.poll() if role.child else None
+        code = role.child.poll() if role.child and role.state != "restarting" else None
         if code is not None:
             self._ended(role, code)
-        elif role.state == "starting" and role.vitals.probe.answers:
-            self._advance(role, "became_ready")
-        elif role.state == "starting" and role.deadline.passed:
-            self._failed(role, "overslept", self._story(role, str(role.deadline.error(role.vitals.probe.trouble))))
-        elif role.state == "stopping" and role.deadline.passed:
-            self._kill(role)
-        elif role.state == "ready" and self._is_watched(role) and (hang := role.vitals.watch(role.pid)):
-            self._hung(role, hang)
+            return
+        match role.state:
+            case "restarting" if self._end is None and role.pause.passed:
+                self._restart(role)
+            case "starting" if role.vitals.probe.answers:
+                self._advance(role, "became_ready")
+            case "starting" if role.deadline.passed:
+                self._failed(role, "overslept", self._story(role, str(role.deadline.error(role.vitals.probe.trouble))))
+            case "stopping" if role.deadline.passed:
+                self._kill(role)
+            case "ready" if self._is_watched(role) and (hang := role.vitals.watch(role.pid)):
+                self._hung(role, hang)
 
     def _is_watched(self, role: SupervisedRole) -> bool:
         """Whether a hang of the role is looked for: it has a deadline in an attempt that comes down, unless that waits

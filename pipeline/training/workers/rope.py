@@ -28,14 +28,19 @@ def fix_frequencies(network: nn.Module, max_length: int) -> None:
     modules: list[Any] = list(network.modules())
     for module in modules:
         types = getattr(module, "rope_type", None)
-        if isinstance(types, str) and types in _LENGTH_DEPENDENT:
-            _fix(module, types, module.config.rope_parameters, max_length, None)
-            module.rope_type = "default"
+        if isinstance(types, str):
+            module.rope_type = _fixed(module, types, max_length, None)
         elif isinstance(types, dict):
-            for layer_type, rope_type in types.items():
-                if rope_type in _LENGTH_DEPENDENT:
-                    _fix(module, rope_type, module.config.rope_parameters[layer_type], max_length, layer_type)
-                    types[layer_type] = "default"
+            types.update({layer: _fixed(module, each, max_length, layer) for layer, each in types.items()})
+
+
+def _fixed(module: Any, rope_type: str, max_length: int, layer_type: str | None) -> str:
+    """The type under which transformers leaves the frequencies alone, which are fixed if they depend on lengths."""
+    if rope_type not in _LENGTH_DEPENDENT:
+        return rope_type
+    rope = module.config.rope_parameters
+    _fix(module, rope_type, rope if layer_type is None else rope[layer_type], max_length, layer_type)
+    return "default"
 
 
 def _fix(module: Any, rope_type: str, rope: dict[str, Any], max_length: int, layer_type: str | None) -> None:

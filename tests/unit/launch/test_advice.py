@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.errors import ConfigError
 from slurm.launch import submit
-from slurm.launch.advice import advice, check_agents
+from slurm.launch.advice import _tiny_settings, advice, check_agents
+from slurm.launch.compose import compose_config
 from tests.fakes.chat_models import CHATML, make_chat_model
 from tests.fakes.configs import make_config
 from tests.fakes.http_server import HttpServer, Request
@@ -50,6 +51,38 @@ def test_a_template_that_ignores_the_tools_of_a_task_is_warned_of(tmp_path: Path
         model = {"path": str(make_chat_model(tmp_path / "model", template)), "init": "random"}
         said = advice(make_config(model=model, task={"name": "tools", "options": {"tools": ["calculator"]}}))
         assert ["ignores `tools`, which task.name=tools has" in line for line in said] == [True] * warned
+
+
+def a_model_of_the_users(folder: Path) -> Path:
+    """With weights in bfloat16, for up to 4096 positions."""
+    model = make_chat_model(folder, CHATML)
+    settings = json.loads((model / "config.json").read_text())
+    own = {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps({**settings, **own, "dtype": "bfloat16"}))
+    (model / "model.safetensors").touch()
+    return model
+
+
+def test_a_model_of_the_users_is_not_trained_with_the_tiny_models_length_and_dtype_without_a_word(
+    tmp_path: Path,
+) -> None:
+    asked = ["experiment=sft", "data.path=rows.jsonl", f"model.path={a_model_of_the_users(tmp_path)}"]
+    (said,) = _tiny_settings(compose_config(asked))
+    assert said == (
+        "model.max_length=64 and model.dtype=float32 come from the default model=tiny_qwen3, not from "
+        f"{tmp_path} (4096 positions and dtype bfloat16): set model.max_length to the longest sample in tokens and "
+        "model.dtype=bfloat16"
+    )
+    for named in (["model.max_length=512"], ["model.dtype=bfloat16"]):
+        assert [*_tiny_settings(compose_config([*asked, *named]))] == []
+    assert [*_tiny_settings(compose_config(["experiment=demo"]))] == []
+
+
+def test_a_length_beyond_the_models_positions_is_refused_at_submission(tmp_path: Path) -> None:
+    model = a_model_of_the_users(tmp_path)
+    config = compose_config(["experiment=sft", "data.path=rows.jsonl", f"model.path={model}", "model.max_length=4097"])
+    with pytest.raises(ConfigError, match=r"model.max_length=4097: expected at most 4096, .*set model.max_length=4096"):
+        submit.check_submission(config)
 
 
 @pytest.mark.parametrize(
