@@ -1,15 +1,13 @@
 """A run goes on with the code that it was submitted with, whatever becomes of the checkout."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import pipeline
 from slurm.registry.snapshot import PACKAGES
+from tests.support.python import run_python
 
 pytestmark = pytest.mark.integration
 
@@ -55,13 +53,4 @@ def test_an_edit_of_the_checkout_between_two_attempts_does_not_reach_the_run(tmp
 
 def attempt_from(checkout: Path, launcher: Path, runs: Path) -> list[str]:
     """What the launcher, an agent and a role of one attempt run."""
-    done = subprocess.run(
-        [sys.executable, "-P", str(launcher), str(runs)],
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return run_python(str(checkout), launcher, runs).splitlines()

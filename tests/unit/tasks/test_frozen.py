@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from slurm.launch.advice import advice
 from slurm.launch.compose import compose_config
 from slurm.registry import runs
 from tests.fakes.configs import make_config
+from tests.support.python import run_python
 
 LATE = """
 import words_of_mine.deep
@@ -93,16 +92,7 @@ def test_an_attempt_imports_what_the_run_was_made_with_whatever_was_edited_or_lo
 
 def attempt(run: RunPaths, mine: Path) -> str:
     """What a process of an attempt imports and reads."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ASK],
-        env=os.environ | {"PYTHONPATH": f"{run.code}{os.pathsep}{mine}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+    return run_python(f"{run.code}{os.pathsep}{mine}", "-c", ASK).strip()
 
 
 def test_a_checkout_imports_what_is_there(mine: Path, tmp_path: Path) -> None:
