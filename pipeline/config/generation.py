@@ -50,8 +50,8 @@ class InferenceConfig(Section):
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
-        description="Transport of the weights: `gloo`, over TCP; `nccl`, from GPU to GPU. Servers are paused only for an "
-        "update of full weights over gloo. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
+        description="Transport of the weights: `gloo`, over TCP; `nccl`, from GPU to GPU. Servers are paused only for "
+        "an update of full weights over gloo. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
     )
     update: Literal["keep", "wait", "abort"] = Field(
         "keep",
