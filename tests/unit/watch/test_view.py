@@ -3,18 +3,15 @@
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from rich.console import Console
 
-from pipeline.groups.records import ASKED, EVALUATED
 from pipeline.report.state import Before, Ended, Running
-from pipeline.roles.context import Status
 from pipeline.rundir.metrics import FileStep, MetricSinks
-from pipeline.system import files
 from slurm.watch.display import (
     COLOURS,
     MOST_ROLES,
@@ -34,26 +31,6 @@ from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeAttempt, FakeRun
 from tests.fakes.scheduler import FakeScheduler
 from tests.fakes.terminal import shown
-
-TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[FakeRun]:
-    """A local run whose launcher lives."""
-    with FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING)).launched() as made:
-        yield made
-
-
-@pytest.fixture
-def left(tmp_path: Path) -> FakeRun:
-    """A run that no process of this machine has."""
-    return FakeRun(tmp_path / "left", make_config(name="left", training=TRAINING))
-
-
-@pytest.fixture
-def attempt(run: FakeRun) -> FakeAttempt:
-    return run.attempt("local1-0")
 
 
 def role(number: int, state: str = "ready") -> RoleLine:
@@ -370,45 +347,3 @@ def test_a_sparkline_rises_with_its_values_and_is_no_wider_than_asked() -> None:
     assert sparkline([1.0, 1.0, 1.0]) == "▁▁▁"
     assert sparkline([1.0]) == ""
     assert len(sparkline([float(value) for value in range(1000)], width=40)) == 40
-
-
-def evaluates(attempt: FakeAttempt, done: int) -> None:
-    """The actor reports how far an evaluation is, as it does."""
-    detail, numbers = f"evaluating held_out: {done} of 32 prompts", {EVALUATED: float(done), ASKED: 32.0}
-    status = Status(state="ready", pid=1, time=attempt.run.now, detail=detail, numbers=numbers)
-    files.write_document(attempt.paths.status("actor.0"), status)
-
-
-def test_the_first_evaluation_is_named_with_its_progress_while_training_waits_for_it(
-    run: FakeRun, attempt: FakeAttempt
-) -> None:
-    attempt.meet()
-    attempt.all_roles("starting", "ready")
-    ticker = Ticker()
-    ticker.lines(read_snapshot(run.root), 0.0)
-    evaluates(attempt, 3)
-    now = read_snapshot(run.root)
-    assert now.state == "evaluating"
-    assert ticker.lines(now, 1.0) == [
-        "demo: evaluating",
-        "  first evaluation: evaluating held_out, 3 / 32 prompts",
-    ]
-    panel = shown(now)
-    assert "first evaluation: evaluating held_out, 3 / 32 prompts" in panel
-    evaluates(attempt, 5)
-    assert ticker.lines(read_snapshot(run.root), 2.0) == [], "not more often than other progress"
-    assert len(ticker.lines(read_snapshot(run.root), 1.0 + LINE_SECONDS)) == 1
-    attempt.train("rl", range(1, 3))
-    now = read_snapshot(run.root)
-    assert now.state == "training"
-    assert not any("evaluat" in line for line in ticker.lines(now, 100.0)), "later ones run beside training"
-    assert "evaluating held_out, 5 / 32 prompts" in shown(now)
-
-
-def test_the_first_evaluation_after_a_warm_start_is_named_too(run: FakeRun, attempt: FakeAttempt) -> None:
-    attempt.meet()
-    attempt.all_roles("starting", "ready")
-    attempt.train("sft", range(1, 21))
-    evaluates(attempt, 3)
-    lines = Ticker().lines(read_snapshot(run.root), 0.0)
-    assert "  first evaluation: evaluating held_out, 3 / 32 prompts" in lines
