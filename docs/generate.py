@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.config import NAMED, RunConfig, known_keys, named_section
-from pipeline.config.relevance import READ_WITH
-from pipeline.tasks import BUILT_IN
-from slurm.launch.compose import config_groups
+from pipeline.config.key_relevance import READ_WITH
+from pipeline.environments import BUILT_IN
+from slurm.submission.compose_config import config_groups
 
 TARGET = Path(__file__).parent / "configuration.md"
 HEAD = """# Configuration

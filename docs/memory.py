@@ -1,7 +1,7 @@
 """Writes the tables of memory in docs/gpus.md: python -m docs.memory [--check]
 
-Owns the shapes of a few common models, whose memory `pipeline.world.memory` computes. It reads no weights and takes
-seconds. With `--check` it fails if the page has other tables than it would write.
+Owns the shapes of a few common models, whose memory `pipeline.topology.gpu_memory` computes. It reads no weights and
+takes seconds. With `--check` it fails if the page has other tables than it would write.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.training.workers.sizes import sizes_of
-from pipeline.world.memory import CONTEXT, GIB, Sizes, kv_bytes, most_share, sequences, server_need, trainer_need
+from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, most_share, sequences, server_need, trainer_need
+from pipeline.train.model.model_size import sizes_of
 
 PAGE = Path(__file__).parent / "gpus.md"
 BEGIN, END = "<!-- made by python -m docs.memory -->\n", "<!-- end -->\n"

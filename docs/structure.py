@@ -4,7 +4,7 @@ For each package its rooms (the modules and packages directly below it), the arr
 another), the imports that make them up, and the circles: rooms that import each other, by whatever way round.
 
     python -m docs.structure                     # pipeline and slurm
-    python -m docs.structure pipeline.training   # the rooms of one room
+    python -m docs.structure pipeline.train   # the rooms of one room
     python -m docs.structure --arrows slurm      # each arrow, with its imports
 """
 

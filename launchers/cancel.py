@@ -11,7 +11,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.launch.cancel", usage=__doc__)
+    return run("slurm.submission.cancel_runs", usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def run(module: str, usage: str = "") -> int:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     try:
-        with import_module("pipeline.system.terminal").clean_output():
+        with import_module("pipeline.utils.terminal").clean_output():
             code: int = import_module(module).main(sys.argv[1:])
     except KeyboardInterrupt:
         print("interrupted; nothing was started", file=sys.stderr)

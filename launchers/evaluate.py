@@ -12,7 +12,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.launch.evaluate", usage=__doc__)
+    return run("slurm.submission.evaluate_model", usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("pipeline.report.command", usage=__doc__)
+    return run("pipeline.observability.report_command", usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("pipeline.report.rollouts")
+    return run("pipeline.observability.samples_command")
 
 
 if __name__ == "__main__":

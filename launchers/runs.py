@@ -8,7 +8,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.watch.table", usage=__doc__)
+    return run("slurm.monitor.runs_table", usage=__doc__)
 
 
 if __name__ == "__main__":

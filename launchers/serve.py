@@ -11,7 +11,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.launch.serve", usage=__doc__)
+    return run("slurm.submission.serve_tinker", usage=__doc__)
 
 
 if __name__ == "__main__":

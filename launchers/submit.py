@@ -8,7 +8,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.launch.submit")
+    return run("slurm.submission.submit_run")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.watch.view", usage=__doc__)
+    return run("slurm.monitor.live_view", usage=__doc__)
 
 
 if __name__ == "__main__":

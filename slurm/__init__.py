@@ -2,10 +2,10 @@
 
 | room | what is in it |
 |---|---|
-| `launch` | the commands of a user: submit, sweep, follow, cancel; Hydra's sweepers; the jobs of files |
-| `watch` | the terminal views of runs that live |
+| `submission` | the commands of a user: submit, sweep, follow, cancel; Hydra's sweepers; the jobs of files |
+| `monitor` | the terminal views of runs that live |
 | `batch` | one job: its batch file, its executors, and what becomes of it after an attempt |
-| `node` | one rank: the agent, and the roles that it starts, watches and ends |
+| `agent` | one rank: the agent, and the roles that it starts, watches and ends |
 | `registry` | which runs and sweeps there are, and which job or launcher has each |
 | `rendezvous` | how the ranks of an attempt find each other |
 | `scheduler` | Slurm's commands and variables, behind a protocol |

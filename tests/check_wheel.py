@@ -17,7 +17,7 @@ MUST_HAVE = {
     "conf/config.yaml",
     "conf/models/tiny_qwen3/tokenizer.json",
     "pipeline/config/schema.py",
-    "slurm/node/agent.py",
+    "slurm/agent/agent.py",
 }
 
 

@@ -2,13 +2,13 @@
 
 | module | owns |
 |---|---|
-| `store`, `pruning` | which checkpoints exist and which one counts; which are removed |
-| `state` | what a checkpoint holds beside tensors |
-| `progress` | what shows that a run has committed, and what it needs to go on |
-| `fence` | who may write, and whose commits count |
-| `location`, `storage` | where a run keeps them; a folder of files behind a URL |
-| `sharded`, `background` | saving and loading as collective operations; while training goes on |
-| `shards`, `blocks`, `plain` | files of shards; their content in blocks; read without running what is in it |
+| `checkpoint_store`, `pruning` | which checkpoints exist and which one counts; which are removed |
+| `trainer_state` | what a checkpoint holds beside tensors |
+| `run_progress` | what shows that a run has committed, and what it needs to go on |
+| `fencing` | who may write, and whose commits count |
+| `checkpoint_location`, `fsspec_storage` | where a run keeps them; a folder of files behind a URL |
+| `sharded_state`, `async_save` | saving and loading as collective operations; while training goes on |
+| `shard_io`, `block_hashes`, `safe_metadata` | files of shards; their content in blocks; read without running what is in it |
 
 Owns the form of a checkpoint, which of them counts, and which are kept. Promises that a checkpoint is whole or does not
 exist, that the newest committed one survives everything done here, and that a half-written one is never loaded. Must
@@ -22,7 +22,7 @@ not know the model or the algorithm: it takes a tree of (sharded) tensors and a 
 
 Each attempt writes into folders of its own, so what a killed or cut-off attempt left is never mixed with a live one's
 files, and the same order of writes is safe on a disk and on an object store (no rename is needed). This package is
-light; the parts that need torch are `pipeline.checkpoints.sharded` and `pipeline.checkpoints.background`:
+light; the parts that need torch are `pipeline.checkpoints.sharded_state` and `pipeline.checkpoints.async_save`:
 
     root = root_of(config, run, run_id)               or kept_root(run): what the run directory says
     fence.claim()                                     rank 0, once, when an attempt starts
@@ -34,11 +34,11 @@ light; the parts that need torch are `pipeline.checkpoints.sharded` and `pipelin
     prune(done, keep=2)                               rank 0
 """
 
-from pipeline.checkpoints.fence import Fence
-from pipeline.checkpoints.location import kept_root, root_of, tell_newest
+from pipeline.checkpoints.checkpoint_location import kept_root, root_of, tell_newest
+from pipeline.checkpoints.checkpoint_store import Checkpoint, committed, newest_committed
+from pipeline.checkpoints.fencing import Fence
 from pipeline.checkpoints.pruning import prune, remove_unfinished
-from pipeline.checkpoints.state import JOBS, Alone, Job, TrainerState
-from pipeline.checkpoints.store import Checkpoint, committed, newest_committed
+from pipeline.checkpoints.trainer_state import JOBS, Alone, Job, TrainerState
 
 __all__ = [
     "JOBS",

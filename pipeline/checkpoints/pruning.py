@@ -7,9 +7,9 @@ that looks committed. Must not know torch.
 
 import logging
 
-from pipeline.checkpoints.fence import Fence, lineage
-from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import COMMIT, Checkpoint, folder_names, place_that_counts, places_of
+from pipeline.checkpoints.checkpoint_store import COMMIT, Checkpoint, folder_names, place_that_counts, places_of
+from pipeline.checkpoints.fencing import Fence, lineage
+from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, OvertakenError
 
 _log = logging.getLogger(__name__)

@@ -3,28 +3,27 @@
 | module | owns |
 |---|---|
 | `schema` | the keys of the algorithm, and the whole |
-| `reading` | how a tree of values becomes a config |
-| `aliases` | the key that an unknown one means, also by the names of TRL and verl |
-| `places` | the keys of cluster and resources |
-| `data` | the keys of datasets |
-| `tasks` | the keys of tasks, rewards and a teacher |
-| `generation` | the keys of rollouts and servers |
-| `evaluation` | the keys of evaluation sets |
-| `serving`, `sums` | the keys of a run that serves; the losses that its clients name |
-| `values` | the forms of values |
-| `rules` | what must hold between keys |
-| `relevance` | who reads which key |
-| `identity` | which keys make a run the same |
-| `kept` | the copy in the run directory |
-| `models` | model directories, built-in ones among them |
+| `validation` | how a tree of values becomes a config |
+| `key_aliases` | the key that an unknown one means, also by the names of TRL and verl |
+| `cluster_keys` | the keys of cluster and resources |
+| `data_keys` | the keys of datasets |
+| `task_keys` | the keys of tasks, rewards and a teacher |
+| `rollout_keys` | the keys of rollouts and servers |
+| `evaluation_keys` | the keys of evaluation sets |
+| `tinker_keys`, `tinker_losses` | the keys of a run that serves; the losses that its clients name |
+| `value_types` | the forms of values |
+| `cross_checks` | what must hold between keys |
+| `key_relevance` | who reads which key |
+| `run_identity` | which keys make a run the same |
+| `frozen_config` | the copy in the run directory |
+| `model_directory` | model directories, built-in ones among them |
 """
 
-from pipeline.config.aliases import suggest_key
-from pipeline.config.data import ColumnsConfig, DataConfig, SourceConfig
-from pipeline.config.evaluation import EvalSetConfig, EvaluationConfig
-from pipeline.config.generation import InferenceConfig, RolloutConfig
-from pipeline.config.places import ClusterConfig, ResourcesConfig
-from pipeline.config.reading import NAMED, is_list, known_form, known_keys, load_config, named_section, nearest
+from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig
+from pipeline.config.data_keys import ColumnsConfig, DataConfig, SourceConfig
+from pipeline.config.evaluation_keys import EvalSetConfig, EvaluationConfig
+from pipeline.config.key_aliases import suggest_key
+from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.schema import (
     CriticConfig,
     LoraConfig,
@@ -37,7 +36,8 @@ from pipeline.config.schema import (
     TrainingConfig,
     WarmStartConfig,
 )
-from pipeline.config.tasks import RewardConfig, TaskConfig, TeacherConfig
+from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
+from pipeline.config.validation import NAMED, is_list, known_form, known_keys, load_config, named_section, nearest
 
 __all__ = [
     "NAMED",

@@ -3,12 +3,13 @@
 Owns every key a user can set, its type, its bounds and its meaning. Promises that a `RunConfig` is frozen and whole:
 once `load_config` returned, no other code checks a single value again. Must not know Hydra, torch, Redis or submitit.
 
-    config = load_config({"name": "demo", "cluster": {...}, ...})       # of `pipeline.config.reading`
+    config = load_config({"name": "demo", "cluster": {...}, ...})       # of `pipeline.config.validation`
     config.optim.lr
 
-The field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.places`, are the source of
+The field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.cluster_keys`, are the source of
 `docs/configuration.md`; those of tasks, data, generation, evaluations and the API have modules of their own too. Rules
-between keys are in `pipeline.config.rules`, the keys that a resumed run may change in `pipeline.config.identity`.
+between keys are in `pipeline.config.cross_checks`, the keys that a resumed run may change in
+`pipeline.config.run_identity`.
 """
 
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.data import DataConfig
-from pipeline.config.evaluation import EvaluationConfig
-from pipeline.config.generation import InferenceConfig, RolloutConfig
-from pipeline.config.places import ClusterConfig, ResourcesConfig
-from pipeline.config.serving import ServeConfig
-from pipeline.config.tasks import RewardConfig, TaskConfig, TeacherConfig
-from pipeline.config.values import (
+from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig
+from pipeline.config.data_keys import DataConfig
+from pipeline.config.evaluation_keys import EvaluationConfig
+from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
+from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
+from pipeline.config.tinker_keys import ServeConfig
+from pipeline.config.value_types import (
     NAME_FORM,
     Bytes,
     Decay,

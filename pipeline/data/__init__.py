@@ -2,11 +2,11 @@
 
 | module | owns |
 |---|---|
-| `sources` | from a path to rows by number: JSON files here, all else by the library `datasets` |
-| `lines` | JSON files, each row exactly as it is written |
-| `messages` | one conversation in one form, whatever form its row had |
+| `row_sources` | from a path to rows by number: JSON files here, all else by the library `datasets` |
+| `jsonl_index` | JSON files, each row exactly as it is written |
+| `chat_messages` | one conversation in one form, whatever form its row had |
 | `examples` | what the columns of a row mean: `Examples`, by index |
-| `content` | one digest of all rows, by which a resumed run knows its data again |
+| `dataset_digest` | one digest of all rows, by which a resumed run knows its data again |
 
 One reader for supervised fine-tuning and for reinforcement learning:
 
@@ -17,7 +17,7 @@ One reader for supervised fine-tuning and for reinforcement learning:
 Knows neither tokens nor models.
 """
 
+from pipeline.data.chat_messages import Conversation
 from pipeline.data.examples import Example, Examples
-from pipeline.data.messages import Conversation
 
 __all__ = ["Conversation", "Example", "Examples"]

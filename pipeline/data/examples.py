@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import nearest
-from pipeline.config.data import ColumnsConfig, SourceConfig
-from pipeline.data.messages import Conversation, Message, MessageError, read_messages, read_tools
-from pipeline.data.sources import Rows, open_rows
+from pipeline.config.data_keys import ColumnsConfig, SourceConfig
+from pipeline.data.chat_messages import Conversation, Message, MessageError, read_messages, read_tools
+from pipeline.data.row_sources import Rows, open_rows
 from pipeline.errors import ConfigError, RecordError
 
 

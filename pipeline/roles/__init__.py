@@ -4,13 +4,13 @@
 |---|---|
 | `redis`, `trainer`, `inference`, `actor`, `preprocessor` | a role |
 | `server_arguments` | whether vLLM takes what a user adds to its command line |
-| `context` | what every role's process knows when it starts |
-| `controller` | the trainer's rank 0, whatever it trains |
-| `session`, `peers` | upon that, a run of ours; what it has of the other roles |
-| `job_session`, `service` | a run that does the jobs of files; one that serves the API |
-| `evaluator`, `benchmark` | what the actor does in a run that only evaluates |
-| `keeping` | where a role keeps samples |
-| `held` | programs of others that listen on a held port |
+| `role_context` | what every role's process knows when it starts |
+| `rank0` | the trainer's rank 0, whatever it trains |
+| `trainer_session`, `rl_services` | upon that, a run of ours; what it has of the other roles |
+| `offline_session`, `tinker_session` | a run that does the jobs of files; one that serves the API |
+| `evaluator`, `benchmark_command` | what the actor does in a run that only evaluates |
+| `sample_quota` | where a role keeps samples |
+| `held_port` | programs of others that listen on a held port |
 
 Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
 ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the
@@ -29,7 +29,7 @@ class Launch:
 
     Attributes:
         argv: the command.
-        beats: how many of its processes on this node tell heartbeats (`pipeline.system.heartbeat`). 0 for a program
+        beats: how many of its processes on this node tell heartbeats (`pipeline.utils.heartbeat`). 0 for a program
             that is not ours: it is asked whether it is `ready` as long as it lives.
         env: variables added to the agent's own environment.
         ready: True once the role can do its work. Asked again and again in a thread of its own; may take seconds, and

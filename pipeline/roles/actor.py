@@ -16,24 +16,24 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.environments import Task, load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.task_calls import Calls
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
 from pipeline.errors import RollcallError, one_line
-from pipeline.groups.records import EvalRequest
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.roles.keeping import kept_samples
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.evaluation import Evaluation
-from pipeline.rollouts.generation import Generation
-from pipeline.rollouts.groups import GroupBuilder
-from pipeline.rollouts.kept import EVAL, KeptSamples
-from pipeline.streams import AsyncStreams, connect
-from pipeline.streams.board import Board
-from pipeline.system import heartbeat
-from pipeline.tasks import Task, load_task
-from pipeline.tasks.calls import Calls
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.worker import Setup
+from pipeline.roles.role_context import RoleContext
+from pipeline.roles.sample_quota import kept_samples
+from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.rollout.issue_loop import Generation
+from pipeline.rollout.sample_store import EVAL, KeptSamples
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.transport import AsyncStreams, connect
+from pipeline.transport.sample_records import EvalRequest
+from pipeline.transport.shared_state import Board
+from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ async def _run_until_signal(context: RoleContext) -> None:
 
 def main(arguments: list[str]) -> None:
     """The role's process."""
-    from pipeline.system import logs
+    from pipeline.utils import logs
 
     heartbeat.start()
     context = RoleContext.from_arguments(arguments)

@@ -15,27 +15,27 @@ from pathlib import Path
 import msgspec
 
 from pipeline.checkpoints import Fence, root_of
-from pipeline.config.evaluation import OWN_SET
+from pipeline.config.evaluation_keys import OWN_SET
+from pipeline.environments import load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
 from pipeline.errors import DeadlineError
-from pipeline.groups.records import EvalRequest
 from pipeline.roles.actor import REPORT_SECONDS, beat, in_thread
-from pipeline.roles.benchmark import run_command
-from pipeline.roles.context import RoleContext
+from pipeline.roles.benchmark_command import run_command
 from pipeline.roles.inference import is_healthy
-from pipeline.roles.keeping import kept_samples
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.evaluation import Evaluation
-from pipeline.rollouts.kept import EVAL
-from pipeline.rundir.documents import SubmittedJob
-from pipeline.rundir.metrics import Console, MetricSinks, Row, read_rows
-from pipeline.system import files
-from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
-from pipeline.system.waiting import Deadline
-from pipeline.tasks import load_task
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.worker import Setup
-from pipeline.training.evaluation import measured_in, metrics_of
+from pipeline.roles.role_context import RoleContext
+from pipeline.roles.sample_quota import kept_samples
+from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.sample_store import EVAL
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.run.metrics_log import Console, MetricSinks, Row, read_rows
+from pipeline.run.run_documents import SubmittedJob
+from pipeline.train.loop.evaluations import measured_in, metrics_of
+from pipeline.transport.sample_records import EvalRequest
+from pipeline.utils import shared_files
+from pipeline.utils.fs_retry import OUTAGE_SECONDS, retry_transient
+from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 JOB = "rl"
@@ -52,7 +52,7 @@ class Evaluator:
 
     async def work(self) -> None:
         """Evaluate what is left, then tell the end; `DeadlineError` if a server does not come up."""
-        submitted = files.read_document(self._context.run.job, SubmittedJob)
+        submitted = shared_files.read_document(self._context.run.job, SubmittedJob)
         self._fence.claim(submitted.job if submitted else "")
         self._fence.keep(())  # it commits nothing
         alive = asyncio.create_task(beat())
@@ -119,7 +119,7 @@ class Evaluator:
                 self._context.paths.committed.touch()
         found = found_in(read_rows(run.metrics), step)
         document = {"model": self._config.model.path, "step": step, "sets": found}
-        files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        shared_files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 
 
 @asynccontextmanager

@@ -2,8 +2,8 @@
 
 Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
 placement's address only, asks for the world's password on every route that can do anything, and starts without the
-policy, unless the run evaluates alone: the trainer brings it before anybody may ask (`pipeline.weights`). The role's
-process is vLLM.
+policy, unless the run evaluates alone: the trainer brings it before anybody may ask (`pipeline.inference.weight_sync`).
+The role's process is vLLM.
 """
 
 import importlib.util
@@ -13,19 +13,19 @@ from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
-from pipeline.api.settings import BASE, MOST_ADAPTERS
 from pipeline.config import RunConfig
-from pipeline.config.serving import ATTENTION_LAYERS, MLP_LAYERS
+from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError
+from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.vllm.kv_cache_size import SHARED
+from pipeline.inference.vllm.plugin import ENGINES, MODEL
+from pipeline.inference.vllm.server_password import WORLD
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.system.network import KEPT_SECONDS, bound_to
-from pipeline.system.proven_http import connect
-from pipeline.weights.fast_logprobs import SWITCH
-from pipeline.weights.password import WORLD
-from pipeline.weights.plugin import ENGINES, MODEL
-from pipeline.weights.shared_gpu import SHARED
-from pipeline.world.plan import Placement
+from pipeline.roles.role_context import RoleContext
+from pipeline.tinker.gateway_settings import BASE, MOST_ADAPTERS
+from pipeline.topology.plan import Placement
+from pipeline.utils.authenticated_http import connect
+from pipeline.utils.network_interfaces import KEPT_SECONDS, bound_to
 
 _PROBE_SECONDS = 5.0
 _PLUGINS = "vllm.general_plugins"
@@ -62,7 +62,7 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     return (
         *_program(config, place),
         *("--host", place.address, "--port", str(place.ports[0])),
-        *("--middleware", "pipeline.weights.guard.Guard"),
+        *("--middleware", "pipeline.inference.vllm.auth_middleware.Guard"),
         *_weights_arguments(config),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
@@ -107,7 +107,7 @@ def server_environment(config: RunConfig, place: Placement, world: Path) -> dict
 
 def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
     """What a server has beyond that when the policy is an adapter: a folder of its own, which this makes, and the right
-    to find the adapter there, once the trainer has brought it (`pipeline.weights.adapters`)."""
+    to find the adapter there, once the trainer has brought it (`pipeline.inference.vllm.adapter_loading`)."""
     if config.serve.enabled:
         return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if not config.model.lora.rank or config.evaluation.alone:
@@ -138,7 +138,7 @@ def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
     return (
         "--tokens-only",
         *("--weight-transfer-config", f'{{"backend": "{ENGINES[config.weights_backend]}"}}'),
-        *("--worker-extension-cls", "pipeline.weights.extension.WeightsExtension"),
+        *("--worker-extension-cls", "pipeline.inference.vllm.worker_extension.WeightsExtension"),
     )
 
 
@@ -160,7 +160,7 @@ def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
 def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
     model = (config.model.path, *_policy_arguments(config))
-    program = (sys.executable, "-P", "-m", "pipeline.roles.held", str(place.ports[0]))
+    program = (sys.executable, "-P", "-m", "pipeline.roles.held_port", str(place.ports[0]))
     if config.resources.device == "cuda":
         return (*program, "vllm.entrypoints.cli.main", "serve", *model)
     return (*program, "vllm.entrypoints.openai.api_server", "--model", *model)

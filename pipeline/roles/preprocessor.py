@@ -18,16 +18,16 @@ from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
-from pipeline.groups.advantages import FILTERED, advantages, all_alike
-from pipeline.groups.records import MALFORMED, Group, PreparedGroup
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.roles.keeping import kept_samples
-from pipeline.rollouts.kept import TRAIN, rows_of_group
-from pipeline.rollouts.meters import Share
-from pipeline.rollouts.teacher import References, Teacher
-from pipeline.streams import Entry, Reader, Streams, connect
-from pipeline.system import heartbeat
+from pipeline.roles.role_context import RoleContext
+from pipeline.roles.sample_quota import kept_samples
+from pipeline.rollout.sample_store import TRAIN, rows_of_group
+from pipeline.rollout.teacher_client import References, Teacher
+from pipeline.rollout.time_fractions import Share
+from pipeline.transport import Entry, Reader, Streams, connect
+from pipeline.transport.group_advantages import FILTERED, advantages, all_alike
+from pipeline.transport.sample_records import MALFORMED, Group, PreparedGroup
+from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Preprocessor:
 
 def main(arguments: list[str]) -> None:
     """The role's process."""
-    from pipeline.system import logs
+    from pipeline.utils import logs
 
     heartbeat.start()
     context = RoleContext.from_arguments(arguments)

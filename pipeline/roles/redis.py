@@ -1,11 +1,11 @@
 """The redis role: one Redis server for the streams of an attempt.
 
 Owns where the server's binary is found, how it is configured, and when it is ready. The server itself listens on a Unix
-socket in a folder of the owner's; a gate (`pipeline.system.gate`) listens on its placement's address and admits only
-peers that prove to know the world's password. Promises that the clients' user can do no more than the streams need,
-that the server writes to its attempt's folder only, starts from the newest earlier data as far as it can be loaded, and
-refuses writes rather than drop data when its memory is full. The role's process becomes the server, so the agent's
-signals reach it. Must not know what the streams carry, and does not import the client.
+socket in a folder of the owner's; a gate (`pipeline.utils.socket_gate`) listens on its placement's address and admits
+only peers that prove to know the world's password. Promises that the clients' user can do no more than the streams
+need, that the server writes to its attempt's folder only, starts from the newest earlier data as far as it can be
+loaded, and refuses writes rather than drop data when its memory is full. The role's process becomes the server, so the
+agent's signals reach it. Must not know what the streams carry, and does not import the client.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from pathlib import Path
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StreamError
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.streams.redis_data import data_bytes, inherit
-from pipeline.streams.redis_repair import make_loadable
-from pipeline.system import files, logs, proof
-from pipeline.system.gate import start_gate
-from pipeline.system.listeners import listen_on_held, who_listens
-from pipeline.world.plan import World
+from pipeline.roles.role_context import RoleContext
+from pipeline.topology.plan import World
+from pipeline.transport.redis_persistence import data_bytes, inherit
+from pipeline.transport.redis_repair import make_loadable
+from pipeline.utils import logs, mutual_auth, shared_files
+from pipeline.utils.listeners import listen_on_held, who_listens
+from pipeline.utils.socket_gate import start_gate
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ CLIENT_COMMANDS = (
     *("ping", "info", "select", "time", "evalsha", "script|load", "multi", "exec", "get", "set"),
     *("hget", "hset", "hmget", "hkeys", "hincrby", "xadd", "xdel", "xlen", "xrange", "xread"),
 )
-"""What `pipeline.streams.redis` and its scripts call; its user may call nothing else."""
+"""What `pipeline.transport.redis_streams` and its scripts call; its user may call nothing else."""
 
 
 def find_server() -> Path:
@@ -80,7 +80,7 @@ def answers(address: str, port: int, password: str) -> bool:
     """
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as link:
-            proof.introduce(link, password, _SERVICE)
+            mutual_auth.introduce(link, password, _SERVICE)
             link.sendall(f"AUTH {password}\r\nPING\r\n".encode())
             with link.makefile("rb") as replies:
                 accepted, answer = replies.readline(), replies.readline()
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> None:
     listens = _socket_folder() / "redis.sock"
     settings = folder / "redis.conf"
     text = server_config(context.config, context.world, folder.resolve(), listens, version)
-    files.write_atomic(settings, text.encode())
+    shared_files.write_atomic(settings, text.encode())
     start_gate(_listening(context), str(listens), context.world.password, _SERVICE)
     os.execv(server, [str(server), str(settings)])
 

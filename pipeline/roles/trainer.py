@@ -1,7 +1,7 @@
 """The trainer role: one torchrun over its nodes, rank 0 the controller.
 
-Owns its command line and its processes. What the controller does is `pipeline.roles.session`, for the jobs of files
-`pipeline.roles.job_session`, and where the API is served `pipeline.roles.service`.
+Owns its command line and its processes. What the controller does is `pipeline.roles.trainer_session`, for the jobs of
+files `pipeline.roles.offline_session`, and where the API is served `pipeline.roles.tinker_session`.
 """
 
 import os
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import first_line
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.system.directory import FileDirectory
-from pipeline.system.network import bound_to
+from pipeline.roles.role_context import RoleContext
+from pipeline.utils.network_interfaces import bound_to
+from pipeline.utils.shared_dir import FileDirectory
 
 if TYPE_CHECKING:
-    from pipeline.roles.controller import Controller
-    from pipeline.training.dispatch.dispatch import Dispatch
+    from pipeline.roles.rank0 import Controller
+    from pipeline.train.controller.rank_group import Dispatch
 
 
 def launch(context: RoleContext) -> Launch:
@@ -24,7 +24,7 @@ def launch(context: RoleContext) -> Launch:
     trainers, resources = context.world.of_role("trainer"), context.config.resources.trainer
     master = trainers[0]
     argv = (
-        *(sys.executable, "-P", "-m", "pipeline.roles.held", str(master.ports[0]), "torch.distributed.run"),
+        *(sys.executable, "-P", "-m", "pipeline.roles.held_port", str(master.ports[0]), "torch.distributed.run"),
         *("--nnodes", str(len(trainers)), "--node-rank", str(context.placement.index)),
         *("--nproc-per-node", str(resources.processes), "--max-restarts", "0"),
         *("--master-addr", master.address, "--master-port", str(master.ports[0])),
@@ -53,25 +53,25 @@ def is_ready(context: RoleContext) -> bool:
 def session_of(context: RoleContext, dispatch: "Dispatch") -> "Controller":
     """What rank 0 does in this attempt."""
     if context.config.serve.enabled:
-        from pipeline.roles.service import ServiceSession
+        from pipeline.roles.tinker_session import ServiceSession
 
         return ServiceSession(context, dispatch)
     if context.config.training.jobs:
-        from pipeline.roles.job_session import JobSession
+        from pipeline.roles.offline_session import JobSession
 
         return JobSession(context, dispatch)
-    from pipeline.roles.session import RunSession
+    from pipeline.roles.trainer_session import RunSession
 
     return RunSession(context, dispatch)
 
 
 def main(arguments: list[str]) -> None:
-    from pipeline.system import heartbeat, logs, process
-    from pipeline.training.dispatch.dispatch import Dispatch
-    from pipeline.training.dispatch.lead import lead_or_serve_as
-    from pipeline.training.dispatch.ranks import end_with_lost_ranks
+    from pipeline.train.controller.lead_or_serve import lead_or_serve_as
+    from pipeline.train.controller.rank_group import Dispatch
+    from pipeline.train.controller.rank_process import end_with_lost_ranks
+    from pipeline.utils import heartbeat, logs, subprocesses
 
-    process.die_with_parent()
+    subprocesses.die_with_parent()
     heartbeat.start(int(os.environ["LOCAL_RANK"]))  # as torchrun sets it
     end_with_lost_ranks()
     context = RoleContext.from_arguments(arguments)
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
             context.report("failed", first_line(error))
             raise
 
-    process.exit_after(lambda: lead_or_serve_as(context.config, context.world.secret, lead))
+    subprocesses.exit_after(lambda: lead_or_serve_as(context.config, context.world.secret, lead))
 
 
 if __name__ == "__main__":

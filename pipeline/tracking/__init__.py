@@ -2,6 +2,6 @@
 
 | module | owns |
 |---|---|
-| `sinks` | whether metrics go to wandb, and the trainer's side of it |
-| `process` | the process that hands them over |
+| `metric_sinks` | whether metrics go to wandb, and the trainer's side of it |
+| `wandb_process` | the process that hands them over |
 """

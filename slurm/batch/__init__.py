@@ -2,10 +2,10 @@
 
 | module | owns |
 |---|---|
-| `allocation` | what is asked of Slurm: the batch file |
+| `batch_file` | what is asked of Slurm: the batch file |
 | `executors` | submitit's executors, as one job of several agents |
-| `sites` | what a submission asks the site before anything is queued |
-| `controller` | of a local job, what slurmctld and srun are to a cluster's |
-| `facts` | what an attempt left behind |
+| `site_checks` | what a submission asks the site before anything is queued |
+| `local_controller` | of a local job, what slurmctld and srun are to a cluster's |
+| `attempt_summary` | what an attempt left behind |
 | `requeue` | from the facts to the decision, and the requeue itself |
 """

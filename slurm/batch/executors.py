@@ -22,14 +22,14 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, SchedulerError
-from pipeline.rundir.ending import is_finished
-from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import CLOCK, Clock, wait_for
-from pipeline.world.plan import Plan
-from slurm.batch import allocation
-from slurm.scheduler.commands import NO_ANSWER
-from slurm.scheduler.environment import local_job_environment, submission_environment
-from slurm.scheduler.protocol import Scheduler
+from pipeline.run.completion import is_finished
+from pipeline.run.paths import RunPaths
+from pipeline.topology.plan import Plan
+from pipeline.utils.waiting import CLOCK, Clock, wait_for
+from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.slurm import batch_file as allocation
+from slurm.scheduler.slurm.slurm_commands import NO_ANSWER
+from slurm.scheduler.slurm.slurm_environment import local_job_environment, submission_environment
 
 SUBMIT_SECONDS = 300.0
 """sbatch asks a busy controller again and again by itself."""
@@ -43,8 +43,9 @@ _SILENCE_SECONDS = 600.0
 class VirtualNodes(LocalExecutor):
     """Submitit's local executor for several virtual nodes on this machine.
 
-    Differs from its base in its controller (`slurm.batch.controller`), which runs in its own session, so that Ctrl-C
-    reaches the launcher alone, and which ends with its launcher. `Job.cancel` lets the agents come down in order.
+    Differs from its base in its controller (`slurm.batch.local_controller`), which runs in its own session, so that
+    Ctrl-C reaches the launcher alone, and which ends with its launcher. `Job.cancel` lets the agents come down in
+    order.
     """
 
     def __init__(self, run: RunPaths, ranks: int) -> None:
@@ -62,7 +63,15 @@ class VirtualNodes(LocalExecutor):
     def _submit_command(self, command: str) -> LocalJob[Any]:
         ranks = self.parameters["tasks_per_node"]
         controller = self._controller = subprocess.Popen(
-            [sys.executable, "-P", "-m", "slurm.batch.controller", str(self.folder), str(self._run.root), self.attempt],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "slurm.batch.local_controller",
+                str(self.folder),
+                str(self._run.root),
+                self.attempt,
+            ],
             env=local_job_environment(self.job_name, command, ranks, self._run.code),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -144,8 +153,8 @@ class RunJob(SlurmJob[Any]):
 class SlurmNodes(SlurmExecutor):
     """Submitit's Slurm executor for one run: one job, one task per node.
 
-    Differs from its base in the batch file (`slurm.batch.allocation`), in an sbatch that hears nothing of a job around
-    it, and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map arrays.
+    Differs from its base in the batch file (`slurm.scheduler.slurm.batch_file`), in an sbatch that hears nothing of a
+    job around it, and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map arrays.
     """
 
     def __init__(

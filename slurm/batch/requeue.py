@@ -16,20 +16,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.config.kept import kept_config
-from pipeline.config.places import ClusterConfig
+from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.config.frozen_config import kept_config
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError, one_line
-from pipeline.report.history import read_history
-from pipeline.rundir.documents import Outcome
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system import files
-from pipeline.system.waiting import CLOCK, Clock, wait_for
-from pipeline.world.plan import make_plan
-from slurm.batch.facts import AttemptFacts, gather_facts
-from slurm.registry import runs
-from slurm.scheduler.commands import SlurmCommands
-from slurm.scheduler.environment import batch_attempt
-from slurm.scheduler.protocol import RUNNING, QueuedJob, Scheduler
+from pipeline.observability.run_history import read_history
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.run_documents import Outcome
+from pipeline.topology.plan import make_plan
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import CLOCK, Clock, wait_for
+from slurm.batch.attempt_summary import AttemptFacts, gather_facts
+from slurm.registry import run_registry
+from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob, Scheduler
+from slurm.scheduler.slurm.slurm_commands import SlurmCommands
+from slurm.scheduler.slurm.slurm_environment import batch_attempt
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ def _look(
     config = kept_config(run)
     if config is None:
         raise RollcallError(f"{run.config} cannot be read")
-    paths = run.attempt(runs.identity(run).run_id, f"{job}-{restart}")
+    paths = run.attempt(run_registry.identity(run).run_id, f"{job}-{restart}")
     facts = gather_facts(run, paths, restart, make_plan(config).ranks, code, config.cluster.lateness, clock)
     return config.cluster, paths, facts
 
@@ -172,7 +172,7 @@ def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
     """Write the outcome down. A disk that takes no file does not change it: then the job's log alone has it."""
 
     def written() -> bool:
-        files.write_document(paths.outcome, outcome)
+        shared_files.write_document(paths.outcome, outcome)
         return True
 
     try:
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     run, code = RunPaths(Path(arguments[0])), int(arguments[1])
     job, restart = batch_attempt()
     try:
-        (owner,) = _ask_until("the run's job to be readable", lambda: (runs.owns(run, job),), CLOCK)
+        (owner,) = _ask_until("the run's job to be readable", lambda: (run_registry.owns(run, job),), CLOCK)
         if not owner:
             print(f"rollcall: {run.root} belongs to another job by now, so job {job} ends here", flush=True)
             return 1
@@ -243,7 +243,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(run: RunPaths) -> None:
     try:
-        from pipeline.report.page import write_report  # charts are slow to import, and most ends of a job draw none
+        from pipeline.observability.report_page import (
+            write_report,  # charts are slow to import, and most ends of a job draw none
+        )
 
         write_report(read_history(run.root))
     except Exception as error:  # noqa: BLE001 (the job's end stands, whatever the report does)

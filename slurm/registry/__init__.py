@@ -2,9 +2,9 @@
 
 | module | owns |
 |---|---|
-| `runs` | the runs, and the job that each belongs to |
-| `contents` | what a submission finds and leaves in a run directory |
-| `snapshot` | the copy of the code that every attempt of a run starts |
-| `manifest` | sweeps and their points |
-| `locks` | which launcher is at a run or a sweep |
+| `run_registry` | the runs, and the job that each belongs to |
+| `run_contents` | what a submission finds and leaves in a run directory |
+| `code_snapshot` | the copy of the code that every attempt of a run starts |
+| `sweep_manifest` | sweeps and their points |
+| `file_locks` | which launcher is at a run or a sweep |
 """

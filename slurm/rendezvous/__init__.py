@@ -2,8 +2,8 @@
 
 | module | owns |
 |---|---|
-| `meeting` | all ranks of an attempt, from their cards to one world |
+| `rank_meeting` | all ranks of an attempt, from their cards to one world |
 | `election` | who leads, as a state machine |
-| `roster` | the cards, and how ranks are numbered |
-| `beacon` | by which address the others reach a rank |
+| `membership` | the cards, and how ranks are numbered |
+| `probe_server` | by which address the others reach a rank |
 """

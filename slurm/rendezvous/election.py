@@ -2,7 +2,7 @@
 
 Owns the rules by which the ranks of one attempt agree on one leader at a time. Promises nothing about files: `step` is
 a pure function that is told what happened and answers what to do next, so every interleaving can be tried in memory.
-Must not know directories, cards or clocks; `slurm.rendezvous.meeting` performs the actions and reports the events.
+Must not know directories, cards or clocks; `slurm.rendezvous.rank_meeting` performs the actions and reports the events.
 
     member, action = begin_election(rank, ranks, lease, now)
     while action.name != "settle":

@@ -2,7 +2,7 @@
 
 | module | owns |
 |---|---|
-| `protocol` | what is asked, and what is answered |
-| `commands` | Slurm's commands, and the reading of what they print |
-| `environment` | Slurm's variables, and the environments of children |
+| `scheduler_protocol` | what is asked, and what is answered |
+| `slurm_commands` | Slurm's commands, and the reading of what they print |
+| `slurm_environment` | Slurm's variables, and the environments of children |
 """

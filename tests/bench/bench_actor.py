@@ -22,16 +22,16 @@ import aiohttp
 from pydantic import Field
 
 from pipeline.config import RunConfig
-from pipeline.config.models import BUILT_IN
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.groups import GroupBuilder
-from pipeline.rollouts.server import ROUTE, GenerationRequest
-from pipeline.tasks import load_task
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.episode import Episode
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.protocol import Policy, Prompt, Task, TaskOptions, ask
-from pipeline.tasks.worker import Setup
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments import load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.episode import Episode
+from pipeline.environments.task_protocol import Policy, Prompt, Task, TaskOptions, ask
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.rollout.server_client import ROUTE, GenerationRequest
+from pipeline.rollout.server_pool import InferenceClient
 from tests.bench.tables import markdown
 from tests.fakes.configs import make_config
 from tests.support.servers.vllm import (

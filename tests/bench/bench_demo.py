@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from pipeline.rundir.metrics import read_rows, series
+from pipeline.run.metrics_log import read_rows, series
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_GAIN, MOST_SECONDS = 0.25, 360

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.training.dispatch.dispatch import Answers, Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Answers, Dispatch
+from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import markdown
 
 LOSS = LossConfig(name="grpo")

@@ -15,12 +15,12 @@ from typing import Any
 
 import aiohttp
 
-from pipeline.config.models import BUILT_IN
-from pipeline.rollouts.gateway.dialogue import Dialogue
-from pipeline.rollouts.gateway.endpoint import Endpoint
-from pipeline.tasks.chat import Chat
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.rollout.gateway.conversation_tree import Dialogue
+from pipeline.rollout.gateway.episode_endpoint import Endpoint
 from tests.bench.tables import markdown
-from tests.unit.tasks.test_tasks import Said
+from tests.unit.environments.test_tasks import Said
 
 CHAT = Chat(BUILT_IN / "tiny_text")
 TURN = Said((*CHAT.encode("4" * 64), CHAT.stop_token_ids[0]), 0, 0)

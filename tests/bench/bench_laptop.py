@@ -27,10 +27,10 @@ from subprocess import PIPE, STDOUT
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.config.kept import kept_config
-from pipeline.rundir.metrics import read_rows
-from pipeline.rundir.paths import RunPaths
-from pipeline.tasks import load_task
+from pipeline.config.frozen_config import kept_config
+from pipeline.environments import load_task
+from pipeline.run.metrics_log import read_rows
+from pipeline.run.paths import RunPaths
 from tests.bench.tables import judge, markdown
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,14 +23,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import InferenceConfig, ModelConfig
-from pipeline.system.process import hold_port
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Site
-from pipeline.training.packing import Budget
-from pipeline.training.spec import ModelSpec
-from pipeline.weights.link import MeetingPoint
-from pipeline.weights.sender import WeightSender
+from pipeline.inference.weight_sync.server_sync import MeetingPoint
+from pipeline.inference.weight_sync.weight_sender import WeightSender
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Site
+from pipeline.train.worker_spec import ModelSpec
+from pipeline.utils.subprocesses import hold_port
 from tests.bench.tables import judge, markdown
 from tests.support.models.tiny import tiny_network
 

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.data import Conversation
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.masks import Choice, Masker, MaskError
+from pipeline.environments.assistant_masks import Choice, Masker, MaskError
+from pipeline.environments.chat_tokenizer import Chat
 from tests.bench.tables import markdown
 from tests.fakes.chat_models import make_chat_model
 

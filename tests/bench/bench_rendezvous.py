@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.system.directory import FileDirectory
-from pipeline.world.plan import Card, Plan, Seat, Slot
-from slurm.rendezvous.meeting import Meeting, pauses
+from pipeline.topology.plan import Card, Plan, Seat, Slot
+from pipeline.utils.shared_dir import FileDirectory
+from slurm.rendezvous.rank_meeting import Meeting, pauses
 from tests.bench.tables import judge, markdown
 from tests.fakes.ranks import make_cards
 

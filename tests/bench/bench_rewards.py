@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config import RewardConfig, TaskConfig
-from pipeline.config.models import BUILT_IN
-from pipeline.tasks import Answer, load_task
-from pipeline.tasks.calls import Calls, LocalCalls
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.protocol import ask
-from pipeline.tasks.rewards import Mixture, Score, load_rewards
-from pipeline.tasks.template import Template
-from pipeline.tasks.worker import Setup
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments import Answer, load_task
+from pipeline.environments.chat_template import Template
+from pipeline.environments.rewards import Mixture, Score, load_rewards
+from pipeline.environments.task_calls import Calls, LocalCalls
+from pipeline.environments.task_protocol import ask
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
 from tests.bench.tables import judge, markdown
 
 SAMPLES, IN_FLIGHT = 8, 64

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from pipeline.config import LossConfig
-from pipeline.losses import LossTokens, total
+from pipeline.train.algorithms import LossTokens, total
 from tests.bench.tables import markdown
 from tests.support.models.tiny import tiny_config
 from tests.support.oracle.arithmetic import Shape, predictions

@@ -26,12 +26,12 @@ from random import Random
 from typing import Any
 
 from pipeline.config import RunConfig, load_config
-from pipeline.training.conversations import Conversations
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve_as
-from pipeline.training.jobs import SftJob, jobs_of
-from pipeline.training.sft import SupervisedFineTuning
-from pipeline.training.spec import models_of
+from pipeline.train.batching.conversation_rows import Conversations
+from pipeline.train.controller.lead_or_serve import lead_or_serve_as
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.sft import SupervisedFineTuning
+from pipeline.train.train_jobs import SftJob, jobs_of
+from pipeline.train.worker_spec import models_of
 from tests.bench.tables import judge, markdown
 from tests.fakes.chat_models import MARKED, make_chat_model
 from tests.support.models.tiny import tiny_network

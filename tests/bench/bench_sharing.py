@@ -17,10 +17,10 @@ import time
 import numpy as np
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import judge, markdown
 from tests.support.models.jobs import site_of_one
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from pipeline.groups.records import Group, Sample, encode_record
-from pipeline.streams import Streams, connect
+from pipeline.transport import Streams, connect
+from pipeline.transport.sample_records import Group, Sample, encode_record
 from tests.bench.tables import judge, markdown
 from tests.support.servers.redis_attempts import a_config, a_redis, raw_client, redis_context
 

@@ -27,19 +27,19 @@ from typing import Any
 from urllib.request import urlopen
 
 from pipeline.config import RunConfig
-from pipeline.groups.ledger import Ledger
+from pipeline.environments import load_task
 from pipeline.roles.preprocessor import Preprocessor
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.generation import Generation
-from pipeline.rollouts.groups import GroupBuilder
-from pipeline.rollouts.server import Completion
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.streams import AsyncStreams
-from pipeline.streams.board import Board
-from pipeline.streams.files import FileStreams
-from pipeline.tasks import load_task
-from pipeline.training.batches import GroupBatches
-from pipeline.training.rl import batch_metrics, rows_of
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.rollout.issue_loop import Generation
+from pipeline.rollout.server_client import Completion
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.run.paths import AttemptPaths
+from pipeline.train.loop.group_batches import GroupBatches
+from pipeline.train.loop.rl import batch_metrics, rows_of
+from pipeline.transport import AsyncStreams
+from pipeline.transport.file_streams import FileStreams
+from pipeline.transport.ledger import Ledger
+from pipeline.transport.shared_state import Board
 from tests.bench.bench_actor import MODEL, EndlessChat
 from tests.bench.tables import markdown
 from tests.fakes.configs import make_config

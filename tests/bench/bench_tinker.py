@@ -24,7 +24,7 @@ import psutil
 import tinker
 
 from pipeline.config import RunConfig
-from pipeline.training.service.base import write_base
+from pipeline.train.service.random_base import write_base
 from tests.bench.tables import judge, markdown
 from tests.integration.tinker_server import TinkerServer
 from tests.support.models.jobs import VOCABULARY, config_of, world_of_one

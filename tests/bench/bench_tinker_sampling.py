@@ -18,7 +18,7 @@ from statistics import median
 
 import tinker
 
-from pipeline.api.generation import adapter_name
+from pipeline.tinker.generate_requests import adapter_name
 from tests.bench.tables import judge, markdown
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.support.servers.vllm import SECRET, Served

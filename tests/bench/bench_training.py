@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.losses import total
-from pipeline.training import packing
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
-from pipeline.training.dispatch.staging import CutBatch
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.collate import collate
-from pipeline.training.workers.model import build_model
+from pipeline.train.algorithms import total
+from pipeline.train.batching import packing
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.batch_staging import CutBatch
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.model.collate import collate
+from pipeline.train.model.models import build_model
+from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import judge, markdown
 
 LOSS, OPTIM = LossConfig(name="grpo"), OptimConfig()

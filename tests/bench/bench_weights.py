@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.config import LoraConfig
-from pipeline.rollouts.client import InferenceClient
-from pipeline.training.workers.lora import add_adapters
-from pipeline.weights.sender import WeightSender
+from pipeline.inference.weight_sync.weight_sender import WeightSender
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.train.model.lora import add_adapters
 from tests.bench.tables import markdown
 from tests.support.servers.vllm import (
     SECRET,

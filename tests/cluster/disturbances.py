@@ -7,8 +7,8 @@ interrupts the job of a run once.
 import random
 from collections.abc import Callable
 
-from pipeline.rundir.events import Events
-from pipeline.system.waiting import wait_for
+from pipeline.run.events import Events
+from pipeline.utils.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
 

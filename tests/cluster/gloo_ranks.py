@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.system.network import interface_of
-from pipeline.system.waiting import Deadline
-from pipeline.weights.wire import TRAINER, TransferGroup, host_store, visit_store
+from pipeline.inference.weight_sync.transports.gloo import TRAINER, TransferGroup, host_store, visit_store
+from pipeline.utils.network_interfaces import interface_of
+from pipeline.utils.waiting import Deadline
 
 SECONDS = 30.0
 

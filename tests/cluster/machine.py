@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.cluster import keeper
 
 END_SECONDS = 30.0

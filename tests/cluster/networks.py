@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.cluster.slurm_cluster import SEARCH, SlurmCluster
 
 HEAD = "10.11.0.1"

@@ -25,8 +25,8 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import DeadlineError
-from pipeline.system.process import tail
-from pipeline.system.waiting import wait_for
+from pipeline.utils.subprocesses import tail
+from pipeline.utils.waiting import wait_for
 from tests.cluster.machine import Machine
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")

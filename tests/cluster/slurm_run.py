@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig, load_config
-from pipeline.rundir.documents import Finished, Outcome, RunIdentity, SubmittedJob
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.metrics import read_rows
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import Card, World
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.metrics_log import read_rows
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
+from pipeline.topology.plan import Card, World
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
 from tests.cluster.slurm_cluster import ENDED, SlurmCluster
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT, SMALL
@@ -79,7 +79,7 @@ class SlurmRun:
 
     def __init__(self, slurm: SlurmCluster, run: RunPaths, said: str = "") -> None:
         self.slurm, self.run, self.said = slurm, run, said
-        submitted = files.read_document(run.job, SubmittedJob)
+        submitted = shared_files.read_document(run.job, SubmittedJob)
         assert submitted is not None, f"no job is on record in {run.root}: {said}"
         self.job = submitted.job
 
@@ -92,14 +92,14 @@ class SlurmRun:
 
     @property
     def config(self) -> RunConfig:
-        tree = files.read_document(self.run.config, dict[str, Any])
+        tree = shared_files.read_document(self.run.config, dict[str, Any])
         assert tree is not None
         return load_config(tree)
 
     @property
     def attempts(self) -> list[AttemptPaths]:
         """All attempts of the run so far, of all its jobs, the oldest first."""
-        identity = files.read_document(self.run.run, RunIdentity)
+        identity = shared_files.read_document(self.run.run, RunIdentity)
         if identity is None or not self.run.attempts.exists():
             return []
         names = [folder.name.split("-") for folder in self.run.attempts.iterdir()]
@@ -110,7 +110,7 @@ class SlurmRun:
 
     @property
     def finished(self) -> Finished | None:
-        return files.read_document(self.run.finished, Finished)
+        return shared_files.read_document(self.run.finished, Finished)
 
     def fields(self) -> dict[str, str]:
         """What Slurm shows of the job, as JobState or Restarts."""
@@ -125,19 +125,19 @@ class SlurmRun:
 
     def outcome(self, attempt: int = -1) -> Outcome | None:
         """What became of the job after an attempt, counted as in a list."""
-        return files.read_document(self.attempts[attempt].outcome, Outcome)
+        return shared_files.read_document(self.attempts[attempt].outcome, Outcome)
 
     def failure(self, attempt: int = -1) -> FirstFailure | None:
-        return files.read_document(self.attempts[attempt].first_failure, FirstFailure)
+        return shared_files.read_document(self.attempts[attempt].first_failure, FirstFailure)
 
     def world(self, attempt: int = -1) -> World | None:
         """Who has which role, None while it is not published."""
-        return files.read_document(self.attempts[attempt].rendezvous / "world.json", World)
+        return shared_files.read_document(self.attempts[attempt].rendezvous / "world.json", World)
 
     def cards(self, attempt: int = -1) -> list[Card]:
         """The cards that are published so far, by rank."""
         found = (self.attempts[attempt].rendezvous / "cards").glob("*.json")
-        cards = [files.read_document(path, Card) for path in found]
+        cards = [shared_files.read_document(path, Card) for path in found]
         return sorted((card for card in cards if card is not None), key=lambda card: card.rank)
 
     def history(self, attempt: int = -1) -> list[tuple[str, str]]:

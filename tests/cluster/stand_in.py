@@ -19,17 +19,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoints.state import TrainerState
-from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import commit
+from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.trainer_state import TrainerState
 from pipeline.errors import RollcallError
-from pipeline.rundir.documents import Finished
-from pipeline.rundir.events import Events
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system import files
-from slurm.node import agent
-from slurm.node.supervisor import End, Notice
-from slurm.scheduler.environment import Environment, batch_attempt
+from pipeline.run.events import Events
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.run_documents import Finished
+from pipeline.utils import shared_files
+from slurm.agent import agent
+from slurm.agent.supervisor import End, Notice
+from slurm.scheduler.slurm.slurm_environment import Environment, batch_attempt
 
 SCRIPT = "script.json"
 LONGEST = 240.0
@@ -60,7 +60,7 @@ def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, noti
     (paths.timeline / f"{environment.rank}.{word}").touch()
     if word == "finish":
         if environment.rank == 0:
-            files.create_document(run.finished, Finished(time=time.time(), steps=1, attempt=paths.attempt))
+            shared_files.create_document(run.finished, Finished(time=time.time(), steps=1, attempt=paths.attempt))
         return "finished"
     if environment.rank == 1 and word in ("fail", "commit", "killed"):
         time.sleep(0.5)

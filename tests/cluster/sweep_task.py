@@ -1,7 +1,7 @@
 """A task that works for all points of a sweep but one."""
 
-from pipeline.tasks.arithmetic import Arithmetic
-from pipeline.tasks.protocol import Demonstration
+from pipeline.environments.arithmetic import Arithmetic
+from pipeline.environments.task_protocol import Demonstration
 
 BROKEN_SEED = 2
 

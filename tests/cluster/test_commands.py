@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, SchedulerError
-from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import make_plan
-from slurm.batch.allocation import batch_file
-from slurm.batch.sites import check_site, warnings
-from slurm.launch.compose import compose_config
-from slurm.registry import runs
-from slurm.scheduler.commands import SlurmCommands
-from slurm.scheduler.protocol import Nodes, Partition, QueuedJob
+from pipeline.run.paths import RunPaths
+from pipeline.topology.plan import make_plan
+from pipeline.utils.waiting import wait_for
+from slurm.batch.site_checks import check_site, warnings
+from slurm.registry import run_registry
+from slurm.scheduler.scheduler_protocol import Nodes, Partition, QueuedJob
+from slurm.scheduler.slurm.batch_file import batch_file
+from slurm.scheduler.slurm.slurm_commands import SlurmCommands
+from slurm.submission.compose_config import compose_config
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.patience import WAIT_SECONDS
 
@@ -217,22 +217,22 @@ def test_a_run_is_kept_by_its_job_until_that_is_over(
     cluster: SlurmCluster, slurm: SlurmCommands, tmp_path: Path
 ) -> None:
     config = compose_config(["experiment=demo", "cluster=slurm", f"output={tmp_path}"])
-    with runs.claimed(config) as run:
-        comment = f"rollcall {runs.identity(run).run_id}"
+    with run_registry.claimed(config) as run:
+        comment = f"rollcall {run_registry.identity(run).run_id}"
         job = cluster.submit("exec sleep 600", "--job-name=demo", f"--comment={comment}")
-        runs.record_job(run, "slurm", job)
+        run_registry.record_job(run, "slurm", job)
     running = wait_until(slurm, job, "RUNNING")
-    assert runs.live_job(run, slurm) == running
+    assert run_registry.live_job(run, slurm) == running
     record = run.job.read_bytes()
     run.job.unlink()
-    assert runs.live_job(run, slurm) == running, "its comment names the run"
+    assert run_registry.live_job(run, slurm) == running, "its comment names the run"
     run.job.write_bytes(record)
     with pytest.raises(ConfigError, match=rf"Slurm job {job} of \w+ is RUNNING"):
-        runs.examine(config)
+        run_registry.examine(config)
     slurm.cancel(job)
     wait_until(slurm, job, "CANCELLED")
-    assert runs.live_job(run, slurm) is None
-    assert runs.examine(config) == run
+    assert run_registry.live_job(run, slurm) is None
+    assert run_registry.examine(config) == run
 
 
 def test_a_controller_that_is_down_is_said_and_takes_no_job_for_dead(

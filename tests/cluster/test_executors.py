@@ -12,14 +12,14 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import SchedulerError
-from pipeline.rundir.documents import Finished, RunIdentity
-from pipeline.rundir.paths import RunPaths
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import make_plan
+from pipeline.run.paths import RunPaths
+from pipeline.run.run_documents import Finished, RunIdentity
+from pipeline.topology.plan import make_plan
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
 from slurm.batch.executors import RunJob, SlurmNodes
-from slurm.scheduler.commands import SlurmCommands
-from slurm.scheduler.environment import Environment
+from slurm.scheduler.slurm.slurm_commands import SlurmCommands
+from slurm.scheduler.slurm.slurm_environment import Environment
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
@@ -47,9 +47,9 @@ def submit(folder: Path, function: Callable[[], Any], resources: dict[str, Any],
     config = make_config(
         cluster={"kind": "slurm", **cluster}, resources=resources, task={"name": "arithmetic", "processes": 1}
     )
-    files.write_document(run.config, config.model_dump(mode="json"))
-    files.write_document(run.run, RunIdentity(run_id="test-1", created=0.0))
-    files.write_document(run.finished, Finished(time=0.0, steps=1, attempt=""))
+    shared_files.write_document(run.config, config.model_dump(mode="json"))
+    shared_files.write_document(run.run, RunIdentity(run_id="test-1", created=0.0))
+    shared_files.write_document(run.finished, Finished(time=0.0, steps=1, attempt=""))
     job = nodes_of(run, config).submit(function)
     assert isinstance(job, RunJob)
     return job

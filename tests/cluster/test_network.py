@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.cluster
@@ -15,9 +15,7 @@ PORT = "7070"
 
 
 def test_every_rank_publishes_the_address_of_its_own_node(networked):
-    code = (
-        "import socket; from pipeline.system.network import candidate_addresses as a; print(socket.gethostname(), *a())"
-    )
+    code = "import socket; from pipeline.utils.network_interfaces import candidate_addresses as a; print(socket.gethostname(), *a())"
     shown = networked.run("srun", "-N4", sys.executable, "-c", code)
     assert sorted(shown.splitlines()) == [f"node{node} {networked.address(node)}" for node in range(4)]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from pipeline.rundir.documents import Outcome, SubmittedJob
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import make_plan
-from slurm.batch.allocation import batch_file
+from pipeline.run.paths import AttemptPaths
+from pipeline.run.run_documents import Outcome, SubmittedJob
+from pipeline.topology.plan import make_plan
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
+from slurm.scheduler.slurm.batch_file import batch_file
 from tests.cluster import stand_in
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
@@ -43,7 +43,7 @@ class Life:
         return self.run.paths.attempt(self.run.identity.run_id, f"{self.job}-{restart}")
 
     def outcome(self, restart: int) -> Outcome:
-        found = files.read_document(self.paths(restart).outcome, Outcome)
+        found = shared_files.read_document(self.paths(restart).outcome, Outcome)
         assert found is not None, f"attempt {restart} has no outcome: {self.log()}"
         return found
 
@@ -51,7 +51,7 @@ class Life:
     def decisions(self) -> list[str]:
         """Of all attempts, in order; an empty one where the attempt was cut off before it could decide."""
         restarts = range(int(self.slurm.job(self.job)["Restarts"]) + 1)
-        found = [files.read_document(self.paths(restart).outcome, Outcome) for restart in restarts]
+        found = [shared_files.read_document(self.paths(restart).outcome, Outcome) for restart in restarts]
         return [outcome.decision if outcome else "" for outcome in found]
 
     def wait_for_ranks(self, restart: int = 0) -> None:
@@ -101,7 +101,9 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
     file.write_text(text)
     job = slurm.run("sbatch", "--parsable", str(file))
     DelayedSubmission(stand_in.StandIn(run.root)).dump(run.paths.submitit / f"{job}_submitted.pkl")
-    files.write_document(run.paths.job, SubmittedJob(kind="slurm", job=job, user="u", host="h", time=time.time()))
+    shared_files.write_document(
+        run.paths.job, SubmittedJob(kind="slurm", job=job, user="u", host="h", time=time.time())
+    )
     return Life(slurm, run, job)
 
 

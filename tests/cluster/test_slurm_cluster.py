@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.cluster import keeper
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.patience import WAIT_SECONDS

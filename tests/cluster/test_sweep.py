@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.rundir.documents import SubmittedJob
-from pipeline.rundir.paths import RunPaths
-from pipeline.system import files
+from pipeline.run.paths import RunPaths
+from pipeline.run.run_documents import SubmittedJob
+from pipeline.utils import shared_files
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.cluster.sweep_task import BROKEN_SEED
@@ -32,7 +32,7 @@ SWEEP = (
 
 def submitted(sweep: Path) -> dict[str, str]:
     """The job of each point, as its run has it on record."""
-    records = {name: files.read_document(RunPaths(sweep / name).job, SubmittedJob) for name in POINTS}
+    records = {name: shared_files.read_document(RunPaths(sweep / name).job, SubmittedJob) for name in POINTS}
     return {name: record.job for name, record in records.items() if record is not None}
 
 

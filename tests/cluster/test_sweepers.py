@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.paths import RunPaths, SweepPaths
-from pipeline.system.waiting import wait_for
-from slurm.launch.sweepers.objective import Objective
-from slurm.registry.manifest import Point, load_manifest
+from pipeline.run.paths import RunPaths, SweepPaths
+from pipeline.utils.waiting import wait_for
+from slurm.registry.sweep_manifest import Point, load_manifest
+from slurm.submission.sweeps.sweep_metric import Objective
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import ON_SLURM, SlurmRun, launch
 from tests.patience import WAIT_SECONDS

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline.api.settings import Address, address_file
-from pipeline.rundir.paths import RunPaths
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
+from pipeline.run.paths import RunPaths
+from pipeline.tinker.gateway_settings import Address, address_file
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun
 from tests.support.runs.launched import ROOT
@@ -39,7 +39,7 @@ class Served:
     @property
     def address(self) -> Address:
         """Where the front listens; None before it has said so."""
-        return files.read_document(address_file(self.paths.api), Address)  # type: ignore[return-value]
+        return shared_files.read_document(address_file(self.paths.api), Address)  # type: ignore[return-value]
 
     def _over(self) -> bool:
         assert self.launcher.poll() is None, self.said()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.paths import RunPaths
+from pipeline.run.paths import RunPaths
 from tests.cluster.disturbances import PARTITIONS, PATIENCE, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.history import read_history
-from pipeline.world.plan import Placement
+from pipeline.observability.run_history import read_history
+from pipeline.topology.plan import Placement
 from slurm.batch.executors import RunJob
-from slurm.scheduler.commands import SlurmCommands
+from slurm.scheduler.slurm.slurm_commands import SlurmCommands
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, follow, launch
 from tests.patience import WAIT_SECONDS

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from pipeline.checkpoints import newest_committed
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import RoleName
+from pipeline.topology.plan import RoleName
+from pipeline.utils.waiting import wait_for
 from tests.cluster.networks import NetworkedCluster
 from tests.cluster.slurm_run import SlurmRun
 from tests.patience import WAIT_SECONDS

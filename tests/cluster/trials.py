@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.rundir.metrics import read_rows
-from pipeline.system.waiting import wait_for
+from pipeline.run.metrics_log import read_rows
+from pipeline.utils.waiting import wait_for
 from tests.cluster.disturbances import PARTITIONS, PATIENCE, PHASES, WAYS
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun

@@ -14,15 +14,15 @@ import pytest
 
 from pipeline.errors import RollcallError
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.rundir.events import Events, Listener
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system import process
-from pipeline.system.waiting import Clock
-from pipeline.world.plan import Placement, RoleName, World
-from slurm.node import agent, supervisor
-from slurm.node.alive import mark_down
-from slurm.node.supervisor import End, Notice, Supervisor
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.events import Events, Listener
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.topology.plan import Placement, RoleName, World
+from pipeline.utils import subprocesses
+from pipeline.utils.waiting import Clock
+from slurm.agent import agent, supervisor
+from slurm.agent.agent_heartbeat import mark_down
+from slurm.agent.supervisor import End, Notice, Supervisor
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, View
 from tests.fakes.lockstep import Lockstep
@@ -142,7 +142,7 @@ class Cluster:
         """Run all agents to their ends: what each returned, or the failure that it raised."""
         monkeypatch.setattr(supervisor, "launch_of", self._launch)
         monkeypatch.setattr(supervisor, "Vitals", Well)
-        monkeypatch.setattr(process, "Child", lambda argv, log, env: self._begin(argv[0]))
+        monkeypatch.setattr(subprocesses, "Child", lambda argv, log, env: self._begin(argv[0]))
         return self.lockstep.run([partial(self._agent, rank) for rank in range(RANKS)])
 
     def _launch(self, context: RoleContext) -> Launch:
@@ -158,7 +158,7 @@ class Cluster:
         return self.children[name]
 
     def _agent(self, rank: int, clock: Clock) -> End:
-        """What `slurm.node.agent` does of an attempt once there is a world."""
+        """What `slurm.agent.agent` does of an attempt once there is a world."""
         view, run, config = self.views[rank], RunPaths(self.run.root), self.run.config
         contexts = [RoleContext(self.paths, config, self.world, place) for place in self.world.of_rank(rank)]
         notice = _Signal(self, self.signals.get(rank, float("inf")))

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from pipeline.system.proven_http import ROUTE, proof_answer
+from pipeline.utils.authenticated_http import ROUTE, proof_answer
 from tests.fakes.http_server import PASSWORD
 
 ADDRESS = "127.0.0.1"

@@ -1,6 +1,6 @@
 """A clock that moves only when told."""
 
-from pipeline.system.waiting import Clock
+from pipeline.utils.waiting import Clock
 
 
 class FakeClock(Clock):

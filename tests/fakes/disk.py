@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from pipeline.system.waiting import Clock
+from pipeline.utils.waiting import Clock
 
 
 class Crashed(BaseException):
@@ -84,7 +84,7 @@ class Disk:
 
 
 class View:
-    """A `pipeline.system.directory.Directory`: the disk as one rank sees it."""
+    """A `pipeline.utils.shared_dir.Directory`: the disk as one rank sees it."""
 
     def __init__(self, disk: Disk, rank: int, *, mortal: bool = True) -> None:
         self._disk, self._rank = disk, rank

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.node import claims
+from slurm.agent import gpu_locks
 
 
 def give_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, *used: int) -> Path:
@@ -17,5 +17,5 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, *used: int) -> Path
     (tools / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(claims, "PLACE", folder)
-    return claims.folder_of_this_boot()
+    monkeypatch.setattr(gpu_locks, "PLACE", folder)
+    return gpu_locks.folder_of_this_boot()

@@ -15,7 +15,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-from pipeline.system.proven_http import ROUTE, proof_answer
+from pipeline.utils.authenticated_http import ROUTE, proof_answer
 
 PASSWORD = "s3cret"
 """That fakes of servers prove to know."""

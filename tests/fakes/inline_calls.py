@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import RewardConfig
-from pipeline.config.models import BUILT_IN
-from pipeline.tasks import Answer, Prompt, Task
-from pipeline.tasks.calls import Asked, LocalCalls, Used
-from pipeline.tasks.rewards import Mixture, Score
-from pipeline.tasks.template import Template
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments import Answer, Prompt, Task
+from pipeline.environments.chat_template import Template
+from pipeline.environments.rewards import Mixture, Score
+from pipeline.environments.task_calls import Asked, LocalCalls, Used
 
 
 class InlineCalls:

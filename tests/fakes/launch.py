@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import SchedulerError
-from pipeline.rundir.documents import Finished, SubmittedJob
-from pipeline.rundir.paths import SweepPaths
-from pipeline.system import files
-from pipeline.world.plan import Plan, make_plan
-from slurm.launch.sweep import PointLauncher
-from slurm.registry import runs
-from slurm.scheduler.protocol import Scheduler
+from pipeline.run.paths import SweepPaths
+from pipeline.run.run_documents import Finished, SubmittedJob
+from pipeline.topology.plan import Plan, make_plan
+from pipeline.utils import shared_files
+from slurm.registry import run_registry
+from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.submission.submit_sweep import PointLauncher
 from tests.fakes.scheduler import FakeScheduler
 
 
@@ -31,7 +31,7 @@ class FakeLaunch:
         return PointLauncher(self.check, self.show, self.run, self.submit, self.find)
 
     def check(self, config: RunConfig) -> Plan:
-        runs.examine(config, self.find)
+        run_registry.examine(config, self.find)
         return make_plan(config)
 
     def show(self, config: RunConfig, plan: Plan, whole: bool) -> None:
@@ -39,18 +39,18 @@ class FakeLaunch:
 
     def run(self, config: RunConfig, plan: Plan) -> int:
         self.submitted.append(config.name)
-        with runs.claimed(config, self.find) as run:
+        with run_registry.claimed(config, self.find) as run:
             code = self.codes.get(config.name, 0)
             if code == 0:
-                files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt="local-0"))
+                shared_files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt="local-0"))
         return code
 
     def submit(self, config: RunConfig, plan: Plan) -> str:
-        with runs.claimed(config, self.find) as run:
+        with run_registry.claimed(config, self.find) as run:
             if config.name in self.refused:
                 raise SchedulerError("sbatch: job submit limit reached")
-            job = self.scheduler.submit(config.name, comment=f"rollcall {runs.identity(run).run_id}")
-            runs.record_job(run, "slurm", job)
+            job = self.scheduler.submit(config.name, comment=f"rollcall {run_registry.identity(run).run_id}")
+            run_registry.record_job(run, "slurm", job)
         self.submitted.append(config.name)
         return job
 
@@ -60,8 +60,8 @@ class FakeLaunch:
     def end(self, output: Path, name: str, state: str = "FAILED") -> None:
         """The job of a point is over; `COMPLETED` finishes its run."""
         run = SweepPaths(output / "lr").point(name)
-        record = files.read_document(run.job, SubmittedJob)
+        record = shared_files.read_document(run.job, SubmittedJob)
         assert record
         self.scheduler.set(record.job, state)
         if state == "COMPLETED":
-            files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt=f"{record.job}-0"))
+            shared_files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt=f"{record.job}-0"))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.system.waiting import Clock
+from pipeline.utils.waiting import Clock
 
 
 class StepClock(Clock):

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from pipeline.rollouts.server import ROUTE
-from pipeline.system.proven_http import ROUTE as PROOF
+from pipeline.rollout.server_client import ROUTE
+from pipeline.utils.authenticated_http import ROUTE as PROOF
 from tests.fakes.async_server import ADDRESS, proving
 from tests.fakes.http_server import PASSWORD
 from tests.fakes.scripted_server import answer, choice

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pipeline.errors import DeadlineError, RendezvousError
-from pipeline.world.plan import Card, Plan, World
-from slurm.rendezvous.meeting import Meeting, pauses
+from pipeline.topology.plan import Card, Plan, World
+from slurm.rendezvous.rank_meeting import Meeting, pauses
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Crashed, Disk, Faults, View
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from pipeline.checkpoints.state import TrainerState
-from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import commit
-from pipeline.rundir.documents import Outcome
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.system import files
+from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.trainer_state import TrainerState
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.paths import AttemptPaths
+from pipeline.run.run_documents import Outcome
+from pipeline.utils import shared_files
 from slurm.batch.requeue import conclude_attempt
-from slurm.scheduler.protocol import RUNNING
+from slurm.scheduler.scheduler_protocol import RUNNING
 from tests.fakes.clock import FakeClock
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
@@ -25,7 +25,7 @@ class Cluster:
         self.run = FakeRun(root / "run")
         tree = self.run.config.model_dump(mode="json")
         tree["cluster"] |= {"kind": "slurm"} | limits
-        files.write_document(self.run.paths.config, tree)
+        shared_files.write_document(self.run.paths.config, tree)
         self.scheduler, self.restart = FakeScheduler(), -1
         self.clock = FakeClock()
         self.job = self.scheduler.submit(state=RUNNING)
@@ -39,7 +39,7 @@ class Cluster:
 
     def leave(self, paths: AttemptPaths, *ranks: int) -> None:
         for rank in ranks or range(4):
-            files.write_document(paths.down(f"agent.{rank}"), "left")
+            shared_files.write_document(paths.down(f"agent.{rank}"), "left")
 
     def commit(self, paths: AttemptPaths, step: int) -> None:
         storage = Storage(str(self.run.paths.checkpoints))
@@ -48,10 +48,10 @@ class Cluster:
     def end(self, code: int = 0) -> Outcome:
         outcome = conclude_attempt(self.run.paths, self.scheduler, self.job, self.restart, code, self.clock)
         paths = self.run.paths.attempt(self.run.identity.run_id, f"{self.job}-{self.restart}")
-        assert files.read_document(paths.outcome, Outcome) == outcome
+        assert shared_files.read_document(paths.outcome, Outcome) == outcome
         return outcome
 
 
 def fail(paths: AttemptPaths, cause: str = "exited with code 1", time: float = 20.0) -> None:
     failure = FirstFailure(role="trainer.0", rank=1, cause=cause, exit_code=1, time=time, log="")
-    files.create_document(paths.first_failure, failure)
+    shared_files.create_document(paths.first_failure, failure)

@@ -11,16 +11,16 @@ from typing import Literal
 import msgspec
 
 from pipeline.config import RunConfig
-from pipeline.roles.context import RoleState, Status
-from pipeline.rundir.documents import Finished, Outcome, RunIdentity, SubmittedJob
-from pipeline.rundir.events import Event, EventName
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.metrics import MetricSinks, roll_back
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system import files
-from pipeline.world.assignment import assign
-from pipeline.world.plan import Card, World, make_plan
-from slurm.registry import locks
+from pipeline.roles.role_context import RoleState, Status
+from pipeline.run.events import Event, EventName
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.metrics_log import MetricSinks, roll_back
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
+from pipeline.topology.assignment import assign
+from pipeline.topology.plan import Card, World, make_plan
+from pipeline.utils import shared_files
+from slurm.registry import file_locks
 from tests.fakes.configs import make_config
 
 BEGAN = 1_767_225_600.0
@@ -38,8 +38,8 @@ class FakeRun:
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.root)
         self.identity = RunIdentity(run_id=f"{self.root.name}-0123abcd", created=self.now, revision="0123456789ab")
-        files.write_document(self.paths.run, self.identity)
-        files.write_document(self.paths.config, self.config.model_dump(mode="json"))
+        shared_files.write_document(self.paths.run, self.identity)
+        shared_files.write_document(self.paths.config, self.config.model_dump(mode="json"))
 
     def attempt(self, name: str) -> "FakeAttempt":
         return FakeAttempt(self, self.paths.attempt(self.identity.run_id, name))
@@ -48,16 +48,16 @@ class FakeRun:
     def launched(self) -> Iterator["FakeRun"]:
         """A launcher on this machine has the run."""
         with self.paths.lock.open("a+") as lock:
-            assert locks.take_lock(lock.fileno(), self.paths.lock)
+            assert file_locks.take_lock(lock.fileno(), self.paths.lock)
             yield self
 
     def submit(self, job: str, kind: Literal["local", "slurm"] = "slurm") -> None:
         """The run is this job from now on."""
         record = SubmittedJob(kind=kind, job=job, user="alice", host="login", time=self.now)
-        files.write_document(self.paths.job, record)
+        shared_files.write_document(self.paths.job, record)
 
     def finish(self, steps: int) -> None:
-        files.write_document(self.paths.finished, Finished(time=self.now, steps=steps, attempt="last"))
+        shared_files.write_document(self.paths.finished, Finished(time=self.now, steps=steps, attempt="last"))
 
 
 class FakeAttempt:
@@ -75,7 +75,7 @@ class FakeAttempt:
         cards = [_card(rank, self.paths.attempt, plan.ports_per_rank) for rank in range(plan.ranks)]
         name, run_id = self.paths.attempt, self.paths.run_id
         self.world = assign(plan, cards, run_id=run_id, attempt=name, epoch=1, leader=0, secret="secret")
-        files.write_document(self.paths.world, self.world)
+        shared_files.write_document(self.paths.world, self.world)
         return self.world
 
     def all_roles(self, *states: RoleState, seconds: float = 0.5) -> None:
@@ -95,7 +95,9 @@ class FakeAttempt:
         with (self.paths.timeline_of(rank)).open("ab") as timeline:
             timeline.write(msgspec.json.encode(line) + b"\n")
         if state in ("starting", "ready"):
-            files.write_document(self.paths.status(name), Status(state=state, pid=1, time=self.run.now, detail=detail))
+            shared_files.write_document(
+                self.paths.status(name), Status(state=state, pid=1, time=self.run.now, detail=detail)
+            )
 
     def train(
         self, job: str, steps: Iterable[int], seconds: float = 0.4, eval_every: int = 0, **numbers: float
@@ -115,7 +117,7 @@ class FakeAttempt:
     def tell(self, name: EventName, by: str, detail: str = "") -> None:
         slot = 1 + len(list(self.paths.events.glob("[!.]*.json")))
         event = Event(name=name, by=by, time=self.run.now, detail=detail)
-        files.write_document(self.paths.events / f"{slot}.json", event)
+        shared_files.write_document(self.paths.events / f"{slot}.json", event)
 
     def live(self, ranks: int, at: float) -> None:
         """The agents of so many ranks show that they live, at a moment of the real clock."""
@@ -126,11 +128,11 @@ class FakeAttempt:
 
     def leave(self, rank: int) -> None:
         """A rank's agent says that it is down."""
-        files.write_document(self.paths.down(f"agent.{rank}"), "left")
+        shared_files.write_document(self.paths.down(f"agent.{rank}"), "left")
 
     def conclude(self, decision: Decision, reason: str) -> None:
         """The batch script decides what becomes of the job."""
-        files.write_document(self.paths.outcome, Outcome(decision=decision, reason=reason, time=self.run.now))
+        shared_files.write_document(self.paths.outcome, Outcome(decision=decision, reason=reason, time=self.run.now))
 
     def fail(self, role: str, rank: int) -> FirstFailure:
         """A role is killed and its agent records it."""
@@ -143,7 +145,7 @@ class FakeAttempt:
             log=str(self.paths.logs / f"{role}.log"),
             last_lines=("12:00:01 INFO group 811 sent", "12:00:02 INFO group 812 sent"),
         )
-        files.write_document(self.paths.first_failure, failure)
+        shared_files.write_document(self.paths.first_failure, failure)
         self._failed.add(role)
         self.role(role, rank, "failed", failure.cause)
         self.tell("failed", role, failure.one_line())

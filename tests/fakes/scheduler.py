@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
-from slurm.scheduler.protocol import PENDING, Nodes, Partition, QueuedJob
+from slurm.scheduler.scheduler_protocol import PENDING, Nodes, Partition, QueuedJob
 
 
 def make_partition(
@@ -23,7 +23,7 @@ def make_partition(
 
 
 class FakeScheduler:
-    """A `slurm.scheduler.protocol.Scheduler`.
+    """A `slurm.scheduler.scheduler_protocol.Scheduler`.
 
     Attributes:
         jobs: by id; `submit`, `set` and `forget` change them.

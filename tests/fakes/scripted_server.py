@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import ABORT_ROUTE, ROUTE, Completion
+from pipeline.rollout.server_client import ABORT_ROUTE, ROUTE, Completion
+from pipeline.rollout.server_pool import InferenceClient
 from tests.fakes.async_server import ADDRESS, serving
 
 T = TypeVar("T")

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from pipeline.rundir.paths import SweepPaths
-from pipeline.system import files
-from slurm.registry import manifest, runs
-from slurm.registry.manifest import SweepManifest
+from pipeline.run.paths import SweepPaths
+from pipeline.utils import shared_files
+from slurm.registry import run_registry, sweep_manifest
+from slurm.registry.sweep_manifest import SweepManifest
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
@@ -24,13 +24,13 @@ def make_run(folder: Path, steps: int = 0, job: str = "1") -> FakeRun:
 
 
 def make_sweep(folder: Path, *overrides: str) -> SweepManifest:
-    sweep = manifest.extended(None, [], [[text] for text in overrides])
-    files.write_document(SweepPaths(folder).manifest, sweep)
+    sweep = sweep_manifest.extended(None, [], [[text] for text in overrides])
+    shared_files.write_document(SweepPaths(folder).manifest, sweep)
     return sweep
 
 
 def queued(run: FakeRun, scheduler: FakeScheduler, state: str = "RUNNING", reason: str = "") -> str:
     job = scheduler.submit(run.root.name, state=state)
     scheduler.set(job, state, reason)
-    runs.record_job(run.paths, "slurm", job)
+    run_registry.record_job(run.paths, "slurm", job)
     return job

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from slurm.watch.display import render_run
-from slurm.watch.snapshot import Snapshot
+from slurm.monitor.run_snapshot import Snapshot
+from slurm.monitor.status_panel import render_run
 
 
 def shown(what: Snapshot, width: int = 110) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from pipeline.errors import WeightSyncError
-from pipeline.system.waiting import Deadline
-from pipeline.weights.wire import SERVER, TransferGroup, WeightLayout, announce, visit_store
+from pipeline.inference.weight_sync.transports.gloo import SERVER, TransferGroup, WeightLayout, announce, visit_store
+from pipeline.utils.waiting import Deadline
 from tests.fakes.http_server import HttpServer, Request
 
 
@@ -86,7 +86,7 @@ class WeightServer(HttpServer):
         return self.answers.get(route, b"")
 
     def _asked(self, method: str) -> int | bool | None:
-        """What a process of the server answers; see `pipeline.weights.extension`."""
+        """What a process of the server answers; see `pipeline.inference.vllm.worker_extension`."""
         match method:
             case "leave_weights":
                 heard = self._group is None or (self.hears and self._group.hear_leaving())

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import Completion
-from pipeline.system import process
-from pipeline.training.workers.lora import add_adapters, is_trained
-from pipeline.weights.link import MeetingPoint
-from pipeline.weights.sender import CPU, Report, WeightSender
+from pipeline.inference.weight_sync.server_sync import MeetingPoint
+from pipeline.inference.weight_sync.weight_sender import CPU, Report, WeightSender
+from pipeline.rollout.server_client import Completion
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.train.model.lora import add_adapters, is_trained
+from pipeline.utils import subprocesses
 from tests.fakes.configs import make_config
 from tests.gpu.weights import note, visible_gpus
 from tests.gpu.words import write_whole_model
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_whole_model(model, WORKLOADS[chosen.shape])
         gpus = tuple(visible_gpus()[0 if chosen.share else 1 :][: chosen.tensor]) if device.type == "cuda" else ()
         server = started.enter_context(starting_of(config_of(model, lora, chosen), "127.0.0.1", gpus=gpus))()
-        meeting = MeetingPoint(TRAINER, started.enter_context(process.hold_port()).getsockname()[1], SECRET)
+        meeting = MeetingPoint(TRAINER, started.enter_context(subprocesses.hold_port()).getsockname()[1], SECRET)
         config, sends = InferenceConfig(update_seconds=60), torch.device("cuda", 0) if chosen.backend == "nccl" else CPU
         sender = started.enter_context(WeightSender([server.endpoint], meeting, config, 120, note, lora, sends))
         result = measure(sender, server, [adapted(model, lora, seed, device) for seed in (1, 2)], chosen)

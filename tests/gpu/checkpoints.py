@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from pipeline.config import LossConfig
-from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
-from pipeline.training.commits import Commits
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch, Row
+from pipeline.run.paths import RunPaths
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.run_recorder import Commits
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.support.models.tiny import write_tiny
 from tests.support.ranks import checkpoint_worlds as worlds

@@ -1,6 +1,6 @@
 """Jobs on packed rows on the devices of this machine, as the trainer of a run of `launchers/train.py` does them.
 
-A queue of one job of SFT and one of RL, through `pipeline.training.standalone.execute` under torchrun: nccl, commits,
+A queue of one job of SFT and one of RL, through `pipeline.train.offline.job_execution` under torchrun: nccl, commits,
 exports, and the check that nothing is left on the devices, without which no job is announced.
 
     python -m torch.distributed.run --standalone -m tests.gpu.jobs <folder of jobs> <config as JSON>
@@ -15,9 +15,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import RunConfig, load_config
-from pipeline.training.dispatch.lead import lead_or_serve_as
-from pipeline.training.standalone.execute import execute_jobs
-from pipeline.training.standalone.packed import write_packed
+from pipeline.train.controller.lead_or_serve import lead_or_serve_as
+from pipeline.train.offline.job_execution import execute_jobs
+from pipeline.train.offline.packed_dataset import write_packed
 from tests.fakes.configs import make_config
 from tests.gpu.workload import Workload
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from pipeline.report.history import attempt_names, read_attempt
-from pipeline.rundir.paths import RunPaths
+from pipeline.observability.run_history import attempt_names, read_attempt
+from pipeline.run.paths import RunPaths
 from tests.gpu import children
 from tests.gpu.ceilings import PROMPT, Halves, measure
 from tests.gpu.pulse import pulse, servers_below

@@ -17,11 +17,11 @@ import psutil
 import torch
 
 from pipeline.config import ModelConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
-from pipeline.training.dispatch.release import release_device
-from pipeline.training.packing import Budget
-from pipeline.training.spec import ModelSpec
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.device_release import release_device
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.worker_spec import ModelSpec
 from tests.gpu.speed import LOSS, OPTIM
 from tests.gpu.workload import WORKLOADS, Workload
 

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.host_memory import pinned
+from pipeline.utils.pinned_memory import pinned
 from tests.bench.tables import markdown
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from pipeline.training.rows import Batch, Row
+from pipeline.train.batching.sequences import Batch, Row
 
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import OptimConfig
-from pipeline.tasks.protocol import Prompt
+from pipeline.environments.task_protocol import Prompt
 from tests.gpu.words import END, Words, WordsOptions
 
 PROMPTS, SAMPLES, PARTS = 16, 8, 4

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.training.packing import kin_of, overlap
-from pipeline.training.workers.attention import Segments, attend
+from pipeline.train.batching.packing import kin_of, overlap
+from pipeline.train.model.packed_attention import Segments, attend
 from tests.bench.tables import judge, markdown
 from tests.gpu.ceilings import time_ways
 from tests.gpu.workload import WORKLOADS

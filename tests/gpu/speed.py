@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.training import packing
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Site, joined_world
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch
-from pipeline.training.spec import ModelSpec
+from pipeline.train.batching import packing
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.worker_spec import ModelSpec
 from tests.gpu.plain import plain_step
 from tests.gpu.workload import WORKLOADS, Workload
 

@@ -22,15 +22,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.api.settings import Address, address_file
 from pipeline.config import RunConfig
-from pipeline.rundir.documents import RunIdentity
-from pipeline.rundir.paths import RunPaths
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import World
-from slurm.launch.compose import compose_config
-from slurm.launch.serve import with_base
+from pipeline.run.paths import RunPaths
+from pipeline.run.run_documents import RunIdentity
+from pipeline.tinker.gateway_settings import Address, address_file
+from pipeline.topology.plan import World
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
+from slurm.submission.compose_config import compose_config
+from slurm.submission.serve_tinker import with_base
 from tests.bench.tables import markdown
 from tests.gpu import children
 from tests.gpu.loop import logs_of
@@ -173,11 +173,11 @@ def serving(config: RunConfig, overrides: Sequence[str], chosen: argparse.Namesp
 
         def there() -> bool:
             assert launcher.poll() is None, log.read_text()
-            return files.read_document(address_file(paths.api), Address) is not None
+            return shared_files.read_document(address_file(paths.api), Address) is not None
 
         try:
             wait_for("the front", there, START_SECONDS, missing=log.read_text)
-            address = files.read_document(address_file(paths.api), Address)
+            address = shared_files.read_document(address_file(paths.api), Address)
             assert address is not None
             yield address, (paths.api / "key").read_text()
         except BaseException:
@@ -192,7 +192,7 @@ def measure(
     """What clients get, as long as there is time."""
     import tinker
 
-    from pipeline.api.generation import adapter_name
+    from pipeline.tinker.generate_requests import adapter_name
     from tests.support.tinker_traffic import Sampling, folder_of
 
     paths = RunPaths(config.directory.resolve())
@@ -223,10 +223,10 @@ def measure(
 
 def _world(paths: RunPaths) -> World:
     """Of the run's newest attempt."""
-    identity = files.read_document(paths.run, RunIdentity)
+    identity = shared_files.read_document(paths.run, RunIdentity)
     newest = max(paths.attempts.iterdir(), key=lambda folder: folder.stat().st_ctime)
     assert identity is not None
-    world = files.read_document(paths.attempt(identity.run_id, newest.name).world, World)
+    world = shared_files.read_document(paths.attempt(identity.run_id, newest.name).world, World)
     assert world is not None
     return world
 

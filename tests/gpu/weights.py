@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import InferenceConfig, RunConfig
+from pipeline.inference.weight_sync.server_sync import MeetingPoint
+from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles import inference
-from pipeline.system import process
-from pipeline.system.waiting import wait_for
-from pipeline.weights.link import MeetingPoint
-from pipeline.weights.sender import WeightSender
-from pipeline.world.plan import Placement
+from pipeline.topology.plan import Placement
+from pipeline.utils import subprocesses
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.gpu.traffic import PROCESSES, Answers, Traffic
 from tests.gpu.workload import WORKLOADS
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         places = [first + index // chosen.per_gpu * chosen.tensor for index in range(chosen.servers)]
         endpoints = started.enter_context(servers(model, places, chosen.tensor, chosen.api, chosen.per_gpu))
         config = InferenceConfig(update_seconds=60)
-        holder = started.enter_context(process.hold_port())
+        holder = started.enter_context(subprocesses.hold_port())
         meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
         device = torch.device("cuda", 0)
         sender = started.enter_context(
@@ -192,14 +192,14 @@ def servers(
         yield wait_until_ready(children)
 
 
-def wait_until_ready(children: Sequence[tuple[str, Path, process.Child]]) -> list[str]:
+def wait_until_ready(children: Sequence[tuple[str, Path, subprocesses.Child]]) -> list[str]:
     """Where these servers listen, once all of them do; `RuntimeError` with what one said that ended."""
     for endpoint, log, child in children:
         address, _, port = endpoint.partition(":")
 
         def healthy(address: str = address, port: str = port, log: Path = log, child: Any = child) -> bool:
             if child.poll() is not None:
-                raise RuntimeError("\n".join(process.tail(log, 60)))
+                raise RuntimeError("\n".join(subprocesses.tail(log, 60)))
             return inference.is_healthy(address, int(port), SECRET)
 
         wait_for("a server", healthy, START_SECONDS)
@@ -207,21 +207,21 @@ def wait_until_ready(children: Sequence[tuple[str, Path, process.Child]]) -> lis
 
 
 @contextmanager
-def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator[tuple[str, Path, process.Child]]:
+def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator[tuple[str, Path, subprocesses.Child]]:
     tensor = config.resources.inference.gpus
-    with process.hold_port() as holder:
+    with subprocesses.hold_port() as holder:
         gpus = tuple(visible_gpus()[first : first + tensor])
         place = Placement(
             role="inference", index=index, rank=0, address="127.0.0.1", ports=(holder.getsockname()[1],), gpus=gpus
         )
         environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
         log = model.parent / f"server-{index}.log"
-        child = process.Child(inference.server_command(config, place), log, environment)
+        child = subprocesses.Child(inference.server_command(config, place), log, environment)
         try:
             yield place.endpoint, log, child
         finally:
             child.stop(20)
-            print(f"--- {log.name}", *process.tail(log, 15), sep="\n", flush=True)
+            print(f"--- {log.name}", *subprocesses.tail(log, 15), sep="\n", flush=True)
 
 
 def visible_gpus() -> list[int]:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.tasks.protocol import Prompt, Task, TaskOptions, ask
+from pipeline.environments.task_protocol import Prompt, Task, TaskOptions, ask
 from tests.gpu.workload import Workload
 
 PAD, END = 0, 2

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import Qwen3Config
 
-from pipeline.training.rows import Batch, Row
+from pipeline.train.batching.sequences import Batch, Row
 
 
 @dataclass(frozen=True)

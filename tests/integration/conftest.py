@@ -11,7 +11,7 @@ from tests.support.servers.redis_binaries import redis_servers, taken_first
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
-    from pipeline.training.dispatch.dispatch import Dispatch
+    from pipeline.train.controller.rank_group import Dispatch
     from tests.support.runs.launched import Launches
 
 

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import torch
 
-from pipeline.api.records import Facts
 from pipeline.config import RunConfig
-from pipeline.system import logs, process
-from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines
-from pipeline.training.packing import Budget
-from pipeline.training.service.engine import Engine
+from pipeline.tinker.tinker_records import Facts
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.service.service_loop import Engine
+from pipeline.utils import logs, subprocesses
 
 
 def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
-    process.die_with_parent()
+    subprocesses.die_with_parent()
     logs.configure("trainer")
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json(config_text)

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.groups.ledger import Ledger
-from pipeline.groups.records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
-from pipeline.streams import Streams
-from pipeline.streams.board import Board
-from pipeline.system.process import Child, tail
-from pipeline.system.waiting import wait_for
+from pipeline.transport import Streams
+from pipeline.transport.ledger import Ledger
+from pipeline.transport.sample_records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
+from pipeline.transport.shared_state import Board
+from pipeline.utils.subprocesses import Child, tail
+from pipeline.utils.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig, TaskConfig
-from pipeline.config.data import located_options
-from pipeline.config.models import BUILT_IN
+from pipeline.config.data_keys import located_options
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments import load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
 from pipeline.errors import ConfigError
-from pipeline.groups.records import Group
-from pipeline.rollouts.groups import GroupBuilder
-from pipeline.system.waiting import wait_for
-from pipeline.tasks import load_task
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.worker import Setup
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.transport.sample_records import Group
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import gone
 from tests.support.runs.launched import ROOT
-from tests.unit.tasks.test_tasks import Said
+from tests.unit.environments.test_tasks import Said
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +46,7 @@ class Answering:
 
 
 def config(options: dict[str, Any], **rollout: Any) -> RunConfig:
-    of = {"name": "tests.unit.rollouts.test_groups:Sums"}
+    of = {"name": "tests.unit.rollout.test_group_rollout:Sums"}
     return make_config(
         model={"path": "tiny_text", "max_length": 256},
         task={"name": "agent", "options": {"of": of, **options}, "processes": 2},

@@ -11,15 +11,15 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, StreamError
-from pipeline.groups.ledger import Ledger
-from pipeline.groups.records import Group, PreparedGroup, Reissue, Sample
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.streams import Streams
-from pipeline.streams.board import Board
-from pipeline.streams.files import FileStreams
-from pipeline.training.batches import GroupBatches, Interrupted
-from pipeline.training.rl import rows_of
-from slurm.launch.compose import compose_config
+from pipeline.run.paths import AttemptPaths
+from pipeline.train.loop.group_batches import GroupBatches, Interrupted
+from pipeline.train.loop.rl import rows_of
+from pipeline.transport import Streams
+from pipeline.transport.file_streams import FileStreams
+from pipeline.transport.ledger import Ledger
+from pipeline.transport.sample_records import Group, PreparedGroup, Reissue, Sample
+from pipeline.transport.shared_state import Board
+from slurm.submission.compose_config import compose_config
 
 TOPIC = "prepared"
 VOCABULARY = 17

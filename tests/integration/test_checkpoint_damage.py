@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoints import TrainerState, blocks, newest_committed, sharded
-from pipeline.checkpoints.sharded import load_shards, save
-from pipeline.checkpoints.shards import RecordingWriter
-from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints import TrainerState, block_hashes, newest_committed, sharded_state
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.shard_io import RecordingWriter
+from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError, DamagedError
 from tests.support.runs.checkpoint_cases import changed, commit, newest_step, tensors, torn
 
@@ -69,28 +69,28 @@ def test_a_manifest_that_is_not_the_committed_one_is_torn(disk: str, caplog: pyt
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
 def test_a_shard_that_is_gone_before_the_commit_fails_it(disk: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = sharded._write_shards
+    write = sharded_state._write_shards
 
     def remove(*arguments: Any) -> Any:
         written = write(*arguments)
         (Path(disk) / "rl-50/1-0" / file).unlink()
         return written
 
-    monkeypatch.setattr(sharded, "_write_shards", remove)
+    monkeypatch.setattr(sharded_state, "_write_shards", remove)
     with pytest.raises(CheckpointError, match=f"cannot commit rl-50: rl-50/1-0/{file} is missing"):
         commit(disk, 50)
     assert newest_step(disk) is None
 
 
 def test_the_manifest_says_what_was_written_and_not_what_lies_there(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = sharded._write_shards
+    write = sharded_state._write_shards
 
     def damage(*arguments: Any) -> Any:
         written = write(*arguments)
         changed(Path(disk) / "rl-50/1-0/__0_0.distcp")
         return written
 
-    monkeypatch.setattr(sharded, "_write_shards", damage)
+    monkeypatch.setattr(sharded_state, "_write_shards", damage)
     commit(disk, 50)
     assert newest_step(disk) == 50
     assert newest_step(disk, hashes=True) is None
@@ -111,7 +111,7 @@ def test_a_shard_that_nobody_wrote_fails_the_save(disk: str, monkeypatch: pytest
 def test_a_damaged_block_is_found_by_whoever_loads_it_and_by_nobody_else(
     disk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 1024)
+    monkeypatch.setattr(block_hashes, "BLOCK", 1024)
     trees = {name: {"w": torch.full((1000,), float(len(name)))} for name in ("critic", "policy")}
     found = save(disk, "1-0", TrainerState(job="rl", step=1), trees)
     shard = Path(disk) / "rl-1/1-0/__0_0.distcp"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune, sharded
-from pipeline.checkpoints.sharded import load_shards, save
-from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune, sharded_state
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError, OvertakenError
 from tests.support.runs.checkpoint_cases import changed, checkpoint_names, commit, newest_step, tensors
 
@@ -132,7 +132,7 @@ def test_an_attempt_that_was_taken_over_prunes_nothing(
     root: str, zombie: Zombie, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_over(root)
-    write = sharded._write_shards
+    write = sharded_state._write_shards
 
     def wake(*arguments: Any) -> Any:
         written = write(*arguments)
@@ -141,7 +141,7 @@ def test_an_attempt_that_was_taken_over_prunes_nothing(
             prune(zombie.checkpoint, keep=1)
         return written
 
-    monkeypatch.setattr(sharded, "_write_shards", wake)
+    monkeypatch.setattr(sharded_state, "_write_shards", wake)
     owned = save(root, "1-1", TrainerState(job="rl", step=150), tensors(151.0))
     into = tensors(0.0)
     load_shards(owned, into)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pipeline.checkpoints import Alone, Fence, TrainerState, newest_committed, prune, remove_unfinished
-from pipeline.checkpoints.sharded import load_shards, save
-from pipeline.checkpoints.state import decode_state, encode_state
-from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.sharded_state import load_shards, save
+from pipeline.checkpoints.trainer_state import decode_state, encode_state
 from pipeline.errors import CheckpointError, DamagedError, OvertakenError
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.ranks import checkpoint_processes as ranks
 from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks

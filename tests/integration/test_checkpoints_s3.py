@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
-from pipeline.checkpoints.sharded import load_shards, save
-from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.ranks import checkpoint_processes as ranks
 from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.metrics import read_rows
+from pipeline.run.metrics_log import read_rows
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pipeline.config import ModelConfig, OptimConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines, joined_world
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, joined_world
+from pipeline.train.worker_spec import ModelSpec
 from tests.support.oracle.cases import write_model
 from tests.support.ranks import dispatch_ranks, forked_ranks
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.groups.records import EvalRequest, EvalResult
-from pipeline.rundir.metrics import MetricSinks, read_rows
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.streams import Streams
-from pipeline.streams.files import FileStreams
-from pipeline.training.batches import Interrupted
-from pipeline.training.evaluation import Evaluations, Schedule, measured_in
+from pipeline.run.metrics_log import MetricSinks, read_rows
+from pipeline.run.paths import AttemptPaths
+from pipeline.train.loop.evaluations import Evaluations, Schedule, measured_in
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.transport import Streams
+from pipeline.transport.file_streams import FileStreams
+from pipeline.transport.sample_records import EvalRequest, EvalResult
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 
 from pipeline.checkpoints import Fence
-from pipeline.report.samples import Filter, read_kept
-from pipeline.rundir.events import Events
-from pipeline.rundir.metrics import MetricSinks, read_rows
-from pipeline.rundir.paths import RunPaths
-from pipeline.system.process import Child
-from pipeline.system.waiting import wait_for
+from pipeline.observability.sample_reader import Filter, read_kept
+from pipeline.run.events import Events
+from pipeline.run.metrics_log import MetricSinks, read_rows
+from pipeline.run.paths import RunPaths
+from pipeline.utils.subprocesses import Child
+from pipeline.utils.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS

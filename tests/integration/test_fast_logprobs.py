@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.weights import fast_logprobs
-from pipeline.weights.fast_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
-from pipeline.weights.token_versions import _Engine
+from pipeline.inference.vllm import compact_logprobs
+from pipeline.inference.vllm.compact_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
+from pipeline.inference.vllm.token_versions import _Engine
 
 # Importing vLLM has torch say what of it is deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -31,7 +31,7 @@ def seams(monkeypatch: pytest.MonkeyPatch) -> None:
         (LogprobsLists, "slice_request"),
         (MsgpackDecoder, "_decode_ndarray"),
         (LogprobsProcessor, "_update_sample_logprobs"),
-        *((serving, name) for name in fast_logprobs._ENTRIES),
+        *((serving, name) for name in compact_logprobs._ENTRIES),
         (serving.ServingTokens, "_create_tokens_logprobs"),
         (api_router, "JSONResponse"),
     ):
@@ -200,13 +200,13 @@ def test_code_that_is_not_known_stays_as_it_is(
 @pytest.mark.parametrize("answers", [None, SimpleNamespace(), SimpleNamespace(ServingTokens=object)])
 def test_a_route_that_is_not_known_makes_its_answers_itself(answers: Any, caplog: pytest.LogCaptureFixture) -> None:
     router = SimpleNamespace(JSONResponse=dict)
-    fast_logprobs.add_fast_answers(answers, router)
+    compact_logprobs.add_fast_answers(answers, router)
     assert router.JSONResponse is dict
     assert "answers are made vLLM's own way" in caplog.text
 
 
 def test_what_was_sampled_lists_no_alternatives_and_is_whole_when_it_is_copied() -> None:
-    entry = fast_logprobs.Sampled(((7, -0.5),))
+    entry = compact_logprobs.Sampled(((7, -0.5),))
     copied = pickle.loads(pickle.dumps(entry))
     assert [*entry.items()] == [*copied.items()] == []
     assert entry[7] == copied[7] == -0.5

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.weights import plugin
-from slurm.node import shortage
+from pipeline.inference.vllm import plugin
+from slurm.agent import oom
 from tests.patience import WAIT_SECONDS
 
 # Importing vLLM has torch say what of it is deprecated.
@@ -162,12 +162,12 @@ def lose_an_engine() -> None:
 
 
 def test_a_server_whose_engine_was_killed_says_so_when_it_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its exit code is 0; the agent says of what the engine may have died (`slurm.node.shortage`)."""
+    """Its exit code is 0; the agent says of what the engine may have died (`slurm.agent.oom`)."""
     server = multiprocessing.get_context("fork").Process(target=lose_an_engine)
     server.start()
     server.join(WAIT_SECONDS)
     assert server.exitcode == 0
-    assert shortage._KILLED.search(capfd.readouterr().out)
+    assert oom._KILLED.search(capfd.readouterr().out)
 
 
 def test_an_engine_is_started_as_vllm_says_once_cuda_was_used(

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.api.settings import Address, Settings, settings_of
 from pipeline.errors import ConfigError
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from slurm.launch import front
-from slurm.launch.front import FrontKeeper
+from pipeline.tinker.gateway_settings import Address, Settings, settings_of
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
+from slurm.submission import gateway_supervisor
+from slurm.submission.gateway_supervisor import FrontKeeper
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import config_of
 from tests.support.strangers import as_stranger, needs_another_user
@@ -48,8 +48,12 @@ def test_a_front_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
         os.kill(gone, number)
 
         def another(gone: int = gone) -> Address | None:
-            found = files.read_document(settings.address, Address)
-            return found if found is not None and found.pid != gone and front._answers(found.url, 5.0) else None
+            found = shared_files.read_document(settings.address, Address)
+            return (
+                found
+                if found is not None and found.pid != gone and gateway_supervisor._answers(found.url, 5.0)
+                else None
+            )
 
         earlier = wait_for("another front", another, WAIT_SECONDS)
         assert (earlier.url, earlier.secret) == (first.url, first.secret)
@@ -76,11 +80,11 @@ except OSError as error:
 def test_nobody_else_can_listen_at_the_address_while_the_front_is_away(
     host: str, keeper: FrontKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "_FIRST_PAUSE", WAIT_SECONDS)  # until the next one starts
+    monkeypatch.setattr(gateway_supervisor, "_FIRST_PAUSE", WAIT_SECONDS)  # until the next one starts
     address = keeper.start()
     port = int(address.url.rpartition(":")[2])
     os.kill(address.pid, signal.SIGKILL)
-    wait_for("the front to be away", lambda: not front._answers(address.url, 1.0), WAIT_SECONDS)
+    wait_for("the front to be away", lambda: not gateway_supervisor._answers(address.url, 1.0), WAIT_SECONDS)
     assert as_stranger(SQUAT, host, port).stdout == "Address already in use\n"
     keeper.stop()
     assert as_stranger(SQUAT, host, port).stdout == ""
@@ -117,7 +121,7 @@ def test_idle_connections_of_strangers_make_no_front_deaf(keeper: FrontKeeper) -
         for _ in range(1100):
             opened.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_SECONDS))
         for _ in range(3):
-            assert front._answers(address.url, 30.0)
+            assert gateway_supervisor._answers(address.url, 30.0)
 
 
 def test_a_front_that_cannot_start_is_one_line(settings: Settings, tmp_path: Path) -> None:

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from slurm.registry.snapshot import PACKAGES
+from slurm.registry.code_snapshot import PACKAGES
 from tests.support.python import run_python
 
 pytestmark = pytest.mark.integration
 
 LAUNCHER = """
 import subprocess, sys
-from slurm.registry import runs
-from slurm.launch.compose import compose_config
-from slurm.scheduler.environment import child_environment
+from slurm.registry import run_registry as runs
+from slurm.submission.compose_config import compose_config
+from slurm.scheduler.slurm.slurm_environment import child_environment
 from slurm.batch.executors import VirtualNodes
 from tests.patience import WAIT_SECONDS
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 
 SEEN = "from pipeline import errors; import slurm; print(errors.EDITION, errors.__file__, slurm.__file__)"
 

@@ -8,15 +8,15 @@ import psutil
 import pytest
 
 from pipeline.config import RewardConfig, TaskConfig
-from pipeline.config.models import BUILT_IN
-from pipeline.groups.records import Group
-from pipeline.rollouts.groups import GroupBuilder
-from pipeline.rollouts.rollout import kind_of
-from pipeline.system.waiting import wait_for
-from pipeline.tasks import load_task
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.worker import Setup
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments import load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.rollout.sample_rollout import kind_of
+from pipeline.transport.sample_records import Group
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 from tests.support.tasks.hostile_functions import FINE, HUNDRED, Provoking, reason_of

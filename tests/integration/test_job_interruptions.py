@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, TrainingError
-from pipeline.system import folders
-from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.standalone.execute import execute, execute_jobs
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.offline.job_execution import execute, execute_jobs
+from pipeline.utils import atomic_dirs
 from tests.support.models.jobs import STEPS, assert_same, config_of, events, write_job
 
 pytestmark = pytest.mark.integration
@@ -159,7 +159,7 @@ def test_an_error_of_the_disk_is_told_in_the_log_and_does_not_stop_a_queue(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folders, "replace", full)
+    monkeypatch.setattr(atomic_dirs, "replace", full)
     with pytest.raises(TrainingError, match=r"failed: sft\.json"):
         execute_jobs(tmp_path, dispatch, config)
     last = json.loads((tmp_path / "sft.jsonl").read_text().splitlines()[-1])

@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, TrainingError
-from pipeline.system import files
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.standalone.execute import execute
-from pipeline.training.workers.optimizer import Optimizer
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.model.optimizer import Optimizer
+from pipeline.train.offline.job_execution import execute
+from pipeline.utils import shared_files
 from tests.support.models.jobs import config_of, events, make_rows, write_job
 
 pytestmark = pytest.mark.integration
@@ -62,15 +62,15 @@ def spoil(folder: Path) -> None:
     numbers = np.fromfile(folder / "advantages.bin", "<f4")
     numbers[7] = np.nan
     numbers.tofile(folder / "advantages.bin")
-    manifest = files.read_document(folder / "manifest.json", dict[str, Any])
+    manifest = shared_files.read_document(folder / "manifest.json", dict[str, Any])
     assert manifest is not None
     manifest["arrays"]["advantages"]["sha256"] = hashlib.sha256(numbers.tobytes()).hexdigest()
-    files.write_document(folder / "manifest.json", manifest)
+    shared_files.write_document(folder / "manifest.json", manifest)
 
 
 def claim_another_vocabulary(folder: Path) -> None:
-    manifest = files.read_document(folder / "manifest.json", dict[str, Any])
-    files.write_document(folder / "manifest.json", {**(manifest or {}), "vocabulary": 151936})
+    manifest = shared_files.read_document(folder / "manifest.json", dict[str, Any])
+    shared_files.write_document(folder / "manifest.json", {**(manifest or {}), "vocabulary": 151936})
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 
 from pipeline.checkpoints import Fence
 from pipeline.errors import OvertakenError, TrainingError
-from pipeline.roles.context import RoleContext
-from pipeline.roles.job_session import JobSession
+from pipeline.roles.offline_session import JobSession
+from pipeline.roles.role_context import RoleContext
 from pipeline.roles.trainer import session_of
-from pipeline.rundir.events import Events, Listener
-from pipeline.rundir.metrics import read_rows
-from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.standalone import execute as execution
+from pipeline.run.events import Events, Listener
+from pipeline.run.metrics_log import read_rows
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.offline import job_execution as execution
 from tests.fakes.run_directory import FakeRun
 from tests.support.models.jobs import STEPS, config_of, events, write_job
 

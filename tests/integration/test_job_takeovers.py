@@ -7,13 +7,13 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import OvertakenError
-from pipeline.system import folders
-from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.jobs import read_job
-from pipeline.training.standalone import execute as execution
-from pipeline.training.standalone.execute import execute_jobs
-from pipeline.training.standalone.state import JobState
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.offline import job_execution as execution
+from pipeline.train.offline.job_execution import execute_jobs
+from pipeline.train.offline.job_resume import JobState
+from pipeline.train.train_jobs import read_job
+from pipeline.utils import atomic_dirs
 from tests.support.models.jobs import STEPS, events, write_job
 
 pytestmark = pytest.mark.integration
@@ -98,6 +98,6 @@ def test_an_execution_takes_the_right_to_write_before_it_mends_a_model(
         assert (tmp_path / "sft-state" / "OWNER").exists()
         raise Interrupted("that is all there is to see")
 
-    monkeypatch.setattr(folders, "mend", mend)
+    monkeypatch.setattr(atomic_dirs, "mend", mend)
     with pytest.raises(Interrupted):
         execute_jobs(tmp_path, dispatch, config)

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from pipeline.checkpoints import TrainerState
-from pipeline.checkpoints.sharded import save
+from pipeline.checkpoints.sharded_state import save
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, TrainingError
-from pipeline.system import folders
-from pipeline.system.waiting import wait_for
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.jobs import read_job
-from pipeline.training.standalone import execute as execution
-from pipeline.training.standalone.execute import execute, execute_jobs
-from pipeline.training.standalone.log import JobLog
-from pipeline.training.standalone.state import JobState
-from pipeline.training.workers.offload import local
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.offline import job_execution as execution
+from pipeline.train.offline.job_execution import execute, execute_jobs
+from pipeline.train.offline.job_log import JobLog
+from pipeline.train.offline.job_resume import JobState
+from pipeline.train.train_jobs import read_job
+from pipeline.utils import atomic_dirs
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import (
     STEPS,
@@ -192,7 +192,7 @@ CRASHES = {
     "after the first commit": crash_in(JobState, "commit", after=True),
     "after the last commit": crash_in(JobState, "commit", after=True, at=2),
     "while the model is written": crash_in(Dispatch, "save_hf_model", after=True),
-    "after the model has its name": crash_in(folders, "replace", after=True),
+    "after the model has its name": crash_in(atomic_dirs, "replace", after=True),
     "before the data goes": crash_in(execution, "remove_packed", after=False),
     "after the data went": crash_in(execution, "remove_packed", after=True),
     "before the announcement": crash_in(JobLog, "write", after=False, at=STEPS + 2),

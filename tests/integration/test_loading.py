@@ -7,8 +7,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.worker_spec import ModelSpec
 from tests.support.ranks.forked_ranks import run_ranks
 from tests.support.ranks.worker_cases import (
     MICRO_BATCHES,

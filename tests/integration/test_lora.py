@@ -11,10 +11,10 @@ import torch
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
-from pipeline.rollouts.server import ROUTE, Completion, GenerationRequest
-from pipeline.system.waiting import Deadline, wait_for
-from pipeline.training.workers.lora import add_adapters, is_trained, save_adapter
-from pipeline.weights.control import ServerControl
+from pipeline.inference.weight_sync.server_admin_client import ServerControl
+from pipeline.rollout.server_client import ROUTE, Completion, GenerationRequest
+from pipeline.train.model.lora import add_adapters, is_trained, save_adapter
+from pipeline.utils.waiting import Deadline, wait_for
 from tests.support.servers.traffic import APART, CLOSE, PROBE, check_purity, probe, run_traffic, straddling
 from tests.support.servers.vllm import (
     SECRET,

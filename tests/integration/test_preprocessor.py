@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from pipeline.config import RunConfig
-from pipeline.groups.records import Group, PreparedGroup, Sample
 from pipeline.roles.preprocessor import prepare_group, taught_group
-from pipeline.streams import Streams
-from pipeline.system.waiting import wait_for
+from pipeline.transport import Streams
+from pipeline.transport.sample_records import Group, PreparedGroup, Sample
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.attempts import Attempt, an_attempt

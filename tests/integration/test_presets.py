@@ -17,13 +17,13 @@ import conf
 from docs import families
 from docs.families import KEYS
 from pipeline.config import ModelConfig
-from pipeline.losses import SFT
-from pipeline.training.packing import Packing
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.likeness import packs
-from pipeline.training.workers.small import SIZES, smaller
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.algorithms import SFT
+from pipeline.train.batching.packing import Packing
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.packing_probe import packs
+from pipeline.train.model.tiny_config import SIZES, smaller
+from pipeline.train.worker_spec import ModelSpec
 from tests.support.models.hub import CONFIGS, redraw, write_hub_model
 from tests.support.ranks.forked_ranks import run_ranks
 from tests.support.ranks.worker_cases import OPTIM, world

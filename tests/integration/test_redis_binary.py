@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import ConfigError, StreamError
 from pipeline.roles import redis as role
-from pipeline.streams.redis_data import ONE_FILE
+from pipeline.transport.redis_persistence import ONE_FILE
 from tests.support.servers.redis_attempts import (
     a_config,
     redis_context,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.groups.records import Reissue, encode_record
-from pipeline.streams import connect
-from pipeline.streams.redis_data import ONE_FILE, inherit
-from pipeline.system.process import hold_port
+from pipeline.transport import connect
+from pipeline.transport.redis_persistence import ONE_FILE, inherit
+from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.utils.subprocesses import hold_port
 from tests.support.servers.redis_attempts import (
     a_redis,
     left_in,

@@ -14,16 +14,15 @@ import pytest
 from redis.exceptions import ResponseError
 
 from pipeline.errors import ImpostorError, StreamError
-from pipeline.groups.records import Reissue, encode_record
 from pipeline.roles import redis as role
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Streams, connect
-from pipeline.streams import redis as redis_streams
-from pipeline.streams.redis import RedisStreams
-from pipeline.system import proof
-from pipeline.system.admission import MOST_UNPROVED
-from pipeline.system.process import hold_port
-from pipeline.system.waiting import wait_for
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Streams, connect, redis_streams
+from pipeline.transport.redis_streams import RedisStreams
+from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.utils import mutual_auth
+from pipeline.utils.connection_limits import MOST_UNPROVED
+from pipeline.utils.subprocesses import hold_port
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.servers.redis_attempts import (
     ADDRESS,
@@ -50,9 +49,9 @@ def test_the_server_hears_nobody_who_does_not_know_the_secret(tmp_path: Path) ->
         with pytest.raises(ImpostorError, match="does not know this attempt's secret"):
             role.answers(ADDRESS, port, "guess")
         with socket.create_connection((ADDRESS, port), timeout=5) as link:
-            link.sendall(b"PING\r\n".ljust(proof.NONCE_BYTES))
-            assert len(link.recv(1024)) == proof.NONCE_BYTES + proof.PROOF_BYTES
-            link.sendall(b"PING\r\n".ljust(proof.PROOF_BYTES))
+            link.sendall(b"PING\r\n".ljust(mutual_auth.NONCE_BYTES))
+            assert len(link.recv(1024)) == mutual_auth.NONCE_BYTES + mutual_auth.PROOF_BYTES
+            link.sendall(b"PING\r\n".ljust(mutual_auth.PROOF_BYTES))
             assert link.recv(64) == b""
 
 
@@ -62,7 +61,7 @@ def test_the_clients_user_can_do_no_more_than_the_streams_need(tmp_path: Path) -
     refused += ["ACL LIST", "KEYS *", "SAVE", "BGREWRITEAOF", "CLIENT LIST", "EVAL x 0", "GET other"]
     with a_redis(tmp_path, "7-0") as (context, _):
         with socket.create_connection((ADDRESS, context.placement.ports[0]), timeout=5) as link:
-            proof.introduce(link, context.world.password, "redis")
+            mutual_auth.introduce(link, context.world.password, "redis")
             replies = link.makefile("rb")
             link.sendall(f"AUTH {context.world.password}\r\n".encode())
             assert replies.readline() == b"+OK\r\n"
@@ -106,7 +105,7 @@ def test_who_listens_in_its_place_is_told_no_secret(tmp_path: Path) -> None:
         ):
             connect(context)
         listening.result(30)
-    assert [len(said) for said in heard] == [proof.NONCE_BYTES, 0]
+    assert [len(said) for said in heard] == [mutual_auth.NONCE_BYTES, 0]
 
 
 def test_a_port_that_somebody_else_took_is_told_with_its_holder(tmp_path: Path) -> None:

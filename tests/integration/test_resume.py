@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import newest_committed
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.support.models.tiny import write_tiny
 from tests.support.ranks import checkpoint_worlds as worlds
 from tests.support.ranks.forked_ranks import end_ranks, run_ranks, start_ranks

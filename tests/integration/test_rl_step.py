@@ -9,21 +9,21 @@ import pytest
 from msgspec import structs
 
 from pipeline.errors import StreamError, TrainingError
-from pipeline.groups.ledger import Ledger
-from pipeline.groups.records import Group, PreparedGroup, Sample
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.streams.board import Board
-from pipeline.streams.files import FileStreams
-from pipeline.training.agreement import Agreement
-from pipeline.training.batches import GroupBatches
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.staging import CutBatch, Staged
-from pipeline.training.jobs import Job, RlJob, jobs_of
-from pipeline.training.packing import Budget
-from pipeline.training.rl import ReinforcementLearning, batch_metrics, rows_of, zero_variance
-from pipeline.training.rows import Batch
-from pipeline.training.runner import Cadence, Runner
-from slurm.launch.compose import compose_config
+from pipeline.run.paths import AttemptPaths
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch
+from pipeline.train.controller.batch_staging import CutBatch, Staged
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import GroupBatches
+from pipeline.train.loop.logprob_agreement import Agreement
+from pipeline.train.loop.rl import ReinforcementLearning, batch_metrics, rows_of, zero_variance
+from pipeline.train.loop.train_loop import Cadence, Runner
+from pipeline.train.train_jobs import Job, RlJob, jobs_of
+from pipeline.transport.file_streams import FileStreams
+from pipeline.transport.ledger import Ledger
+from pipeline.transport.sample_records import Group, PreparedGroup, Sample
+from pipeline.transport.shared_state import Board
+from slurm.submission.compose_config import compose_config
 
 PROMPTS, STEPS = 2, 5
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.samples import Filter, read_kept
-from pipeline.rundir.events import Events
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import RoleName
+from pipeline.observability.sample_reader import Filter, read_kept
+from pipeline.run.events import Events
+from pipeline.topology.plan import RoleName
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import PROMPTS, STEPS, TWO_RANKS, Launched, Launches
 

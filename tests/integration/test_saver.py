@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pipeline import host_memory
-from pipeline.checkpoints import TrainerState, background, newest_committed, sharded
-from pipeline.checkpoints.background import Saver
+from pipeline.checkpoints import TrainerState, async_save, newest_committed, sharded_state
+from pipeline.checkpoints.async_save import Saver
 from pipeline.errors import CheckpointError
-from pipeline.system.waiting import wait_for
+from pipeline.utils import pinned_memory
+from pipeline.utils.waiting import wait_for
 from tests.fakes.cuda_runtime import CudaRuntime
 from tests.patience import WAIT_SECONDS
 from tests.support.ranks.checkpoint_processes import Unsaveable
@@ -29,13 +29,13 @@ class Held:
     """Saves wait before their commit until `release`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._go, commit = threading.Event(), sharded.commit
+        self._go, commit = threading.Event(), sharded_state.commit
 
         def held(*arguments: Any) -> Any:
             assert self._go.wait(30)
             return commit(*arguments)
 
-        monkeypatch.setattr(sharded, "commit", held)
+        monkeypatch.setattr(sharded_state, "commit", held)
         self.release = self._go.set
 
 
@@ -68,7 +68,7 @@ def await_idle(saver: Saver) -> None:
 def loaded(root: str, **models: Tree) -> Tree:
     found = newest_committed(root, hashes=True)
     assert found is not None
-    sharded.load_shards(found, models)
+    sharded_state.load_shards(found, models)
     return models
 
 
@@ -114,7 +114,7 @@ def test_memory_that_was_made_early_is_what_the_copies_lie_in(
     root: str, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, live = CudaRuntime(), {"w": torch.full((4, 3), 1.0), "more": [{"v": torch.ones(2)}, torch.empty(0)]}
-    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     saver = Saver()
     saver.expect("policy", live)
@@ -134,7 +134,7 @@ def test_memory_that_was_made_early_is_what_the_copies_lie_in(
 
 def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = CudaRuntime()
-    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", [0])
@@ -160,22 +160,22 @@ def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeyp
 def test_memory_that_cannot_be_made_early_is_told_and_made_when_it_is_needed(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = background.pinned_like
+    made = async_save.pinned_like
 
     def full(tensor: torch.Tensor) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
 
     runtime = CudaRuntime()
-    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(background, "pinned_like", full)
+    monkeypatch.setattr(async_save, "pinned_like", full)
     saver = Saver()
     saver.expect("policy", model(1.0))
     saver._settle()
     assert "memory for the copies of policy could not be made in time: " in caplog.text
     with pytest.raises(OSError, match="Cannot allocate memory"):
         saver.stage("policy", model(1.0))
-    monkeypatch.setattr(background, "pinned_like", made)
+    monkeypatch.setattr(async_save, "pinned_like", made)
     save(saver, root, 1, policy=model(1.0))
     await_idle(saver)
     assert saver.result().name == "rl-1"
@@ -189,8 +189,8 @@ def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.Monkey
         return torch.empty(tensor.shape)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(background, "pinned_like", slowly)
-    monkeypatch.setattr(background, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(async_save, "pinned_like", slowly)
+    monkeypatch.setattr(async_save, "MAKING_SECONDS", 0.1)
     saver = Saver()
     saver.expect("policy", model(1.0))
     with pytest.raises(CheckpointError, match=r"memory for a commit is still being made after 0\.1 s"):
@@ -201,7 +201,7 @@ def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.Monkey
 
 def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = CudaRuntime()
-    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     saver = Saver()
     for shape in [(4, 3), (4, 3), (2, 2)]:
@@ -246,7 +246,7 @@ def test_the_next_save_waits_for_the_one_before(root: str, held: Held) -> None:
 def test_a_save_that_does_not_end_is_waited_for_only_so_long(
     root: str, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.background.SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.checkpoints.async_save.SETTLE_SECONDS", 0.1)
     saver = Saver()
     save(saver, root, 1, policy=model(1.0))
     with pytest.raises(CheckpointError, match="still under way"):
@@ -274,7 +274,7 @@ def test_whatever_ends_a_save_is_a_checkpoint_error_and_the_next_one_can_be_made
 ) -> None:
     saver = Saver()
     with monkeypatch.context() as patched:
-        patched.setattr(sharded, "commit", failing_with(error))
+        patched.setattr(sharded_state, "commit", failing_with(error))
         save(saver, root, 1, policy=model(1.0))
         await_idle(saver)
     with pytest.raises(CheckpointError, match="disk gone"):
@@ -286,7 +286,7 @@ def test_whatever_ends_a_save_is_a_checkpoint_error_and_the_next_one_can_be_made
 
 
 def test_a_pruning_that_fails_leaves_the_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.background.prune", failing_with(CheckpointError("not allowed")))
+    monkeypatch.setattr("pipeline.checkpoints.async_save.prune", failing_with(CheckpointError("not allowed")))
     saver = Saver()
     save(saver, root, 1, policy=model(1.0))
     await_idle(saver)

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from pipeline.api.records import Adapter, Datum, Pass, Passed, Step
 from pipeline.errors import CheckpointError
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.service.models import RefusedRequest, ServedModels
+from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Passed, Step
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.service.client_models import RefusedRequest, ServedModels
 from tests.support.models.jobs import VOCABULARY, config_of, world_of_one, write_model
 
 pytestmark = pytest.mark.integration

@@ -11,16 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from pipeline.config import RunConfig, load_config
-from pipeline.config.models import BUILT_IN
+from pipeline.config.model_directory import BUILT_IN
 from pipeline.errors import CheckpointError
-from pipeline.roles.context import RoleContext
-from pipeline.roles.session import RunSession
-from pipeline.rundir.metrics import read_rows
-from pipeline.rundir.paths import RunPaths
-from pipeline.training.batches import Interrupted
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve_as
-from pipeline.training.jobs import Job
+from pipeline.roles.role_context import RoleContext
+from pipeline.roles.trainer_session import RunSession
+from pipeline.run.metrics_log import read_rows
+from pipeline.run.paths import RunPaths
+from pipeline.train.controller.lead_or_serve import lead_or_serve_as
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.train_jobs import Job
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.support.ranks.forked_ranks import run_ranks

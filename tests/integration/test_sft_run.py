@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from pipeline.rundir.events import Events
-from pipeline.rundir.metrics import read_rows
+from pipeline.run.events import Events
+from pipeline.run.metrics_log import read_rows
 from tests.support.runs.launched import Launched, Launches
 
 # The suite has a sweep of such runs on Slurm, one of them preempted: tests/cluster/test_sweep.py.

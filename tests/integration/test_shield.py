@@ -18,16 +18,16 @@ import psutil
 import pytest
 
 from pipeline.roles import Launch, inference, redis
-from pipeline.rundir.metrics import MetricSinks
-from pipeline.system import spawn
-from pipeline.system.heartbeat import HeartbeatBoard
-from pipeline.system.process import Child, hold_port, tail
-from pipeline.system.waiting import wait_for
-from pipeline.tracking.sinks import WandbSink
-from pipeline.training.dispatch.ranks import LAST_WORDS_SECONDS
-from pipeline.world.plan import Placement
-from slurm.node.supervisor import launch_of
-from slurm.node.vitals import Vitals
+from pipeline.run.metrics_log import MetricSinks
+from pipeline.topology.plan import Placement
+from pipeline.tracking.metric_sinks import WandbSink
+from pipeline.train.controller.rank_process import LAST_WORDS_SECONDS
+from pipeline.utils import exec_shielded
+from pipeline.utils.heartbeat import HeartbeatBoard
+from pipeline.utils.subprocesses import Child, hold_port, tail
+from pipeline.utils.waiting import wait_for
+from slurm.agent.liveness import Vitals
+from slurm.agent.supervisor import launch_of
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
@@ -75,7 +75,7 @@ def hears(process: psutil.Process) -> set[str]:
     for thread in Path(f"/proc/{process.pid}/task").iterdir():
         lines = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines() if ":\t" in line)
         deaf = int(lines["SigBlk"], 16) | int(lines["SigIgn"], 16)
-        heard |= {number.name for number in spawn.SHIELDED if not deaf >> (number - 1) & 1}
+        heard |= {number.name for number in exec_shielded.SHIELDED if not deaf >> (number - 1) & 1}
     return heard
 
 
@@ -91,7 +91,7 @@ def storm(pid: int, seconds: float = 1.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for process in before:
-            for number in spawn.SHIELDED:
+            for number in exec_shielded.SHIELDED:
                 process.send_signal(number)
         time.sleep(0.1)
     assert living(before) == before
@@ -261,7 +261,7 @@ def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING), MetricSinks(run.paths.metrics, "7-0", [sink]) as metrics:
         wait_for("wandb's own process", lambda: len(family(sink._child.pid)) > 1, WAIT_SECONDS)
         for process in family(sink._child.pid):
-            for number in spawn.SHIELDED:
+            for number in exec_shielded.SHIELDED:
                 process.send_signal(number)
         for step in range(3):
             metrics.log("train", "rl", step, {"reward/mean": 0.5})

@@ -3,10 +3,10 @@
 import pytest
 
 from pipeline.errors import ForgedError
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines, Site
-from pipeline.training.packing import Budget
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Site
 from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration

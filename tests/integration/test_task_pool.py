@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from pipeline.config import TaskConfig
-from pipeline.config.models import BUILT_IN
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments import Answer, Prompt, ask
+from pipeline.environments.rewards import Score
+from pipeline.environments.task_calls import Asked
+from pipeline.environments.task_worker import Setup
+from pipeline.environments.worker_pool import TaskPool
 from pipeline.errors import TaskError
-from pipeline.system.waiting import wait_for
-from pipeline.tasks import Answer, Prompt, ask
-from pipeline.tasks.calls import Asked
-from pipeline.tasks.pool import TaskPool
-from pipeline.tasks.rewards import Score
-from pipeline.tasks.worker import Setup
+from pipeline.utils.waiting import wait_for
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import gone
@@ -132,7 +132,7 @@ def test_a_copy_that_a_reward_forks_never_answers(tmp_path: Path) -> None:
 def test_a_worker_whose_rewards_leave_processes_behind_is_replaced_before_they_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.tasks.pool.MOST_CHILDREN", 4)
+    monkeypatch.setattr("pipeline.environments.worker_pool.MOST_CHILDREN", 4)
 
     async def story(pool: TaskPool) -> None:
         before = await rewards(pool, PROMPT, ["pid"])
@@ -188,7 +188,7 @@ def test_a_prompt_that_cannot_travel_says_so_and_costs_no_worker(tmp_path: Path)
 
 def test_a_task_that_a_worker_cannot_load_ends_the_actor_with_the_reason(tmp_path: Path) -> None:
     async def start() -> None:
-        async with TaskPool(a_setup(tmp_path, name="tests.unit.tasks.user_tasks:Raises"), 60):
+        async with TaskPool(a_setup(tmp_path, name="tests.unit.environments.user_tasks:Raises"), 60):
             raise AssertionError("it was loaded")
 
     with pytest.raises(TaskError, match="cannot load it"):

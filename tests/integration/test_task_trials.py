@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from pipeline.config import TaskConfig
-from pipeline.rundir.metrics import read_rows, series
-from pipeline.tasks import Prompt, load_task
-from pipeline.weights.plugin import MODEL
+from pipeline.environments import Prompt, load_task
+from pipeline.inference.vllm.plugin import MODEL
+from pipeline.run.metrics_log import read_rows, series
 from tests.fakes.configs import make_config
 from tests.support.runs.launched import ROOT
 from tests.support.servers.vllm import SECRET, starting_of

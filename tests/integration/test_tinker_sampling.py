@@ -14,7 +14,7 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from pipeline.api.settings import MOST_ADAPTERS
+from pipeline.tinker.gateway_settings import MOST_ADAPTERS
 from tests.integration.tinker_client import adam, client_of, forget_clients, make_data
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.integration.tinker_truth import Truth

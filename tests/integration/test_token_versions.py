@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.weights import token_versions
-from pipeline.weights.token_versions import note_versions, version_of_step
+from pipeline.inference.vllm import token_versions
+from pipeline.inference.vllm.token_versions import note_versions, version_of_step
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -1,4 +1,4 @@
-"""`pipeline.tracking.sinks` with the real wandb, offline; and with one that fails."""
+"""`pipeline.tracking.metric_sinks` with the real wandb, offline; and with one that fails."""
 
 import errno
 import logging
@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.rundir.metrics import MetricSinks, Sink
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.system.process import Child
-from pipeline.system.waiting import wait_for
-from pipeline.tracking import sinks as sinks_of
-from pipeline.tracking.sinks import tracking_sinks
+from pipeline.run.metrics_log import MetricSinks, Sink
+from pipeline.run.paths import AttemptPaths
+from pipeline.tracking import metric_sinks as sinks_of
+from pipeline.tracking.metric_sinks import tracking_sinks
+from pipeline.utils.subprocesses import Child
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.wandb_server import WandbServer

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
-from pipeline.losses import ValueObjective
+from pipeline.train.algorithms import ValueObjective
 from tests.support.oracle.cases import RECIPES, STEPS, make_rows, write_models
 from tests.support.oracle.losses import CLIPPED
 from tests.support.oracle.truth import FLOAT32, answers, errors, excess

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from pipeline.config import LossConfig, RunConfig
 from pipeline.errors import TrainingError
-from pipeline.losses import SFT, ValueObjective
-from pipeline.training import credit
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import models_of
-from pipeline.training.update import PolicyUpdate, cut_by_prompt, in_order_of
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.algorithms import SFT, ValueObjective, token_advantages
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.policy_update import PolicyUpdate, cut_by_prompt, in_order_of
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.worker_spec import models_of
 from tests.fakes.configs import make_config
 from tests.support.models.jobs import world_of_one
 from tests.support.models.tiny import write_tiny
@@ -155,7 +154,7 @@ def by_hand(dispatch: Dispatch, config: RunConfig, rows: list[Row], step: int) -
     """The same with whole batches that travel with every call."""
     whole = Batch.of(rows, temperature=config.rollout.temperature)
     said = {name: dispatch.forward(name, whole) for name in ("policy", "reference", "critic")}
-    due = credit.assign_advantages(rows, config.loss, said["policy"], said["reference"], said["critic"])
+    due = token_advantages.assign_advantages(rows, config.loss, said["policy"], said["reference"], said["critic"])
     assert due.returns is not None
     complete = [
         Row(row.tokens, row.mask, advantages, row.behaviour, None, row.prompt, proximal, values, returns)

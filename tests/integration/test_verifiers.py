@@ -16,17 +16,17 @@ import psutil
 import pytest
 
 from pipeline.config import TaskConfig
+from pipeline.environments import load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.verifiers import verifiers_process as environment_process
+from pipeline.environments.verifiers import verifiers_task as environment_task
 from pipeline.errors import ConfigError
-from pipeline.groups.records import Group
-from pipeline.rollouts.groups import GroupBuilder
-from pipeline.tasks import load_task
-from pipeline.tasks.chat import Chat
-from pipeline.tasks.environments import process as environment_process
-from pipeline.tasks.environments import task as environment_task
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.transport.sample_records import Group
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
-from tests.unit.tasks.test_tasks import Said
-from tests.unit.tasks.test_tools import bytes_model
+from tests.unit.environments.test_tasks import Said
+from tests.unit.environments.test_tool_task import bytes_model
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "tasks" / "vf_environments"

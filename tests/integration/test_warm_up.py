@@ -15,16 +15,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config import RunConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Site
-from pipeline.training.packing import Budget, Packing
-from pipeline.training.rows import Row
-from pipeline.training.spec import models_of
-from pipeline.training.update import PolicyUpdate
-from pipeline.training.warm_up import WarmUp
-from pipeline.training.workers import attention
-from pipeline.training.workers.offload import local
+from pipeline.train.batching.packing import Budget, Packing
+from pipeline.train.batching.sequences import Row
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Site
+from pipeline.train.loop.compile_warmup import WarmUp
+from pipeline.train.loop.policy_update import PolicyUpdate
+from pipeline.train.model import packed_attention
+from pipeline.train.model.cpu_offload import local
+from pipeline.train.worker_spec import models_of
 from tests.fakes.configs import make_config
 from tests.support.models.tiny import VOCABULARY, write_tiny
 from tests.support.ranks.forked_ranks import run_ranks
@@ -118,8 +118,8 @@ def kernel(
 
 def train_both_ways(rank: int, path: Path, ranks: int, packing: Packing, loss: str) -> None:
     if packing == "shared":  # the rectangle does not read the tables of the shared line
-        attention._kernel_takes = lambda query: True  # type: ignore[assignment]
-        attention.varlen_attn = kernel  # type: ignore[assignment]
+        packed_attention._kernel_takes = lambda query: True  # type: ignore[assignment]
+        packed_attention.varlen_attn = kernel  # type: ignore[assignment]
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: compile_(self, backend="eager")  # type: ignore[method-assign]
 

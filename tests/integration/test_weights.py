@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.server_admin_client import ServerControl
+from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.inference import is_healthy
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import Completion, _Choice
-from pipeline.system.process import hold_port, tail
-from pipeline.system.waiting import Deadline, wait_for
-from pipeline.weights.control import ServerControl
-from pipeline.weights.sender import WeightSender
+from pipeline.rollout.server_client import Completion, _Choice
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.utils.subprocesses import hold_port, tail
+from pipeline.utils.waiting import Deadline, wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
 from tests.support.servers.answers import answers_of, versions_told
@@ -365,7 +365,7 @@ def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> 
 
 def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
     from pipeline.config import InferenceConfig
-    from pipeline.weights.link import MeetingPoint
+    from pipeline.inference.weight_sync.server_sync import MeetingPoint
     from tests.support.servers.vllm import port_of
 
     with hold_port() as holder:

@@ -27,9 +27,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.api.settings import Address, address_file
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
+from pipeline.tinker.gateway_settings import Address, address_file
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
 
 MODEL = "Qwen/Qwen3.5-9B"
 """The model that a recipe has written into its code; here it is the name of a directory with a tiny one."""
@@ -192,7 +192,7 @@ def serving(room: Path) -> Iterator[dict[str, str]]:
 
     try:
         wait_for("the server", listens, START_SECONDS)
-        address = files.read_document(address_file(root), Address)
+        address = shared_files.read_document(address_file(root), Address)
         assert address is not None
         yield {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": (root / "key").read_text()}
     finally:

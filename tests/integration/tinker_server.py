@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.api.settings import Address, settings_of
 from pipeline.config import RunConfig
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from pipeline.training.service.base import write_base
+from pipeline.tinker.gateway_settings import Address, settings_of
+from pipeline.train.service.random_base import write_base
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import config_of
 from tests.support.servers.vllm import SECRET, TINY, Served, starting_of
@@ -40,7 +40,7 @@ class TinkerServer:
 
     @property
     def url(self) -> str:
-        address = files.read_document(self.api / "address.json", Address)
+        address = shared_files.read_document(self.api / "address.json", Address)
         assert address is not None
         return address.url
 
@@ -55,14 +55,14 @@ class TinkerServer:
 
     def start_front(self) -> None:
         settings = settings_of(self.config, self.api)
-        command = [sys.executable, "-m", "pipeline.api.process", msgspec.json.encode(settings).decode()]
+        command = [sys.executable, "-m", "pipeline.tinker.gateway_process", msgspec.json.encode(settings).decode()]
         (self.api).mkdir(parents=True, exist_ok=True)
         with (self.root / "front.log").open("ab") as log:
             front = self.front = subprocess.Popen(command, stdout=log, stderr=log)
 
         def listens() -> bool:
             assert front.poll() is None, (self.root / "front.log").read_text()
-            address = files.read_document(self.api / "address.json", Address)
+            address = shared_files.read_document(self.api / "address.json", Address)
             return address is not None and address.pid == front.pid
 
         wait_for("the front", listens, WAIT_SECONDS)

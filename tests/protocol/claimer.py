@@ -10,8 +10,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from slurm.node.claims import Claimant, claim_gpus
-from slurm.node.preflight import Gpu
+from slurm.agent.gpu_locks import Claimant, claim_gpus
+from slurm.agent.preflight import Gpu
 
 if __name__ == "__main__":
     folder, gpus, needs, run_id, rank = sys.argv[1:]

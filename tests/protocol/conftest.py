@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.places import ClusterConfig
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.world.plan import RoleName
-from slurm.node import supervisor
+from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.run.paths import AttemptPaths
+from pipeline.topology.plan import RoleName
+from slurm.agent import supervisor
 from tests.protocol.small_roles import FOREVER, RANKS, UNTIL_TOLD, Attempt
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import RollcallError
-from pipeline.system.directory import FileDirectory
-from pipeline.system.waiting import Clock
-from pipeline.world.plan import Card, Plan, Seat, Slot
-from slurm.node.preflight import node_id
-from slurm.rendezvous.beacon import Beacon
-from slurm.rendezvous.meeting import meet
+from pipeline.topology.plan import Card, Plan, Seat, Slot
+from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.waiting import Clock
+from slurm.agent.preflight import node_id
+from slurm.rendezvous.probe_server import Beacon
+from slurm.rendezvous.rank_meeting import meet
 from tests.protocol.shared_time import SharedClock
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pipeline.system.waiting import Clock
+from pipeline.utils.waiting import Clock
 
 PAUSE = 0.002
 """Real seconds between two looks at the time."""

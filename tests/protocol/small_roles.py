@@ -8,22 +8,22 @@ from typing import Any
 
 import psutil
 
-from pipeline.config.places import ClusterConfig
+from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.roles import Launch
-from pipeline.roles.context import RoleContext
-from pipeline.rundir.events import Events
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import AttemptPaths
-from pipeline.system import files
-from pipeline.world.plan import Placement, RoleName, World
-from slurm.launch.compose import compose_config
-from slurm.node.supervisor import End, Notice, Supervisor
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.events import Events
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.paths import AttemptPaths
+from pipeline.topology.plan import Placement, RoleName, World
+from pipeline.utils import shared_files
+from slurm.agent.supervisor import End, Notice, Supervisor
+from slurm.submission.compose_config import compose_config
 
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{FOREVER}"
 BEATS = """
 import threading, time
-from pipeline.system import heartbeat
+from pipeline.utils import heartbeat
 heartbeat.start()
 print('up', flush=True)
 def work():
@@ -67,7 +67,7 @@ class Attempt:
     @property
     def first_failure(self) -> FirstFailure:
         """What the agents wrote of it; they did."""
-        failure = files.read_document(self.paths.first_failure, FirstFailure)
+        failure = shared_files.read_document(self.paths.first_failure, FirstFailure)
         assert failure is not None
         return failure
 

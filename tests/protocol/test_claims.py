@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.system.waiting import wait_for
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration

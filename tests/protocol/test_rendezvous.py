@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.system.directory import FileDirectory
-from pipeline.world.plan import Card, World
-from slurm.rendezvous import beacon as beacons
-from slurm.rendezvous.beacon import CALLERS, Beacon, find_addresses
-from slurm.rendezvous.meeting import Claim, Lease
+from pipeline.topology.plan import Card, World
+from pipeline.utils.shared_dir import FileDirectory
+from slurm.rendezvous import probe_server as beacons
+from slurm.rendezvous.probe_server import CALLERS, Beacon, find_addresses
+from slurm.rendezvous.rank_meeting import Claim, Lease
 from tests.fakes.ranks import make_cards
 from tests.patience import WAIT_SECONDS
 from tests.protocol.shared_time import SharedTime

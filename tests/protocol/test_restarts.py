@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.system.process import Child
-from pipeline.system.waiting import wait_for
-from slurm.node import supervisor
-from slurm.node.supervised import FIRST_PAUSE
+from pipeline.utils.subprocesses import Child
+from pipeline.utils.waiting import wait_for
+from slurm.agent import supervisor
+from slurm.agent.role_process import FIRST_PAUSE
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, Attempt
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.rundir.events import LAUNCHER
-from pipeline.system import files
-from pipeline.system.process import Child
-from pipeline.system.waiting import Deadline, wait_for
-from slurm.launch.signals import describe
-from slurm.node import agent, alive, shortage
+from pipeline.run.events import LAUNCHER
+from pipeline.utils import shared_files
+from pipeline.utils.subprocesses import Child
+from pipeline.utils.waiting import Deadline, wait_for
+from slurm.agent import agent, agent_heartbeat, oom
+from slurm.submission.launcher_signals import describe
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, RANKS, STUBBORN, STUCK, UNTIL_TOLD, Attempt
 
@@ -60,8 +60,8 @@ def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the kernel says of its own counters: three processes have been ended for lack of memory."""
     made = tmp_path / "vmstat"
     made.write_text("pgfault 7\noom_kill 3\nthp_fault 1\n")
-    monkeypatch.setattr(shortage, "NODE", made)
-    monkeypatch.setattr(shortage, "GROUPS", tmp_path / "none")
+    monkeypatch.setattr(oom, "NODE", made)
+    monkeypatch.setattr(oom, "GROUPS", tmp_path / "none")
     return made
 
 
@@ -197,7 +197,7 @@ def test_a_stopped_torchrun_is_named_although_its_ranks_run(attempt: Callable[..
 def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stacks(
     attempt: Callable[..., Attempt],
 ) -> None:
-    engine = "from pipeline.system import heartbeat\nheartbeat.show_stacks()\nimport time\n" + (
+    engine = "from pipeline.utils import heartbeat\nheartbeat.show_stacks()\nimport time\n" + (
         "def answer():\n    print('engine', flush=True)\n    time.sleep(600)\nanswer()"
     )
     run = attempt(silence_seconds=4, inference=starts(engine))
@@ -216,10 +216,12 @@ def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stac
 def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
     attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alive, "TOUCH_SECONDS", 0.2)
+    monkeypatch.setattr(agent_heartbeat, "TOUCH_SECONDS", 0.2)
     run = attempt()
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
-    with alive.NeighbourWatch(run.paths, 2, 3, 1.0, partial(agent._record_lost, run.paths)):  # rank 0 is silent
+    with agent_heartbeat.NeighbourWatch(
+        run.paths, 2, 3, 1.0, partial(agent._record_lost, run.paths)
+    ):  # rank 0 is silent
         assert run.join() == {"failed"}
     failure = run.first_failure
     assert (failure.role, failure.rank) == ("agent.0", 0)
@@ -317,7 +319,7 @@ def test_stubborn_roles_do_not_keep_a_finished_run_beyond_its_bound(attempt: Cal
 def test_nobody_waits_for_roles_whose_agent_has_left(attempt: Callable[..., Attempt]) -> None:
     run = attempt(trainer=STUBBORN)
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
-    files.write_document(run.paths.down("agent.1"), "left")
+    shared_files.write_document(run.paths.down("agent.1"), "left")
     run.notices[2].reason = "SIGTERM"
     wait_for("Redis to be down", lambda: ("redis.0", "stopped") in run.history(), run.cluster.grace_seconds - 0.5)
     assert run.join() == {"preempted"}

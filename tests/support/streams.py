@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from pipeline.groups.records import Reissue, encode_record
-from pipeline.streams import Entry, Reader, Streams
+from pipeline.transport import Entry, Reader, Streams
+from pipeline.transport.sample_records import Reissue, encode_record
 
 BUDGET = 1 << 16
 BIG = 10_000

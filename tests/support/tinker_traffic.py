@@ -14,12 +14,12 @@ import aiohttp
 import numpy as np
 from tinker import types
 
-from pipeline.api.asked import Limits
-from pipeline.api.generation import request_body
-from pipeline.api.records import Adapter, Datum, Pass, Step
 from pipeline.config import RunConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.service.models import ServedModels
+from pipeline.tinker.generate_requests import request_body
+from pipeline.tinker.sampling_limits import Limits
+from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Step
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.service.client_models import ServedModels
 
 AHEAD, WARM = 2, 3
 RATE = 1e-3

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from pipeline.config import load_config
-from pipeline.config.evaluation import EvalSetConfig
-from pipeline.report.rollouts import _parser
-from pipeline.rollouts.evaluation import eval_sets
-from pipeline.rollouts.kept import COLUMNS
-from pipeline.rundir.paths import RunPaths
-from pipeline.tasks import load_task
-from slurm.launch.compose import compose_config
-from slurm.launch.submit import check_submission
+from pipeline.config.evaluation_keys import EvalSetConfig
+from pipeline.environments import load_task
+from pipeline.observability.samples_command import _parser
+from pipeline.rollout.eval_rollouts import eval_sets
+from pipeline.rollout.sample_store import COLUMNS
+from pipeline.run.paths import RunPaths
+from slurm.submission.compose_config import compose_config
+from slurm.submission.submit_run import check_submission
 from tests.fakes.inline_calls import InlineCalls
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_the_page_of_samples_names_every_filter() -> None:
 def test_the_benchmark_of_the_page_is_run_against_the_servers(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shape = ROOT / "conf" / "models" / "tiny_text"  # its vocabulary has what vLLM tries out when it serves text
-    base = [sys.executable, "-m", "pipeline.training.service.base", str(shape), str(model), "0"]
+    base = [sys.executable, "-m", "pipeline.train.service.random_base", str(shape), str(model), "0"]
     subprocess.run(base, cwd=ROOT, check=True, timeout=300)
     (tmp_path / "sums.py").write_text(EVALUATION.split("```python")[1].split("```")[0])
     words = command_with(EVALUATION, "evaluation.command", "evaluate.py")

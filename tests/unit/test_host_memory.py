@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import host_memory
-from pipeline.host_memory import pinned, pinned_like
+from pipeline.utils import pinned_memory
+from pipeline.utils.pinned_memory import pinned, pinned_like
 from tests.fakes.cuda_runtime import CudaRuntime
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     made = CudaRuntime()
-    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: made)
+    monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: made)
     return made
 
 
@@ -59,7 +59,7 @@ def test_memory_that_cuda_refuses_is_used_all_the_same_and_told(
     runtime: CudaRuntime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten: list[bool] = []
-    monkeypatch.setattr(host_memory, "_forget_error", lambda: forgotten.append(True))
+    monkeypatch.setattr(pinned_memory, "_forget_error", lambda: forgotten.append(True))
     runtime.code = 2
     with caplog.at_level(logging.WARNING):
         memory = pinned(8)
@@ -81,7 +81,7 @@ def test_what_another_thread_gives_back_is_given_back_on_the_device_of_the_first
         entered.append(number)
         yield
 
-    monkeypatch.setattr(host_memory, "current_device", lambda: 3)
+    monkeypatch.setattr(pinned_memory, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", device)
     held = [pinned(8)]
     thread = threading.Thread(target=held.clear)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.identity import OPERATIONAL
-from pipeline.config.models import BUILT_IN
-from pipeline.tasks.chat import Chat
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.config.run_identity import OPERATIONAL
+from pipeline.environments.chat_tokenizer import Chat
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.models import model_directory
+from pipeline.config.model_directory import model_directory
+from pipeline.environments import ask, load_task
 from pipeline.errors import ConfigError
-from pipeline.tasks import ask, load_task
-from slurm.launch.compose import CONF, compose_config
-from slurm.launch.submit import check_submission
+from slurm.submission.compose_config import CONF, compose_config
+from slurm.submission.submit_run import check_submission
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

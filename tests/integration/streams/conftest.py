@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Streams, connect
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Streams, connect
 from tests.support.servers.redis_attempts import an_attempt, raw_client
 from tests.support.servers.redis_binaries import redis_servers
 from tests.support.streams import BUDGET, Open

@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from pipeline.errors import DeadlineError, StreamError
-from pipeline.groups.records import Reissue, encode_record
-from pipeline.roles.context import RoleContext
-from pipeline.streams import AsyncStreams, Depth, Entry, Streams, open_streams
-from pipeline.streams.interface import PIECE_BYTES
-from pipeline.system.waiting import wait_for
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import AsyncStreams, Depth, Entry, Streams, open_streams
+from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.streams import PIECE_BYTES
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.streams import BIG, BUDGET, Open, big, positions, reader_of, size, small
 

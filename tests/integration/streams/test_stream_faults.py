@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StreamError
-from pipeline.groups.records import Reissue, encode_record
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Depth, Entry, Streams, connect, cursors, segments
-from pipeline.streams.cursors import newest_cursor
-from pipeline.streams.files import FileReader
-from pipeline.streams.redis import RedisStreams
-from pipeline.streams.segments import Frame
-from pipeline.system import files
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Depth, Entry, Streams, connect, topic_cursors, topic_segments
+from pipeline.transport.file_streams import FileReader
+from pipeline.transport.redis_streams import RedisStreams
+from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.topic_cursors import newest_cursor
+from pipeline.transport.topic_segments import Frame
+from pipeline.utils import shared_files
 from tests.support.servers.cutting_proxy import CuttingProxy, a_cutting_proxy
 from tests.support.servers.redis_attempts import (
     ADDRESS,
@@ -229,11 +229,11 @@ def test_a_disk_that_is_full_is_a_stream_error_and_the_next_entry_is_whole_again
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (segments, "take_entries"),
-        (files, "write_document"),
-        (files, "write_atomic"),
-        (files, "unseal"),
-        (cursors, "newest_cursor"),
+        (topic_segments, "take_entries"),
+        (shared_files, "write_document"),
+        (shared_files, "write_atomic"),
+        (shared_files, "unseal"),
+        (topic_cursors, "newest_cursor"),
     ],
 )
 def test_an_error_of_the_disk_that_passes_ends_nobody(

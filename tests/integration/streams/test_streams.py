@@ -6,10 +6,10 @@ import time
 import pytest
 
 from pipeline.errors import StreamError
-from pipeline.groups.records import EvalRequest, Reissue, encode_record
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Depth, Streams
-from pipeline.streams.interface import REJECTED_BYTES
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Depth, Streams
+from pipeline.transport.sample_records import EvalRequest, Reissue, encode_record
+from pipeline.transport.streams import REJECTED_BYTES
 from tests.support.streams import BUDGET, Open, big, collect, positions, reader_of, size, small
 
 pytestmark = pytest.mark.integration

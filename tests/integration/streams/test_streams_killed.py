@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.groups.records import Reissue
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Entry, Reader, Streams, connect
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Entry, Reader, Streams, connect
+from pipeline.transport.sample_records import Reissue
 from tests.support.servers.redis_attempts import an_attempt
 from tests.support.servers.redis_binaries import redis_servers
 

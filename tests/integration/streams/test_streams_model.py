@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.groups.records import Reissue, encode_record
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Depth, connect
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Depth, connect
+from pipeline.transport.sample_records import Reissue, encode_record
 from tests.support.servers.redis_attempts import an_attempt
 from tests.support.servers.redis_binaries import redis_servers
 

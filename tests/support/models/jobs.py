@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pipeline.config import RunConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Row
-from pipeline.training.standalone.packed import write_packed
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Device, Site, joined_world
+from pipeline.train.offline.packed_dataset import write_packed
 from tests.fakes.configs import make_config
 from tests.support.models.tiny import VOCABULARY, write_tiny
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.losses import SFT, Objective, ValueObjective
-from pipeline.training.rows import Batch, Normalise, Row
-from pipeline.training.spec import ModelSpec
+from pipeline.train.algorithms import SFT, Objective, ValueObjective
+from pipeline.train.batching.sequences import Batch, Normalise, Row
+from pipeline.train.worker_spec import ModelSpec
 from tests.support.models.tiny import VOCABULARY, write_tiny
 
 STEPS = 3

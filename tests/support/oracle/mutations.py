@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import pipeline.losses
-from pipeline.training import packing, rows
-from pipeline.training.packing import Bins, Kin, Layout, Packing
-from pipeline.training.rows import Batch
-from pipeline.training.workers import collate, model, worker
-from pipeline.training.workers.attention import Segments
-from pipeline.training.workers.offload import Part, local
-from pipeline.training.workers.worker import ModelWorker
+import pipeline.train.algorithms
+from pipeline.train.batching import packing, sequences
+from pipeline.train.batching.packing import Bins, Kin, Layout, Packing
+from pipeline.train.batching.sequences import Batch
+from pipeline.train.model import collate, model_worker, models
+from pipeline.train.model.cpu_offload import Part, local
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.packed_attention import Segments
 from tests.support.oracle.ways import Mutation
 
 seen: Counter[str] = Counter()
@@ -47,13 +47,13 @@ def restore(rank: ModelWorker) -> None:
 
 def local_normalisation(rank: ModelWorker) -> None:
     """Each micro-batch takes the mean over its own tokens, and the means are averaged."""
-    whole = worker.collate
+    whole = model_worker.collate
 
     def locally(batch: Batch, *others: Any) -> object:
         seen["mutated"] += batch.counted > 0
         return whole(replace(batch, weights=(1 / max(1, batch.counted) / 6,) * len(batch.rows)), *others)
 
-    patch(worker, "collate", locally)
+    patch(model_worker, "collate", locally)
 
 
 def dropped_micro_batch(rank: ModelWorker) -> None:
@@ -79,7 +79,7 @@ def duplicated_shard(rank: ModelWorker) -> None:
 
 def averaged_gradients(rank: ModelWorker) -> None:
     for module in rank.model.modules():
-        if isinstance(module, worker.FSDPModule):
+        if isinstance(module, model_worker.FSDPModule):
             seen["mutated"] += 1
             module.set_gradient_divide_factor(2.0)
 
@@ -111,7 +111,7 @@ def wrong_positions(rank: ModelWorker) -> None:
 
 def strange_kin(rank: ModelWorker) -> None:
     """Rows share one token more than they begin with."""
-    kin_of = rows.kin_of
+    kin_of = sequences.kin_of
 
     def longer(tokens: Sequence[NDArray[np.int32]], packing: Packing) -> list[Kin]:
         found = []
@@ -123,18 +123,18 @@ def strange_kin(rank: ModelWorker) -> None:
             found.append(replace(kin, shared=shared))
         return found
 
-    patch(rows, "kin_of", longer)
+    patch(sequences, "kin_of", longer)
 
 
 def shifted_targets(rank: ModelWorker) -> None:
-    logprobs = model.head_logprobs
+    logprobs = models.head_logprobs
 
     def shifted(hidden: Tensor, weight: Tensor, targets: Tensor, *others: Any) -> object:
         moved = targets.roll(1)
         seen["mutated"] += not torch.equal(moved, targets)
         return logprobs(hidden, weight, moved, *others)
 
-    patch(model, "head_logprobs", shifted)
+    patch(models, "head_logprobs", shifted)
 
 
 def stale_parameters(rank: ModelWorker) -> None:
@@ -166,7 +166,7 @@ def forgotten_correction(rank: ModelWorker) -> None:
         seen["mutated"] += 1
         return loss_N, {}
 
-    patch(pipeline.losses, "corrected", uncorrected)
+    patch(pipeline.train.algorithms, "corrected", uncorrected)
 
 
 MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.losses import SupervisedObjective, ValueObjective
-from pipeline.training.rows import Row
+from pipeline.train.algorithms import SupervisedObjective, ValueObjective
+from pipeline.train.batching.sequences import Row
 from tests.support.oracle import arithmetic as oracle
 from tests.support.oracle.cases import (
     ALPHA,

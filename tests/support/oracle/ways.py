@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.losses import Level
-from pipeline.training.packing import Budget
+from pipeline.train.algorithms import Level
+from pipeline.train.batching.packing import Budget
 from tests.support.oracle.cases import RECIPES, Arrays
 
 WORLDS = (1, 2, 4)

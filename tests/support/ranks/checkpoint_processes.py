@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipeline.checkpoints import TrainerState, newest_committed
-from pipeline.checkpoints.sharded import load_shards, save
+from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError, DamagedError
 
 

@@ -18,23 +18,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoints import TrainerState, newest_committed
-from pipeline.checkpoints.background import Saver
-from pipeline.checkpoints.sharded import commit as real_commit
+from pipeline.checkpoints.async_save import Saver
+from pipeline.checkpoints.sharded_state import commit as real_commit
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.errors import CheckpointError, TrainingError
-from pipeline.losses import SFT, ValueObjective
-from pipeline.rundir.paths import RunPaths
-from pipeline.system.waiting import wait_for
-from pipeline.training.commits import LAST_SECONDS, Commits
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines, Site
-from pipeline.training.dispatch.saving import await_save, start_save
-from pipeline.training.jobs import Job, jobs_of
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.run.paths import RunPaths
+from pipeline.train.algorithms import SFT, ValueObjective
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.model_saving import await_save, start_save
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Site
+from pipeline.train.loop.run_recorder import LAST_SECONDS, Commits
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.train_jobs import Job, jobs_of
+from pipeline.train.worker_spec import ModelSpec
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 from tests.support.models.tiny import VOCABULARY
@@ -177,7 +177,7 @@ def commit_slowly(rank: int, root: str) -> None:
         return real_commit(*arguments)
 
     def lead(dispatch: Dispatch) -> None:
-        _patch.setattr("pipeline.checkpoints.sharded.commit", commit)
+        _patch.setattr("pipeline.checkpoints.sharded_state.commit", commit)
         dispatch.on_sites(stage_numbers)
         start_save(dispatch, root, "1-0", TrainerState(job="rl", step=1), ["numbers"], 2)
         await_save(dispatch, "the slow commit")
@@ -305,7 +305,7 @@ def hold_commits() -> Event:
         assert release.wait(60)
         return real_commit(*arguments)
 
-    _patch.setattr("pipeline.checkpoints.sharded.commit", held)
+    _patch.setattr("pipeline.checkpoints.sharded_state.commit", held)
     return release
 
 

@@ -8,10 +8,10 @@ import torch
 
 from pipeline.config import LossConfig, OptimConfig
 from pipeline.errors import TrainingError
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines
-from pipeline.training.packing import Budget
-from pipeline.training.rows import Batch
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines
 from tests.support.oracle.cases import make_batch, policy_spec
 
 Scenario = Callable[[Dispatch, Path], None]

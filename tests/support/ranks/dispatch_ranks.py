@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import OptimConfig
-from pipeline.losses import SFT
-from pipeline.system.waiting import wait_for
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import ModelSpec
-from pipeline.training.workers.model import build_model
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.algorithms import SFT
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.models import build_model
+from pipeline.train.worker_spec import ModelSpec
+from pipeline.utils.waiting import wait_for
 from tests.support.oracle.cases import VOCABULARY, make_batch, make_rows, model_config
 from tests.support.ranks.dispatch_cases import BUDGET, GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.support.ranks.dispatch_residency import RESIDENCY

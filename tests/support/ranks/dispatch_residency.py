@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import OptimConfig
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Site
-from pipeline.training.dispatch.residency import NEEDED, Needs, Purpose
-from pipeline.training.dispatch.staging import Staged
-from pipeline.training.workers.offload import Part, local
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.controller.batch_staging import Staged
+from pipeline.train.controller.device_placement import NEEDED, Needs, Purpose
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Site
+from pipeline.train.model.cpu_offload import Part, local
+from pipeline.train.model.model_worker import ModelWorker
 from tests.support.oracle.cases import RECIPES, make_batch, policy_spec
 from tests.support.ranks.dispatch_cases import BUDGET, GRPO, OPTIM, Scenario, fresh, refusal, step
 

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Site
-from pipeline.training.rows import Batch, Row
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Site
+from pipeline.train.model.model_worker import ModelWorker
 from tests.support.oracle.cases import VOCABULARY, make_rows, policy_spec
 from tests.support.ranks.dispatch_cases import GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
 from tests.support.ranks.training_ranks import gradients

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from pipeline.config import InferenceConfig
-from pipeline.system.process import hold_port
-from pipeline.system.waiting import Deadline
-from pipeline.weights.control import ServerControl
-from pipeline.weights.link import Link, MeetingPoint
-from pipeline.weights.payload import Payload
-from pipeline.weights.wire import WeightLayout, host_store
+from pipeline.inference.weight_sync.server_admin_client import ServerControl
+from pipeline.inference.weight_sync.server_sync import Link, MeetingPoint
+from pipeline.inference.weight_sync.transports.gloo import WeightLayout, host_store
+from pipeline.inference.weight_sync.weight_snapshot import Payload
+from pipeline.utils.subprocesses import hold_port
+from pipeline.utils.waiting import Deadline
 from tests.support.servers.vllm import SECRET, TRAINER, a_model, parameters, port_of
 
 

@@ -6,11 +6,11 @@ torchrun --nproc-per-node 2 -m tests.support.ranks.idle_ranks
 import os
 import time
 
-from pipeline.system import heartbeat, process
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import end_with_lost_ranks
-from pipeline.training.packing import Budget
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import end_with_lost_ranks
+from pipeline.utils import heartbeat, subprocesses
 
 READY = "all ranks have met"
 
@@ -23,7 +23,7 @@ def lead(dispatch: Dispatch) -> None:
 
 
 if __name__ == "__main__":
-    process.die_with_parent()
+    subprocesses.die_with_parent()
     heartbeat.start(int(os.environ["LOCAL_RANK"]))
     end_with_lost_ranks()
     lead_or_serve(lead, Budget(64))

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.lead import lead_or_serve
-from pipeline.training.dispatch.ranks import Deadlines
-from pipeline.training.packing import Budget
-from pipeline.training.standalone.execute import Execution, execute
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines
+from pipeline.train.offline.job_execution import Execution, execute
 from tests.support.models.jobs import STEPS, config_of
 
 KILLED_AT = "here"

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.api.records import Adapter, Datum, Pass, Step
 from pipeline.checkpoints import TrainerState
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Site
-from pipeline.training.dispatch.saving import await_save, forget_models, start_save
-from pipeline.training.service import commits as service
-from pipeline.training.service.commits import ServiceCommits
-from pipeline.training.service.models import ServedModels
-from pipeline.training.workers import guests
-from pipeline.training.workers.shards import gathered
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Step
+from pipeline.train.controller.model_saving import await_save, forget_models, start_save
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Site
+from pipeline.train.model import adapter_swap
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.row_shards import gathered
+from pipeline.train.service import service_checkpoints as service
+from pipeline.train.service.client_models import ServedModels
+from pipeline.train.service.service_checkpoints import ServiceCommits
 from tests.support.models.jobs import config_of
 from tests.support.ranks.dispatch_cases import Scenario
 
@@ -94,11 +94,11 @@ def stage_as(site: Site, name: str, ranks: int) -> tuple[list[str], dict[str, to
     """Stage the adapter on the model as so many ranks would have packed it; the parts, and what this rank packs."""
     worker = site.worker(name)
     packs = dealt(worker, ranks)
-    assert [shapes_of(pack) for pack in packs] == [shapes_of(pack) for pack in guests.empty_packs(worker, ranks)]
-    for vector in guests.VECTORS:
+    assert [shapes_of(pack) for pack in packs] == [shapes_of(pack) for pack in adapter_swap.empty_packs(worker, ranks)]
+    for vector in adapter_swap.VECTORS:
         mine = {f"rank-{i}": pack[vector] for i, pack in enumerate(packs) if i % site.ranks == site.rank}
         site.saver.stage(f"a/{vector}", mine)
-    return [f"a/{vector}" for vector in guests.VECTORS], here(worker)
+    return [f"a/{vector}" for vector in adapter_swap.VECTORS], here(worker)
 
 
 def dealt(worker: ModelWorker, ranks: int) -> list[dict[str, torch.Tensor]]:
@@ -106,8 +106,8 @@ def dealt(worker: ModelWorker, ranks: int) -> list[dict[str, torch.Tensor]]:
     assert worker.optimizer is not None
     state = worker.optimizer.adamw.state
     trained = [parameter for parameter in worker.model.parameters() if parameter.requires_grad]
-    tensors = {part: [state[each][part] for each in trained] for part in guests.MOMENTS} | {"parameters": trained}
-    alike = {part: guests.packed(worker, None, part) for part in ("step", "progress")}
+    tensors = {part: [state[each][part] for each in trained] for part in adapter_swap.MOMENTS} | {"parameters": trained}
+    alike = {part: adapter_swap.packed(worker, None, part) for part in ("step", "progress")}
     packs: list[dict[str, torch.Tensor]] = [dict(alike) for _ in range(ranks)]
     for part, each in tensors.items():
         blocks = [deal(gathered(tensor, torch.float32), ranks) for tensor in each]
@@ -117,17 +117,17 @@ def dealt(worker: ModelWorker, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 
 def here(worker: ModelWorker) -> dict[str, torch.Tensor]:
-    return {vector: guests.packed(worker, None, vector) for vector in guests.VECTORS}
+    return {vector: adapter_swap.packed(worker, None, vector) for vector in adapter_swap.VECTORS}
 
 
 def is_as(site: Site, name: str, before: list[dict[str, torch.Tensor]]) -> bool:
     """Whether this rank has of the adapter what it had."""
     now = here(site.worker(name))
-    return all(torch.equal(now[vector], before[site.rank][vector]) for vector in guests.VECTORS)
+    return all(torch.equal(now[vector], before[site.rank][vector]) for vector in adapter_swap.VECTORS)
 
 
 def shapes_of(pack: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {vector: pack[vector].shape for vector in guests.VECTORS}
+    return {vector: pack[vector].shape for vector in adapter_swap.VECTORS}
 
 
 def deal(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:

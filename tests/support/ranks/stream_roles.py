@@ -3,9 +3,9 @@
 import sys
 from typing import NoReturn
 
-from pipeline.groups.records import Reissue
-from pipeline.roles.context import RoleContext
-from pipeline.streams import Streams, connect
+from pipeline.roles.role_context import RoleContext
+from pipeline.transport import Streams, connect
+from pipeline.transport.sample_records import Reissue
 
 
 def say(word: object) -> None:

@@ -18,12 +18,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeline.training import packing
-from pipeline.training.dispatch.dispatch import Dispatch
-from pipeline.training.dispatch.ranks import Deadlines, Device, Site, joined_world
-from pipeline.training.spec import ModelSpec
-from pipeline.training.workers import attention, fsdp
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.batching import packing
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, Device, Site, joined_world
+from pipeline.train.model import fsdp, packed_attention
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.worker_spec import ModelSpec
 from tests.support.oracle import mutations as training_mutations
 from tests.support.oracle.cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
 from tests.support.oracle.ways import (
@@ -82,7 +82,7 @@ def begin(rank: ModelWorker) -> None:
 def watch(rank: ModelWorker) -> None:
     """Count attention that is computed inside of a backward pass, and by the kernel for packed rows; and micro-batches
     whose rows share tokens."""
-    seen, kernel, share = training_mutations.seen, attention.varlen_attn, packing.overlap
+    seen, kernel, share = training_mutations.seen, packed_attention.varlen_attn, packing.overlap
 
     def before(*_: object) -> None:
         seen["recomputed"] += torch._C._current_graph_task_id() != -1
@@ -95,7 +95,7 @@ def watch(rank: ModelWorker) -> None:
         seen["shared"] += 1
         return share(*given)
 
-    training_mutations.patch(attention, "varlen_attn", counted)
+    training_mutations.patch(packed_attention, "varlen_attn", counted)
     training_mutations.patch(packing, "overlap", shared)
     for module in rank.model.modules():
         if type(module).__name__ == "Qwen3Attention":

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.losses import SFT, Objective
-from pipeline.training.rows import Batch, Row
-from pipeline.training.spec import Kind, ModelSpec
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.algorithms import SFT, Objective
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.worker_spec import Kind, ModelSpec
 from tests.support.models.tiny import write_tiny
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.losses import SFT, ValueObjective
-from pipeline.training.workers import attention, fsdp, model
-from pipeline.training.workers.worker import ModelWorker
+from pipeline.train.algorithms import SFT, ValueObjective
+from pipeline.train.model import fsdp, models, packed_attention
+from pipeline.train.model.model_worker import ModelWorker
 from tests.support.ranks.worker_cases import (
     ENTROPY,
     MICRO_BATCHES,
@@ -55,8 +55,8 @@ def offloaded_in_the_middle_it_trains_to_the_same_bits(rank: int, path: Path) ->
 
 
 def activations_are_computed_again_with_the_same_bits(rank: int, path: Path) -> None:
-    attend = Counted(attention.attend)
-    attention.AttentionInterface.register(attention.ATTENTION, attend)
+    attend = Counted(packed_attention.attend)
+    packed_attention.AttentionInterface.register(packed_attention.ATTENTION, attend)
     with world() as mesh:
         for unit in (1, 1 << 20):
             fsdp.LAYER_UNIT = unit
@@ -97,10 +97,10 @@ def a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more(rank: int, pa
             raise ValueError("an error")
         return attend(*args, **kwargs)
 
-    attend = Counted(attention.attend)
+    attend = Counted(packed_attention.attend)
     with world() as mesh:
         one = ModelWorker(spec_of(path), mesh)
-        attention.AttentionInterface.register(attention.ATTENTION, failing)
+        packed_attention.AttentionInterface.register(packed_attention.ATTENTION, failing)
         with pytest.raises(ValueError, match="an error"):
             one.forward_backward(MICRO_BATCHES, True, SFT)
         for use in (lambda: train(one), lambda: one.forward(MICRO_BATCHES, True), one.optim_step, one.state):
@@ -124,7 +124,7 @@ def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
     def no_vocabulary(*args: Any) -> None:
         raise AssertionError("a critic has no vocabulary head")
 
-    model.head_logprobs = no_vocabulary  # type: ignore[assignment]
+    models.head_logprobs = no_vocabulary  # type: ignore[assignment]
     with world() as mesh:
         critic = ModelWorker(spec_of(path, "critic"), mesh)
         assert all((values == 0).all() for values in critic.forward(MICRO_BATCHES, True))

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.system.process import Child
+from pipeline.utils.subprocesses import Child
 
 if __name__ == "__main__":
     Child(sys.argv[2:], Path(sys.argv[1]), dict(os.environ))

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.roles.context import RoleContext
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.streams import Streams, connect
-from pipeline.system import files
-from pipeline.system.process import Child, hold_port, tail
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import Placement, RoleName, World
-from slurm.node.supervisor import launch_of
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.topology.plan import Placement, RoleName, World
+from pipeline.transport import Streams, connect
+from pipeline.utils import shared_files
+from pipeline.utils.subprocesses import Child, hold_port, tail
+from pipeline.utils.waiting import wait_for
+from slurm.agent.supervisor import launch_of
 from tests.support.servers.redis_attempts import ADDRESS, running_redis
 
 READY_SECONDS = 240
@@ -64,8 +64,8 @@ def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...
         for role in ("actor", "preprocessor"):
             placements.append(Placement(role=role, index=0, rank=0, address=ADDRESS))
         attempt = Attempt(AttemptPaths(run, "run-1", "7-0"), config, _world(tuple(placements)))
-        files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
-        files.write_document(attempt.paths.rendezvous / "world.json", attempt.world)
+        shared_files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
+        shared_files.write_document(attempt.paths.rendezvous / "world.json", attempt.world)
         attempt.redis = stack.enter_context(running_redis(attempt.context("redis")))
         try:
             yield attempt

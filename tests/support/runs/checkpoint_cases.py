@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoints import Checkpoint, TrainerState, newest_committed
-from pipeline.checkpoints.sharded import save
+from pipeline.checkpoints.sharded_state import save
 
 Tree = dict[str, Any]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 
-from pipeline.rundir.documents import RunIdentity
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.metrics import read_rows
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.system import files
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import Card, RoleName
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.metrics_log import read_rows
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.run_documents import RunIdentity
+from pipeline.topology.plan import Card, RoleName
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
 
@@ -79,7 +79,7 @@ class Launched:
     @property
     def attempts(self) -> list[AttemptPaths]:
         """All attempts of the run so far, the oldest first."""
-        identity = files.read_document(self.run.run, RunIdentity)
+        identity = shared_files.read_document(self.run.run, RunIdentity)
         if identity is None or not self.run.attempts.exists():
             return []
         folders = sorted(self.run.attempts.iterdir(), key=lambda folder: folder.stat().st_ctime)
@@ -130,7 +130,7 @@ class Launched:
 
     def kill_agent(self, rank: int) -> None:
         """SIGKILL to the agent of a rank."""
-        card = files.read_document(self.attempts[-1].rendezvous / "cards" / f"{rank}.json", Card)
+        card = shared_files.read_document(self.attempts[-1].rendezvous / "cards" / f"{rank}.json", Card)
         assert card is not None
         os.kill(card.pid, signal.SIGKILL)
 
@@ -162,7 +162,7 @@ class Launched:
         return self._output
 
     def failure(self) -> FirstFailure | None:
-        return files.read_document(self.attempts[-1].first_failure, FirstFailure)
+        return shared_files.read_document(self.attempts[-1].first_failure, FirstFailure)
 
     def processes(self) -> list[psutil.Process]:
         """Everything below the launcher that was ever seen and still runs."""
@@ -175,7 +175,7 @@ class Launched:
         found = []
         for attempt in self.attempts:
             for path in (attempt.rendezvous / "cards").glob("*.json"):
-                card = files.read_document(path, Card)
+                card = shared_files.read_document(path, Card)
                 assert card is not None
                 found += [(card.addresses[0], port) for port in (card.beacon, *card.ports)]
         return found
@@ -190,7 +190,7 @@ class Launched:
         return "; ".join(" ".join(_cmdline(process)[:6]) for process in self.processes())
 
     def _world(self) -> dict[str, Any]:
-        body = files.unseal((self.attempts[-1].rendezvous / "world.json").read_bytes())
+        body = shared_files.unseal((self.attempts[-1].rendezvous / "world.json").read_bytes())
         assert body is not None
         world: dict[str, Any] = json.loads(body)
         return world

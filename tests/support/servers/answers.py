@@ -4,7 +4,7 @@ import json
 from http.client import HTTPConnection
 from typing import Any
 
-from pipeline.rollouts.server import ROUTE
+from pipeline.rollout.server_client import ROUTE
 from tests.support.servers.vllm import SECRET, Served
 
 ASKED: list[dict[str, Any]] = [

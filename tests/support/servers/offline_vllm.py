@@ -19,7 +19,7 @@ def greedily(model: Path, prompts: list[list[int]], longest: int = 64) -> list[t
     """Each prompt's greedy continuation by vLLM, at most `longest` tokens with the prompt, and the log-probabilities of
     its tokens."""
     from pipeline.roles import inference
-    from pipeline.world.plan import Placement
+    from pipeline.topology.plan import Placement
     from tests.support.servers.vllm import tiny_config
 
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.1", ports=(0,))

@@ -10,10 +10,10 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.config.models import BUILT_IN
-from pipeline.rollouts.server import ROUTE
-from pipeline.tasks.arithmetic import evaluate
-from pipeline.tasks.chat import Chat
+from pipeline.config.model_directory import BUILT_IN
+from pipeline.environments.arithmetic import evaluate
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.rollout.server_client import ROUTE
 from tests.fakes.async_server import serving
 from tests.support.runs.attempts import PASSWORD
 

@@ -13,15 +13,15 @@ from typing import Any
 import redis
 
 from pipeline.config import RunConfig, load_config
-from pipeline.groups.records import Reissue
-from pipeline.roles.context import RoleContext
 from pipeline.roles.redis import launch, owner_password
-from pipeline.rundir.paths import AttemptPaths, RunPaths
-from pipeline.streams import Streams
-from pipeline.system import files
-from pipeline.system.process import Child, hold_port, tail
-from pipeline.system.waiting import wait_for
-from pipeline.world.plan import Placement, World
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.topology.plan import Placement, World
+from pipeline.transport import Streams
+from pipeline.transport.sample_records import Reissue
+from pipeline.utils import shared_files
+from pipeline.utils.subprocesses import Child, hold_port, tail
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.servers.redis_binaries import taken_first
 
@@ -57,8 +57,8 @@ def redis_context(run: Path, attempt: str, port: int, config: RunConfig | None =
     paths = AttemptPaths(run, "run-1", attempt)
     place = Placement(role="redis", index=0, rank=0, address=ADDRESS, ports=(port,))
     world = World(run_id="run-1", attempt=attempt, epoch=1, leader=0, secret=secrets.token_hex(16), placements=(place,))
-    files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
-    files.write_document(paths.rendezvous / "world.json", world)
+    shared_files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
+    shared_files.write_document(paths.rendezvous / "world.json", world)
     return RoleContext(paths, config, world, place)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.rollouts.client import InferenceClient
-from pipeline.rollouts.server import Completion
-from pipeline.system.waiting import Deadline
-from pipeline.weights.sender import WeightSender
+from pipeline.inference.weight_sync.weight_sender import WeightSender
+from pipeline.rollout.server_client import Completion
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.utils.waiting import Deadline
 from tests.patience import WAIT_SECONDS
 from tests.support.servers.vllm import SECRET, Model, Served, a_sender, distance, publish_to_all, straddles
 

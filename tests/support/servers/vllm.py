@@ -21,15 +21,15 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
+from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.weight_sync.server_sync import MeetingPoint
+from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles import inference
-from pipeline.rollouts.server import Completion
-from pipeline.system import files, process
-from pipeline.system.waiting import wait_for
-from pipeline.training.workers.lora import checkpoint_name, is_trained
-from pipeline.weights.fast_logprobs import SWITCH
-from pipeline.weights.link import MeetingPoint
-from pipeline.weights.sender import WeightSender
-from pipeline.world.plan import Placement, World
+from pipeline.rollout.server_client import Completion
+from pipeline.topology.plan import Placement, World
+from pipeline.train.model.lora import checkpoint_name, is_trained
+from pipeline.utils import shared_files, subprocesses
+from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 
@@ -51,7 +51,7 @@ class Served:
 
     endpoint: str
     model: Path
-    child: process.Child
+    child: subprocesses.Child
 
 
 def tiny_config(model: Path, lora: LoraConfig | None = None, **inference: Any) -> RunConfig:
@@ -87,7 +87,7 @@ def mixture_directory(folder: Path) -> Path:
 def world_file(folder: Path) -> Path:
     """The world from which servers learn that their password is `SECRET`."""
     path = folder / "world.json"
-    files.write_document(path, WORLD)
+    shared_files.write_document(path, WORLD)
     return path
 
 
@@ -110,20 +110,20 @@ def starting_of(
 ) -> Iterator[Callable[[], Served]]:
     """As `starting`, the server of any config, on these GPUs."""
     model = Path(config.model.path)
-    with process.hold_port() as holder:
+    with subprocesses.hold_port() as holder:
         place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
         environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
         environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
-        child = process.Child(inference.server_command(config, place), log, environment)
+        child = subprocesses.Child(inference.server_command(config, place), log, environment)
 
         def ready() -> Served:
             def healthy() -> bool:
-                assert child.poll() is None, process.tail(log)
+                assert child.poll() is None, subprocesses.tail(log)
                 return inference.is_healthy(address, place.ports[0], SECRET)
 
-            wait_for("a server", healthy, START_SECONDS, missing=lambda: "\n".join(process.tail(log)))
+            wait_for("a server", healthy, START_SECONDS, missing=lambda: "\n".join(subprocesses.tail(log)))
             return Served(place.endpoint, model, child)
 
         try:
@@ -169,7 +169,7 @@ def a_sender(
     """A trainer's sender to these servers; `settings` are of `inference.*`."""
     config = InferenceConfig.model_validate({"update_seconds": 60, **settings})
     endpoints = [server.endpoint for server in servers]
-    with process.hold_port() as holder:
+    with subprocesses.hold_port() as holder:
         meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
         with WeightSender(endpoints, meeting, config, patience, on_change, lora) as sender:
             yield sender

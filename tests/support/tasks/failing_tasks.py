@@ -4,8 +4,8 @@ import itertools
 import time
 from typing import Any
 
-from pipeline.tasks import Prompt
-from pipeline.tasks.arithmetic import Arithmetic
+from pipeline.environments import Prompt
+from pipeline.environments.arithmetic import Arithmetic
 
 
 class AlwaysRaises(Arithmetic):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from pipeline.tasks.chat import Chat
+from pipeline.environments.chat_tokenizer import Chat
 from tests.support.tasks.hostile_task import DOES, REASONS, Hostile, HostileOptions
-from tests.unit.tasks.test_tasks import Said
+from tests.unit.environments.test_tasks import Said
 
 HUNDRED = {
     "ok": 60,

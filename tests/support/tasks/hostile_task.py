@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.tasks import Prompt, Task, TaskOptions, ask
+from pipeline.environments import Prompt, Task, TaskOptions, ask
 
 HANGING_PROMPT, LOCAL_PROMPT = 7, 8
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.places import ClusterConfig
-from pipeline.rundir.documents import Outcome
-from slurm.batch.facts import AttemptFacts
+from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.run.run_documents import Outcome
+from slurm.batch.attempt_summary import AttemptFacts
 from slurm.batch.requeue import decide
-from slurm.scheduler.protocol import RUNNING, QueuedJob
+from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob
 
 CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_failures=3)
 TOLD = AttemptFacts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)

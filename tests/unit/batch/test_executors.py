@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import SchedulerError
-from pipeline.rundir.paths import RunPaths
-from pipeline.world.plan import make_plan
+from pipeline.run.paths import RunPaths
+from pipeline.topology.plan import make_plan
 from slurm.batch import executors
 from slurm.batch.executors import NoAnswer, RunJob, SlurmNodes
 from tests.fakes.clock import FakeClock

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.state import TrainerState
-from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import commit
-from pipeline.rundir.events import EventName
-from pipeline.rundir.failure import FirstFailure
-from pipeline.rundir.paths import FIRST_FAILURE
-from pipeline.world.plan import make_plan
-from slurm.batch import facts
+from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.trainer_state import TrainerState
+from pipeline.run.events import EventName
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.paths import FIRST_FAILURE
+from pipeline.topology.plan import make_plan
+from slurm.agent.agent_heartbeat import lost_ranks
+from slurm.agent.supervisor import End, end_of
+from slurm.batch import attempt_summary
 from slurm.batch.requeue import conclude_attempt
-from slurm.node.alive import lost_ranks
-from slurm.node.supervisor import End, end_of
-from slurm.scheduler.protocol import RUNNING
+from slurm.scheduler.scheduler_protocol import RUNNING
 from tests.fakes.agents import RANKS, Cluster, make_cluster
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Faults, View
@@ -125,7 +125,7 @@ def test_what_becomes_of_the_job_does_not_hang_on_when_its_batch_script_sees_thi
     if trained:
         commit(Storage(str(cluster.run.paths.checkpoints)), TrainerState(job="rl", step=1), "7-9", {}, 1)
     cluster.start(monkeypatch)
-    monkeypatch.setattr(facts, "FileDirectory", lambda root: View(cluster.disk, 9))
+    monkeypatch.setattr(attempt_summary, "FileDirectory", lambda root: View(cluster.disk, 9))
     scheduler = FakeScheduler()
     job = scheduler.submit(state=RUNNING)
     (outcome,) = cluster.lockstep.run([lambda clock: conclude_attempt(cluster.run.paths, scheduler, job, 0, 1, clock)])

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from pipeline.errors import SchedulerError
-from pipeline.rundir.documents import Finished, Outcome, SubmittedJob
-from pipeline.rundir.events import Events
-from pipeline.system import files
-from pipeline.system.directory import FileDirectory
+from pipeline.run.events import Events
+from pipeline.run.run_documents import Finished, Outcome, SubmittedJob
+from pipeline.utils import shared_files
+from pipeline.utils.shared_dir import FileDirectory
+from slurm.agent.agent_heartbeat import lost_ranks
 from slurm.batch import requeue
-from slurm.node.alive import lost_ranks
 from tests.fakes.requeued_job import Cluster, fail
 
 
@@ -28,7 +28,7 @@ def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> N
 def test_a_finished_run_is_never_requeued(cluster: Cluster) -> None:
     paths = cluster.attempt()
     fail(paths)
-    files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
+    shared_files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
     assert cluster.end().decision == "finished"
     assert not cluster.scheduler.requeued
 
@@ -70,7 +70,7 @@ def test_a_time_limit_that_is_shorter_than_the_start_up_ends_the_job(cluster: Cl
 
 def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = cluster.attempt()
-    files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
+    shared_files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
     cluster.scheduler.fail("job", times=10_000, said="Unable to contact slurm controller")
     monkeypatch.setattr(requeue, "SlurmCommands", lambda: cluster.scheduler)
     monkeypatch.setenv("SLURM_JOB_ID", cluster.job)
@@ -80,7 +80,7 @@ def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeyp
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    outcome = files.read_document(paths.outcome, Outcome)
+    outcome = shared_files.read_document(paths.outcome, Outcome)
     assert outcome is not None
     assert outcome.decision == "finished"
 
@@ -240,7 +240,7 @@ def test_a_job_that_no_longer_owns_the_run_ends_without_a_trace(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = SubmittedJob(kind="slurm", job="99", user="alice", host="login", time=0.0)
-    files.write_document(cluster.run.paths.job, record)
+    shared_files.write_document(cluster.run.paths.job, record)
     monkeypatch.setenv("SLURM_JOB_ID", cluster.job)
     assert requeue.main([str(cluster.run.root), "0"]) == 1
     assert "belongs to another job" in capsys.readouterr().out

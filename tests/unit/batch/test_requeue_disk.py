@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pipeline.checkpoints.storage import Storage
+from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, DeadlineError
-from pipeline.rundir.documents import Finished
-from pipeline.rundir.events import Events
-from pipeline.system import files
+from pipeline.run.events import Events
+from pipeline.run.run_documents import Finished
+from pipeline.utils import shared_files
 from slurm.batch import requeue
 from slurm.batch.requeue import conclude_attempt
 from tests.fakes.clock import FakeClock
@@ -36,7 +36,7 @@ class LateDisk(FakeClock):
 def test_a_run_whose_end_is_seen_late_is_finished(cluster: Cluster) -> None:
     paths = cluster.attempt()
     finished = Finished(time=0.0, steps=1, attempt=paths.attempt)
-    cluster.clock = LateDisk(60.0, lambda: files.write_document(cluster.run.paths.finished, finished))
+    cluster.clock = LateDisk(60.0, lambda: shared_files.write_document(cluster.run.paths.finished, finished))
     assert cluster.end(0).decision == "finished"
     assert not cluster.scheduler.requeued
     assert 60.0 <= cluster.clock.time < LATE_SECONDS
@@ -87,7 +87,7 @@ def test_a_disk_that_fails_for_a_while_is_asked_again(
     paths = cluster.attempt()
     Events(paths).publish("draining", "agent.0", "SIGTERM")
     cluster.leave(paths)
-    monkeypatch.setattr(files, what, failing(5, getattr(files, what)))
+    monkeypatch.setattr(shared_files, what, failing(5, getattr(shared_files, what)))
     assert cluster.end().decision == "requeued"
     assert 0 < sum(cluster.clock.slept) < requeue.ANSWER_SECONDS
 
@@ -98,7 +98,7 @@ def test_a_job_whose_outcome_cannot_be_written_is_requeued_all_the_same(
     paths = cluster.attempt()
     Events(paths).publish("draining", "agent.0", "SIGTERM")
     cluster.leave(paths)
-    monkeypatch.setattr(files, "write_document", failing(10_000, files.write_document))
+    monkeypatch.setattr(shared_files, "write_document", failing(10_000, shared_files.write_document))
     outcome = conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
     assert outcome.decision == "requeued"
     assert cluster.scheduler.requeued == [cluster.job]
@@ -121,7 +121,7 @@ def test_checkpoints_that_cannot_be_listed_for_a_while_are_looked_at_again(
 
 def test_a_run_directory_that_stays_unreadable_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.attempt()
-    monkeypatch.setattr(files, "read_document", failing(10_000, files.read_document))
+    monkeypatch.setattr(shared_files, "read_document", failing(10_000, shared_files.read_document))
     with pytest.raises(DeadlineError, match="Input/output error"):
         conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
     assert not cluster.scheduler.requeued

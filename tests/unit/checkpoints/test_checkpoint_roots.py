@@ -8,17 +8,17 @@ import fsspec
 import pytest
 
 from pipeline.checkpoints import Fence, TrainerState, kept_root, newest_committed, root_of, tell_newest
-from pipeline.checkpoints.storage import Storage
-from pipeline.checkpoints.store import commit
+from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.config import RunConfig
-from pipeline.config.rules import check_config
+from pipeline.config.cross_checks import check_config
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.report.history import read_history
-from pipeline.report.page import page
-from pipeline.world.plan import World
-from slurm.batch.facts import gather_facts
-from slurm.launch.cancel import _over
-from slurm.node.agent import _finish
+from pipeline.observability.report_page import page
+from pipeline.observability.run_history import read_history
+from pipeline.topology.plan import World
+from slurm.agent.agent import _finish
+from slurm.batch.attempt_summary import gather_facts
+from slurm.submission.cancel_runs import _over
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeline.checkpoints import Checkpoint, TrainerState
-from pipeline.checkpoints.plain import read_metadata
-from pipeline.checkpoints.sharded import load_shards, save
+from pipeline.checkpoints.safe_metadata import read_metadata
+from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_config
-from pipeline.config.rules import check_config, check_run
+from pipeline.config.cross_checks import check_config, check_run
 from pipeline.errors import ConfigError
-from slurm.launch.compose import compose_config, config_groups
+from slurm.submission.compose_config import compose_config, config_groups
 
 
 @pytest.mark.parametrize("loss", config_groups()["loss"])

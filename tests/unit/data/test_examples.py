@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.data import ColumnsConfig, SourceConfig
+from pipeline.config.data_keys import ColumnsConfig, SourceConfig
 from pipeline.data import Examples
-from pipeline.data.content import Content
+from pipeline.data.dataset_digest import Content
 from pipeline.data.examples import RowError
 from pipeline.errors import ConfigError
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipeline.errors import DeadlineError, RendezvousError
-from pipeline.world.assignment import assign, check_world
-from pipeline.world.plan import Card, Plan, Seat, Slot, World, make_plan
-from slurm.rendezvous.meeting import Claim, Lease, meet
-from slurm.rendezvous.roster import Roster, name_ranks
+from pipeline.topology.assignment import assign, check_world
+from pipeline.topology.plan import Card, Plan, Seat, Slot, World, make_plan
+from slurm.rendezvous.membership import Roster, name_ranks
+from slurm.rendezvous.rank_meeting import Claim, Lease, meet
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, Version, View

@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from pipeline.roles.context import RoleContext
-from pipeline.system import heartbeat
-from pipeline.system.outages import OUTAGE_SECONDS, retry_transient
-from pipeline.training.dispatch.control import Control
-from pipeline.training.dispatch.ranks import STOP, Deadlines, Site
-from pipeline.training.workers.worker import ModelWorker
-from pipeline.world.plan import Placement, World
-from slurm.node.supervisor import launch_of
+from pipeline.roles.role_context import RoleContext
+from pipeline.topology.plan import Placement, World
+from pipeline.train.controller.operation_runner import Control
+from pipeline.train.controller.rank_process import STOP, Deadlines, Site
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.utils import heartbeat
+from pipeline.utils.fs_retry import OUTAGE_SECONDS, retry_transient
+from slurm.agent.supervisor import launch_of
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun

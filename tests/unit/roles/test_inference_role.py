@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.config.serving import ATTENTION_LAYERS, MLP_LAYERS
+from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError, ImpostorError
+from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.vllm.kv_cache_size import SHARED
+from pipeline.inference.vllm.plugin import MODEL
 from pipeline.roles import inference
-from pipeline.system.network import KEPT_SECONDS
-from pipeline.weights.fast_logprobs import SWITCH
-from pipeline.weights.plugin import MODEL
-from pipeline.weights.shared_gpu import SHARED
-from pipeline.world.plan import Placement
+from pipeline.topology.plan import Placement
+from pipeline.utils.network_interfaces import KEPT_SECONDS
 from tests.fakes.configs import make_config
 from tests.fakes.http_server import PASSWORD, HttpServer, Request
 
@@ -50,7 +50,7 @@ def test_a_server_gets_the_path_of_its_secret_and_asks_for_no_key_of_the_users()
     environment = inference.server_environment(config(), place(), WORLD)
     assert environment["ROLLCALL_WORLD"] == str(WORLD)
     assert environment["VLLM_API_KEY"] == ""
-    assert "pipeline.weights.guard.Guard" in inference.server_command(config(), place())
+    assert "pipeline.inference.vllm.auth_middleware.Guard" in inference.server_command(config(), place())
 
 
 @pytest.mark.parametrize("fast", [True, False])

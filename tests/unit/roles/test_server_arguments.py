@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.roles import server_arguments
-from pipeline.roles.server_arguments import check_extra_args, unchecked_arguments
+from pipeline.inference.vllm import server_arguments
+from pipeline.inference.vllm.server_arguments import check_extra_args, unchecked_arguments
 from tests.fakes.configs import make_config
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

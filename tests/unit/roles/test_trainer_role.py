@@ -3,9 +3,9 @@
 import msgspec
 
 from pipeline.roles import trainer
-from pipeline.roles.context import RoleContext
-from pipeline.system.directory import FileDirectory
-from pipeline.system.network import interface_of
+from pipeline.roles.role_context import RoleContext
+from pipeline.utils.network_interfaces import interface_of
+from pipeline.utils.shared_dir import FileDirectory
 from tests.fakes.run_directory import FakeRun
 
 

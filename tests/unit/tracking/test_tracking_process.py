@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rundir.metrics import MetricSinks, roll_back
-from pipeline.tracking.process import follow_metrics
+from pipeline.run.metrics_log import MetricSinks, roll_back
+from pipeline.tracking.wandb_process import follow_metrics
 
 
 class Wandb:

@@ -3,7 +3,7 @@ token, and the answers of this release take what is said in its place, as those 
 
 from typing import Any
 
-from pipeline.weights import token_versions
+from pipeline.inference.vllm import token_versions
 
 _note = token_versions.note_versions
 

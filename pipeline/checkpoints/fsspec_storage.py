@@ -1,0 +1,115 @@
+"""A folder of files behind an fsspec URL.
+
+Owns the few operations that checkpoints need of a filesystem. Promises that on a local disk `put` is atomic and
+flushed, that listings are never taken from a cache, and that any failure of the filesystem is a `CheckpointError` that
+names the folder. Knows nothing of what the files mean.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.errors import CheckpointError, one_line
+from pipeline.utils import shared_files
+from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
+
+
+class Storage:
+    """Files below one URL; names are relative to it and use `/`."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(f"{url} is no folder that can hold checkpoints: {error}") from error
+        self.local = isinstance(self._fs, LocalFileSystem)
+
+    def url(self, name: str = "") -> str:
+        """The full address of a file or folder: a plain path on a local disk."""
+        path = self._path(name)
+        return path if self.local else str(self._fs.unstrip_protocol(path))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Replace a file, whole; on a local disk for as long as `get`, if what it fails with may pass."""
+        with self._translated("write", name):
+            if self.local:
+                path = Path(self._path(name))
+                retry_transient(f"{name} to be written", lambda: shared_files.write_atomic(path, data), LAST_SECONDS)
+            else:
+                self._fs.pipe_file(self._path(name), data)
+
+    def get(self, name: str) -> bytes | None:
+        """The content of a file, or None when there is none."""
+        with self._translated("read", name):
+            try:
+                return retry_transient(
+                    f"{name} to be read", lambda: bytes(self._fs.cat_file(self._path(name))), LAST_SECONDS
+                )
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def folders(self, name: str = "") -> list[str]:
+        """Names of the folders in a folder; empty when there is none."""
+        with self._translated("list", name):
+            self._fs.invalidate_cache()
+            try:
+                entries = self._fs.ls(self._path(name), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(_last(entry["name"]) for entry in entries if entry["type"] == "directory")
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Size in bytes of each file directly in a folder; empty when there is none."""
+        with self._translated("list", name):
+            self._fs.invalidate_cache()
+            try:
+                entries = self._fs.ls(self._path(name), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            return {_last(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to read from, anywhere."""
+        with self._translated("read", name):
+            self._fs.invalidate_cache()
+            with self._fs.open(self._path(name), "rb") as file:
+                yield file
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; nothing happens when it is absent."""
+        with self._translated("remove", name):
+            self._fs.invalidate_cache()
+            try:
+                self._fs.rm(self._path(name), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def remove_empty(self, name: str) -> None:
+        """Remove a folder that nothing is in; on an object store there is none then."""
+        if self.local:
+            with suppress(OSError):
+                Path(self._path(name)).rmdir()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}".rstrip("/")
+
+    @contextmanager
+    def _translated(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot {doing} {self.url(name)}: {error.strerror or error}") from error
+        except Exception as error:  # each driver has errors of its own kind
+            reason = one_line(error)
+            raise CheckpointError(f"cannot {doing} {self.url(name)}: {reason}") from error
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,188 @@
+"""Saving and loading sharded tensors, as collective operations of the trainer's ranks.
+
+Owns the use of `torch.distributed.checkpoint` (DCP). Promises that `save` returns on every rank only after the commit,
+that it raises the same `CheckpointError` on every rank when the commit did not happen, and that `load` fills the
+tensors it is given with what was committed, with any number of ranks, or says on every rank what differs. Every step is
+bounded by the process group's own timeout.
+
+`save` has three parts: begin (rank 0), write shards (every rank), commit (rank 0). The tensors must stand still until
+it returns; `pipeline.checkpoints.async_save` gives it copies, so that training need not.
+"""
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from pipeline.checkpoints.block_hashes import FileRecord
+from pipeline.checkpoints.checkpoint_store import Checkpoint, begin_commit, commit, commit_name
+from pipeline.checkpoints.fsspec_storage import Storage
+from pipeline.checkpoints.safe_metadata import read_metadata, read_value
+from pipeline.checkpoints.shard_io import METADATA, RecordingWriter, VerifyingReader
+from pipeline.checkpoints.trainer_state import TrainerState
+from pipeline.errors import CheckpointError, DamagedError, one_line
+
+Tensors = dict[str, Any]
+"""A nested tree of tensors, sharded or not, and plain values."""
+_SHOWN = 3
+T = TypeVar("T")
+
+
+def save(
+    root: str, attempt: str, state: TrainerState, tensors: Tensors, *, group: dist.ProcessGroup | None = None
+) -> Checkpoint:
+    """Commit `tensors` (each rank its shards) and `state` (rank 0's counts; job and step must be equal on all ranks).
+
+    A step that this attempt committed already is returned as it is: the tensors of a step never change. One that
+    another attempt committed is replaced, in one write of COMMIT. Raises `CheckpointError` on every rank.
+    """
+    ranks = Ranks(group)
+    storage = Storage(root)
+    existing = ranks.first_decides(lambda: begin_commit(storage, state, attempt))
+    if existing is not None:
+        return existing
+    folder = f"{commit_name(state.job, state.step)}/{attempt}"
+    shards = _write_shards(storage, folder, tensors, ranks)
+    return ranks.first_decides(lambda: commit(storage, state, attempt, shards, ranks.count))
+
+
+def load_shards(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
+    """Fill `tensors` in place from the checkpoint and return the position it was saved at.
+
+    The top names of the tree say which part of the checkpoint is meant; the rest of it is not looked at. The ranks may
+    be more or fewer than those that saved; each reads and compares with its hashes only what it needs. Raises
+    `CheckpointError` if the names, shapes or types of the tensors are not those of that part; then none of them was
+    changed. Raises `DamagedError`, on every rank, if one of them read what was not committed; then the tensors are
+    worth nothing.
+    """
+    ranks = Ranks(group)
+    state, metadata = ranks.first_decides(lambda: (checkpoint.state(), checkpoint.read(METADATA)))
+    reader = VerifyingReader(checkpoint, read_metadata(metadata, f"{checkpoint.location}/{METADATA}"))
+    planner = _ComparingPlanner(checkpoint.name)
+    try:
+        with _alone_is_fine():
+            state_dict_loader.load(tensors, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise _translate(f"cannot load {checkpoint.location}", error) from error
+    return state
+
+
+class Ranks:
+    """The ranks that save or load together; one alone when no process group exists."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if together else 0
+        self.count = dist.get_world_size(group) if together else 1
+
+    def first_decides(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises on rank 0, on every rank."""
+        outcome: list[Any] = [_outcome(work) if self.rank == 0 else None]
+        if self.count > 1:
+            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
+        return _value(outcome[0])  # type: ignore[no-any-return]
+
+    def gathered(self, work: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """The dictionaries of all ranks as one, on every rank; the error of the first rank that failed."""
+        outcomes: list[Any] = [None] * self.count
+        mine = _outcome(work)
+        if self.count > 1:
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        else:
+            outcomes[0] = mine
+        return {name: value for outcome in outcomes for name, value in _value(outcome).items()}
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except CheckpointError as error:
+        return error
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """DCP warns when there is no process group; here that is one process on purpose."""
+    if dist.is_available() and dist.is_initialized():
+        yield  # the filters of warnings are for all threads: leave them alone when training goes on meanwhile
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks) -> dict[str, FileRecord]:
+    """Write every rank's shards; what was written, by file, on every rank."""
+    writer = RecordingWriter(storage.url(folder), flush=storage.local)
+    try:
+        with _alone_is_fine():
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=ranks.group)
+    except CheckpointException as error:
+        raise _translate(f"cannot save {storage.url(folder)}", error) from error
+    written = ranks.gathered(lambda: writer.records)
+    if unwritten := ranks.first_decides(lambda: writer.named) - written.keys():
+        raise CheckpointError(f"cannot save {storage.url(folder)}: nobody wrote {', '.join(sorted(unwritten))}")
+    return written
+
+
+class _ComparingPlanner(DefaultLoadPlanner):
+    """Refuses a checkpoint of other tensors before any is read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def create_local_plan(self) -> LoadPlan:
+        parts = tuple(f"{name}." for name in self.original_state_dict)
+        if differing := _differences(self.state_dict, self.metadata, parts):
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_SHOWN])}{more}")
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], read_value(value, name))
+
+
+def _differences(wanted: Tensors, metadata: Metadata | None, parts: tuple[str, ...]) -> list[str]:
+    everything = metadata.state_dict_metadata if metadata else {}
+    saved = {name: form for name, form in everything.items() if f"{name}.".startswith(parts)}
+    lines = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
+    lines += [f"{name} is only in it" for name in sorted(saved.keys() - wanted.keys())]
+    pairs = [(name, _form(wanted[name]), _form(saved[name])) for name in sorted(wanted.keys() & saved.keys())]
+    return lines + [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+
+
+def _form(value: Any) -> str:
+    """Shape and type of a tensor; `a value` for everything else."""
+    if isinstance(value, TensorStorageMetadata):
+        return f"{value.properties.dtype} {tuple(value.size)}".removeprefix("torch.")
+    if isinstance(value, BytesStorageMetadata) or not hasattr(value, "shape"):
+        return "a value"
+    return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+
+
+def _translate(what: str, error: CheckpointException) -> CheckpointError:
+    """What one rank read that was not committed, or else the first rank's own reason, in one line."""
+    rank, (reason, _) = min(
+        error.failures.items(), key=lambda item: (not isinstance(item[1][0], DamagedError), item[0])
+    )
+    if isinstance(reason, CheckpointError):
+        return reason
+    return CheckpointError(f"{what}: rank {rank}: {one_line(reason)}")

@@ -1,0 +1,334 @@
+"""What only several keys together can get wrong.
+
+Owns the rules between keys, and between a config and its model, that `pipeline.config` cannot see in one value.
+Promises that a config which passes can be carried out by this version, as far as its numbers tell. Reads nothing but
+whether directories exist; run once by a submission, before anything is started.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+
+from pipeline.config import RunConfig
+from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.config.evaluation_keys import check_sets
+from pipeline.config.key_relevance import default_of, unread, value_of
+from pipeline.errors import ConfigError
+
+_TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
+"""Of one token in a group on its way to the trainer: id, mask, log-probability, version; and a teacher's
+log-probability (`pipeline.transport.sample_records`)."""
+
+_SAMPLE_BYTES = 512
+"""Of a sample besides its tokens, generously."""
+
+MOST_SHARED = 0.7
+"""Of a GPU, for the servers that share it with a process of the trainer."""
+
+
+SLURM_KEYS = tuple(
+    key
+    for key in ClusterConfig.model_fields
+    if key != "kind" and (key == "notice_seconds" or not key.endswith("_seconds"))
+)
+"""The keys of `cluster` that say nothing on one machine."""
+
+
+def check_run(config: RunConfig, positions: int | None = None) -> None:
+    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.train.train_jobs.check_alone`
+    looks at each."""
+    _something_is_trained(config)
+    if config.has_servers:
+        _servers_have_gpus(config)
+    if config.has_rollouts:
+        check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
+    check_config(config, positions)
+
+
+def check_config(config: RunConfig, positions: int | None = None) -> None:
+    """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
+    rollout_rules = _ROLLOUT_RULES if config.has_rollouts else _EVALUATION_RULES if config.evaluation.alone else ()
+    for rule in (*_RULES, *rollout_rules):
+        rule(config)
+    if positions is not None and config.model.max_length > positions:
+        expected = f"at most {positions}, the model's max_position_embeddings"
+        raise ConfigError("model.max_length", config.model.max_length, expected, f"set model.max_length={positions}")
+
+
+def check_parallel(config: RunConfig, heads: int | None) -> None:
+    """`ConfigError` unless a server's GPUs can share the model's attention heads evenly, if their number is known."""
+    gpus = config.resources.inference.gpus
+    if heads is not None and gpus > 1 and heads % gpus:
+        expected = f"a divisor of {heads}, the model's num_attention_heads, which the GPUs of a server share evenly"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "change it")
+
+
+def check_adapters(config: RunConfig, experts: int) -> None:
+    """`ConfigError` where servers on CPUs would have to serve adapters on a mixture of so many experts."""
+    adapters = config.serve.enabled or config.model.lora.rank
+    if adapters and experts and config.has_servers and config.resources.device == "cpu":
+        expected = (
+            f"a model without experts (it has {experts}) for adapters on CPUs, where vLLM serves none on mixtures"
+        )
+        raise ConfigError("model.path", config.model.path, expected, "choose another model, or resources.device=cuda")
+
+
+def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
+    """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
+    parts = config.training.mini_batches
+    if prompts % parts:
+        expected = f"a divisor of {says} ({prompts}), since each takes whole prompts"
+        raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
+
+
+def check_address(key: str, url: str, mend: str) -> None:
+    """`ConfigError` unless `url` is an absolute path, or a URL that all nodes see alike and fsspec can open."""
+    protocol, is_url, place = url.partition("://")
+    if url.startswith("/"):
+        return
+    if not is_url or protocol == "memory":
+        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", mend)
+    if not place.strip("/"):
+        raise ConfigError(key, url, f"a bucket or a folder after {protocol}://", mend)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+
+
+def _something_is_trained(config: RunConfig) -> None:
+    training = config.training
+    if config.serve.enabled and (training.jobs or config.has_sft):
+        key, value = ("training.jobs", training.jobs) if training.jobs else ("training.warm_start", "set")
+        raise ConfigError(key, value, "nothing where clients say what is trained (serve.enabled)", "leave it out")
+    if training.jobs:
+        start = training.warm_start
+        asked = {"steps": training.steps, "warm_start.steps": start.steps, "warm_start.epochs": start.epochs}
+        for key, steps in asked.items():
+            if steps:
+                expected = "0 with training.jobs: each job says its own steps"
+                raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
+    elif config.evaluation.alone:
+        if config.has_rollouts or config.has_sft or config.serve.enabled:
+            raise ConfigError("evaluation.alone", True, "a run that does nothing else", "use launchers/evaluate.py")
+    elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
+        mend = "set it, or training.warm_start.steps for SFT alone"
+        raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
+
+
+def _epochs_are_of_data(config: RunConfig) -> None:
+    start = config.training.warm_start
+    if start.epochs and start.steps:
+        raise ConfigError("training.warm_start.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
+    if start.epochs and not config.data.path:
+        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.warm_start.epochs)"
+        raise ConfigError("data.path", "", expected, "set it, or training.warm_start.steps in place of epochs")
+
+
+def _data_is_trained(config: RunConfig) -> None:
+    data = config.data
+    if data.path and not config.has_sft:
+        mend = "set training.warm_start.epochs, or for RL task.options.path"
+        raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", mend)
+    for key in ("eval_path", "eval_split", "eval_rows"):
+        if getattr(data, key) and not data.path:
+            raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")
+
+
+def _servers_have_gpus(config: RunConfig) -> None:
+    gpus, device = config.resources.inference.gpus, config.resources.device
+    if device == "cuda" and not gpus:
+        expected = "1 or more with resources.device=cuda: each server computes on GPUs of its own"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
+    if config.weights_backend == "nccl" and device != "cuda":
+        raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
+    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1 and not config.model.lora.rank:
+        expected = "1 for a whole model over gloo (inference.backend=gloo), which feeds one process"
+        raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1, or leave inference.backend out")
+
+
+def _shared_gpus_have_room(config: RunConfig) -> None:
+    wanted, memory = config.resources, config.inference.gpu_memory
+    if wanted.inference.per_gpu > 1 and wanted.inference.gpus != 1:
+        expected = "1, where each server has one GPU only (resources.inference.gpus=1)"
+        raise ConfigError("resources.inference.per_gpu", wanted.inference.per_gpu, expected, "leave it out")
+    if wanted.share_gpus and wanted.device == "cpu":
+        raise ConfigError("resources.share_gpus", True, "false with resources.device=cpu", "leave it out")
+    if wanted.share_gpus and memory > MOST_SHARED:
+        expected = f"at most {MOST_SHARED} with resources.share_gpus, since the trainer needs the rest"
+        mend = "--dry-run says what the trainer needs; 0.4 is a good start"
+        raise ConfigError("inference.gpu_memory", memory, expected, mend)
+
+
+def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
+    gpus, mend = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
+    if config.resources.device == "cuda" and gpus != 1:
+        expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
+        raise ConfigError("resources.trainer.gpus", gpus, expected, mend)
+    if gpus > 1:
+        raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", mend)
+
+
+def _slurm_keys_need_slurm(config: RunConfig) -> None:
+    if config.cluster.kind == "slurm":
+        if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
+            expected = "no dependency of your own with cluster.max_jobs, which makes each job wait for an earlier one"
+            raise ConfigError("cluster.sbatch.dependency", waits, expected, "set one of the two")
+        return
+    plain = ClusterConfig(kind="local")
+    for key in SLURM_KEYS:
+        value = getattr(config.cluster, key)
+        if value != getattr(plain, key):
+            raise ConfigError(f"cluster.{key}", value, "nothing, without Slurm", "set cluster=slurm, or leave it out")
+    if config.resources.layout == "het":
+        raise ConfigError("resources.layout", "het", "one, without Slurm", "set cluster=slurm, or leave it out")
+
+
+def _het_needs_services(config: RunConfig) -> None:
+    if config.resources.layout == "het" and not config.has_rollouts:
+        expected = "one with training.steps=0: the trainer is the only role"
+        raise ConfigError("resources.layout", "het", expected, "leave it out")
+    if config.resources.layout == "het" and not config.resources.services.nodes:
+        expected = "1 with resources.layout=het, whose first component they are"
+        raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
+
+
+def _what_is_set_is_read(config: RunConfig) -> None:
+    for key, value, reader in unread(config):
+        found = f"{reader.key}={value_of(config, reader.key)}"
+        expected = f"its default ({default_of(key)!r}), since {found} does not read it"
+        raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
+
+
+def _kl_has_a_gradient(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
+        expected = "k2 or k3 with loss.kl_in=loss: as a term of the loss, the gradient of k1 has mean zero"
+        mend = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
+        raise ConfigError("loss.kl_estimator", "k1", expected, mend)
+
+
+def _a_teacher_is_heard(config: RunConfig) -> None:
+    teacher, loss = config.teacher, config.loss
+    if not teacher.url:
+        if teacher.model:
+            raise ConfigError("teacher.model", teacher.model, "nothing without teacher.url", "set that too")
+        return
+    if not teacher.model:
+        raise ConfigError("teacher.model", "", "the model's name at teacher.url", "set it")
+    if teacher.key_file and not Path(teacher.key_file).is_file():
+        raise ConfigError("teacher.key_file", teacher.key_file, "a file with the key", "there is none; mend the path")
+    if not config.has_rollouts:
+        raise ConfigError("teacher.url", teacher.url, "nothing in a run that samples nothing to train", "leave it out")
+    if not loss.kl:
+        raise ConfigError("loss.kl", 0.0, "above 0 with teacher.url: the weight of its divergence", "set loss.kl=1")
+    if loss.reference_every:
+        expected = "0 with teacher.url, which is the reference"
+        raise ConfigError("loss.reference_every", loss.reference_every, expected, "leave it out")
+    if config.rollout.temperature != 1:
+        expected = "1 with teacher.url, which knows no other"
+        raise ConfigError("rollout.temperature", config.rollout.temperature, expected, "leave it out")
+    if config.training.zero_advantage == "drop":
+        expected = "keep with teacher.url: samples that score alike teach there"
+        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out")
+
+
+def _only_groups_are_filtered(config: RunConfig) -> None:
+    if config.training.zero_advantage == "drop" and config.loss.advantage in ("batch", "gae"):
+        expected = f"keep with loss.advantage={config.loss.advantage}: samples that score alike teach there"
+        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out, or choose a group's baseline")
+
+
+def _adapters_are_there(config: RunConfig) -> None:
+    lora = config.model.lora
+    if lora.adapter and not Path(lora.adapter).is_dir():
+        raise ConfigError(
+            "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"
+        )
+
+
+def _rewards_have_functions(config: RunConfig) -> None:
+    functions, weights = config.reward.functions, config.reward.weights
+    if weights and len(weights) != len(functions):
+        expected = f"one for each of reward.functions ({len(functions)})"
+        raise ConfigError("reward.weights", list(weights), expected, "leave it out: then each counts 1")
+    if config.reward.calls == "group" and not functions:
+        expected = "sample, since reward.functions is empty"
+        raise ConfigError("reward.calls", "group", expected, "leave it out, or name functions")
+    twice = [name for name in functions if functions.count(name) > 1]
+    if twice:
+        raise ConfigError("reward.functions", list(functions), "each function once", f"{twice[0]} is there twice")
+
+
+def _groups_can_succeed(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.min_samples > rollout.samples:
+        expected = f"at most rollout.samples ({rollout.samples})"
+        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise samples")
+
+
+def _turns_leave_room_for_prompts(config: RunConfig) -> None:
+    most, length = config.rollout.max_tokens, config.model.max_length
+    if most >= length:
+        expected = f"less than model.max_length ({length}), which holds the prompt too"
+        raise ConfigError("rollout.max_tokens", most, expected, "lower it or raise model.max_length")
+
+
+def _samples_fit_micro_batches(config: RunConfig) -> None:
+    budget, length = config.training.micro_batch_tokens, config.model.max_length
+    if budget < length:
+        expected = f"at least model.max_length ({length}), so that every sample fits"
+        raise ConfigError("training.micro_batch_tokens", budget, expected, "raise it or lower model.max_length")
+
+
+def _sets_can_be_asked(config: RunConfig) -> None:
+    if config.evaluation.command and not config.evaluation.alone:
+        expected = "nothing in a run that trains, whose servers take tokens only"
+        raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
+    check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
+
+
+def _a_mask_has_a_lag(config: RunConfig) -> None:
+    if config.training.stale == "mask" and not config.training.max_lag:
+        expected = "refuse with training.max_lag=0, where all of a sample is of the weights that train"
+        raise ConfigError("training.stale", "mask", expected, "leave it out, or raise training.max_lag")
+
+
+def _groups_fit_streams(config: RunConfig) -> None:
+    token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0)
+    sample = config.model.max_length * token + _SAMPLE_BYTES
+    least = 2 * config.rollout.samples * sample
+    if config.streams.budget_bytes < least:
+        expected = f"at least {least}, two of the largest groups (rollout.samples × model.max_length tokens)"
+        raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
+
+
+def _checkpoints_can_be_kept(config: RunConfig) -> None:
+    mend = "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
+    if config.training.checkpoints:
+        check_address("training.checkpoints", config.training.checkpoints, mend)
+
+
+_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _a_trainer_process_has_one_gpu,
+    _shared_gpus_have_room,
+    _slurm_keys_need_slurm,
+    _het_needs_services,
+    _what_is_set_is_read,
+    _kl_has_a_gradient,
+    _a_teacher_is_heard,
+    _only_groups_are_filtered,
+    _adapters_are_there,
+    _rewards_have_functions,
+    _samples_fit_micro_batches,
+    _checkpoints_can_be_kept,
+    _epochs_are_of_data,
+    _data_is_trained,
+)
+
+_EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _sets_can_be_asked)
+"""Of what is sampled to be scored."""
+
+_ROLLOUT_RULES = (_groups_can_succeed, _a_mask_has_a_lag, _groups_fit_streams, *_EVALUATION_RULES)
+"""Of what is sampled to be trained, too."""

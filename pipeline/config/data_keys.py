@@ -1,0 +1,102 @@
+"""The keys that say which conversations are trained: where rows come from, what their columns mean, what counts.
+
+Owns `data.*`. A `SourceConfig` is what any reader of rows needs; `DataConfig` adds what supervised fine-tuning makes of
+them. Must not know how a row is read or rendered.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipeline.config.value_types import NotNegative, Section
+from pipeline.errors import ConfigError
+
+
+class ColumnsConfig(Section):
+    """Names of a dataset's columns. A missing column is an error only if its name was set."""
+
+    messages: str = Field("messages", description="Column with the whole conversation, a list of messages.")
+    prompt: str = Field("prompt", description="Column with the prompt: a text, or a list of messages.")
+    completion: str = Field("completion", description="Column with the answer to the prompt: a text, or messages.")
+    tools: str = Field("tools", description="Column with the tools that a conversation may call, as JSON schemas.")
+
+
+class SourceConfig(Section):
+    """The source of rows."""
+
+    path: str = Field(
+        "",
+        description="A file (`.jsonl`, `.json`, `.parquet`), a folder of them or of a saved dataset, or a name on the "
+        "Hugging Face Hub; empty: none.",
+    )
+    subset: str = Field("", description="Subset (configuration) of a dataset on the Hub.")
+    revision: str = Field("", description="Branch, tag or commit of a dataset on the Hub.")
+    split: str = Field("train", description="Split to read; slices such as `train[:10%]` are allowed.")
+    columns: ColumnsConfig = Field(ColumnsConfig(), description="Names of the columns, with keys as `data.columns.*`.")
+
+
+class DataConfig(SourceConfig):
+    """The conversations of supervised fine-tuning; without a path it trains the task's demonstrations."""
+
+    eval_path: str = Field("", description="Source of the held-out rows; empty: data.path.")
+    eval_split: str = Field(
+        "", description="Split of the held-out rows; empty: the last data.eval_rows rows of data.split."
+    )
+    eval_rows: NotNegative = Field(
+        0, description="Number of held-out rows: the first of data.eval_split, or without it the last of data.split."
+    )
+    train_on: Literal["all", "last", "each"] = Field(
+        "all",
+        description="Trained assistant turns: `all` of a conversation, the `last` one, or `each` as a separate row "
+        "with its context, as needed for templates that drop the reasoning of earlier turns.",
+    )
+    shuffle: bool = Field(True, description="Shuffle the rows of each epoch, by seed.")
+    overlong: Literal["drop", "refuse"] = Field(
+        "drop", description="Rows of more than model.max_length tokens: `drop` and count them, or `refuse` the run."
+    )
+    invalid: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="Rows that cannot be trained: `refuse` the run and name the first one, or `drop` and count them.",
+    )
+
+
+def base_split(split: str) -> str:
+    """A split without the slice of it."""
+    return split.partition("[")[0]
+
+
+def refuse_overlap(train: SourceConfig, held_out: SourceConfig, section: str) -> None:
+    """`ConfigError` when rows to train are held out too: one split of one path is read twice, once or twice whole.
+
+    Whether two slices of it overlap is not looked at.
+    """
+    same = _whole(train.path) == _whole(held_out.path) and base_split(train.split) == base_split(held_out.split)
+    if same and not ("[" in train.split and "[" in held_out.split):
+        expected = f"other rows than those of split={train.split}"
+        mend = "name another split, or slices of both, as train[:90%] and train[90%:]"
+        raise ConfigError(f"{section}.eval_split", held_out.split, expected, mend)
+
+
+def located_data(data: DataConfig) -> DataConfig:
+    """The same data from whatever directory one looks: paths of what is on disk are absolute."""
+
+    return data.model_copy(update={"path": _whole(data.path), "eval_path": _whole(data.eval_path)})
+
+
+def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the options of a task that reads a dataset, or works on one that does, or starts a command."""
+    return {key: _located(key, value) for key, value in options.items()}
+
+
+def _located(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return located_options(value)
+    if key == "command" and isinstance(value, Sequence) and not isinstance(value, str):
+        return [_whole(part) if isinstance(part, str) and Path(part).is_file() else part for part in value]
+    return _whole(value) if key in ("path", "eval_path") and isinstance(value, str) else value
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).resolve()) if path and Path(path).exists() else path

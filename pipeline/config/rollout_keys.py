@@ -1,0 +1,81 @@
+"""The keys that say how samples are made: what the actor asks for, and of which servers.
+
+Owns `rollout.*` and `inference.*`. How many servers there are, and where, is in `pipeline.config.cluster_keys`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.config.value_types import Bytes, Fraction, NotNegative, Positive, Seconds, Section, Texts
+
+
+class RolloutConfig(Section):
+    """How the actor samples."""
+
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group size).")
+    extra_samples: NotNegative = Field(
+        0,
+        description="Over-sampling: additional samples started for each prompt. The first rollout.samples that end "
+        "form the group, and the stragglers are canceled. Favors short samples (docs/algorithms.md).",
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
+    max_tokens: Positive = Field(32, description="Largest number of tokens sampled in one turn.")
+    concurrency: Positive = Field(64, description="Groups in flight over all servers.")
+    request_seconds: Seconds = Field(
+        120, description="Timeout of a request on one server; then another server continues it from its sampled tokens."
+    )
+    request_tokens: Positive = Field(
+        4096,
+        description="Largest number of tokens sampled by one request; longer turns are requested in pieces of this "
+        "length.",
+    )
+    episode_seconds: Annotated[float, Field(ge=0)] = Field(
+        600,
+        description="Timeout of the task's own time in one sample, such as for tools, in seconds; then the sample "
+        "fails with this reason. Waiting for the servers does not count. 0: no limit.",
+    )
+    kept_bytes: NotNegative = Field(
+        1 << 30,
+        description="Largest size of the readable samples in the run directory, in bytes (docs/rollouts.md); 0: none.",
+    )
+    min_samples: Positive = Field(2, description="A group with fewer successful samples is recorded as failed.")
+    give_up_after: Positive = Field(
+        256, description="The run stops when this many samples in a row have failed because of the task."
+    )
+
+
+class InferenceConfig(Section):
+    """The vLLM servers."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="Transport of the weights: `gloo`, over TCP; `nccl`, from GPU to GPU. Servers are paused only for "
+        "an update of full weights over gloo. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
+    )
+    update: Literal["keep", "wait", "abort"] = Field(
+        "keep",
+        description="Requests in flight during an update: `keep` them running, `wait` for their end, or `abort` and "
+        "retry them.",
+    )
+    recompute_kv: bool = Field(
+        False, description="With `keep`: prefill the requests in flight again with the new weights."
+    )
+    update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
+    kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
+    gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU's memory for a server.")
+    api_processes: Positive = Field(
+        4,
+        description="HTTP processes of each server (GPU); small models use more. Always one if a server loads "
+        "adapters.",
+    )
+    max_sequences: Positive = Field(256, description="Largest number of concurrent sequences of a server.")
+    restarts: NotNegative = Field(
+        3, description="Number of restarts of a crashed or hung server before it ends the attempt."
+    )
+    fast_logprobs: bool = Field(
+        True,
+        description="Send log-probabilities from vLLM's engine as plain numbers, which costs the engine less; the "
+        "values are the same. With vLLM 0.25 this also sends the policy version of each token.",
+    )
+    extra_args: Texts = Field((), description="Additional command-line arguments for vLLM's server.")

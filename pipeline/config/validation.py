@@ -1,0 +1,101 @@
+"""From a composed tree to a typed config, and what is said of a tree that is none.
+
+Owns the way of plain values into `RunConfig`, the list of all keys, and the words for a wrong one: `ConfigError` names
+the key, the value, what was expected and how to mend it. The keys themselves are in `pipeline.config.schema`.
+"""
+
+import difflib
+from collections.abc import Collection
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from pipeline.config.key_aliases import suggest_key
+from pipeline.config.schema import RunConfig
+from pipeline.config.value_types import FORMS
+from pipeline.errors import ConfigError
+
+
+def load_config(tree: dict[str, Any]) -> RunConfig:
+    """The typed config of a composed tree of plain values; else `ConfigError` for the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _config_error(error.errors()[0]) from None
+
+
+NAMED = "<name>"
+"""Stands in a known key for a name that the user gives."""
+
+
+def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key of the config with its field, in the order of definition.
+
+    Below a mapping of sections by name, `NAMED` stands for each name: `evaluation.sets.<name>.samples`.
+    """
+    keys: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys |= known_keys(field.annotation, f"{prefix}{name}.")
+            continue
+        keys[prefix + name] = field
+        if (named := named_section(field)) is not None:
+            keys |= known_keys(named, f"{prefix}{name}.{NAMED}.")
+    return keys
+
+
+def named_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a mapping has under each of its names; None for every other field."""
+    inner = get_args(field.annotation) if get_origin(field.annotation) is dict else ()
+    return next((kind for kind in inner[1:] if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def is_list(field: FieldInfo | None) -> bool:
+    """Whether a key's value is a list."""
+    return field is not None and get_origin(field.annotation) is tuple
+
+
+def known_form(key: str, keys: Collection[str]) -> str:
+    """A dotted key as `known_keys` spells it: with `NAMED` in the place of a name that the user gave.
+
+    >>> known_form("evaluation.sets.hard.every", known_keys())
+    'evaluation.sets.<name>.every'
+    """
+    for known in keys:
+        head, mark, _ = known.partition(NAMED)
+        if mark and key.startswith(head):
+            _, dot, rest = key.removeprefix(head).partition(".")
+            return f"{head}{NAMED}{dot}{rest}"
+    return key
+
+
+def nearest(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
+    """`did you mean …?` for a misspelt word, or the list to choose from; `otherwise` when that would be long."""
+    close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]}?"
+    if len(among) > 20:
+        return otherwise
+    return f"choose from: {', '.join(sorted(among))}"
+
+
+def _config_error(details: ErrorDetails) -> ConfigError:
+    key = ".".join(str(part) for part in details["loc"] if part != "[key]")
+    known = known_keys()
+    form = known_form(key, known)
+    if details["type"] == "extra_forbidden":
+        return ConfigError(key, details["input"], "a known key", suggest_key(form, list(known)))
+    if details["type"] == "missing":
+        return ConfigError(key, None, "a value", f"set {key}=…")
+    field = known.get(form)
+    meaning = (field.description or "") if field else ""
+    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if details["type"] == "string_pattern_mismatch":
+        expected = FORMS.get(details["ctx"]["pattern"], expected)
+    choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
+    if details["type"] == "literal_error" and choices:
+        meaning = nearest(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
+    return ConfigError(key, details["input"], expected, meaning)

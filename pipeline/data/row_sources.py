@@ -1,0 +1,138 @@
+"""From a path to rows by number.
+
+Owns what a path may be and the way there: JSON files line by line, all else by the library `datasets`, which maps rows
+from disk. So a dataset may be larger than memory. Promises that what cannot be opened, lacks the split, or is of a kind
+that is not known is one `ConfigError`. `datasets` is imported when a source is opened, no earlier.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.config.data_keys import SourceConfig
+from pipeline.data.jsonl_index import SUFFIXES, JsonRows, files_of, splits_of
+from pipeline.errors import ConfigError, one_line
+
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""What a folder of `Dataset.save_to_disk` has."""
+
+
+class Rows(Protocol):
+    """Rows by number, each a mapping from column to value."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """`RecordError`, which names the row's place, when it cannot be read."""
+        ...
+
+    def place(self, index: int) -> str:
+        """The file and the line of a row; empty where that is not known."""
+        ...
+
+
+class Table:
+    """A part of some rows, which a slice of a split asks for, or all of a `datasets.Dataset`."""
+
+    def __init__(self, rows: Any, columns: Sequence[str], part: range) -> None:
+        self._rows, self._part, self.columns = rows, part, tuple(columns)
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        row: Mapping[str, Any] = self._rows[self._part[index]]
+        return row
+
+    def place(self, index: int) -> str:
+        """See `Rows`; the library `datasets` does not say where a row came from."""
+        return self._rows.place(self._part[index]) if isinstance(self._rows, JsonRows) else ""
+
+
+def open_rows(source: SourceConfig, section: str = "data") -> Rows:
+    """The rows of a split; `ConfigError`, whose key is one of `section`, for what keeps it from being read."""
+    import datasets
+
+    path = Path(source.path)
+    datasets.disable_progress_bars()
+    try:
+        return _open_here(path, source) if path.exists() else _open_hub(source)
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error.key}", error.value, error.expected, error.mend) from None
+    except Exception as error:  # noqa: BLE001 the library's errors are of every kind: all mean that it cannot be read
+        raise _error(section, source, error) from None
+
+
+def _open_here(path: Path, source: SourceConfig) -> Rows:
+    for key in ("subset", "revision"):
+        if getattr(source, key):
+            raise ConfigError(key, getattr(source, key), "nothing, for data on disk", "leave it out")
+    if path.is_dir() and any((path / name).is_file() for name in SAVED):
+        return _table(_saved(path, source))
+    found = [*path.iterdir()] if path.is_dir() else [path]
+    kinds = {file.suffix for file in found if file.suffix in (*SUFFIXES, ".parquet")}
+    if kinds == {".parquet"}:
+        return _load(str(path), source) if path.is_dir() else _load("parquet", source, data_files=str(path))
+    if kinds and kinds <= set(SUFFIXES):
+        return _read_json(path, source)
+    expected = f"a file, or a folder of files of one kind: {', '.join(SUFFIXES)} or .parquet"
+    raise ConfigError("path", source.path, expected, "convert what is there, for instance to JSONL")
+
+
+def _read_json(path: Path, source: SourceConfig) -> Rows:
+    """The rows of a file, which is the split `train`, or of a folder's files; with the slice that the split names."""
+    from datasets import ReadInstruction
+
+    split, _, _ = source.split.partition("[")
+    paths = files_of(path, split) if path.is_dir() else [path]
+    if not paths or (path.is_file() and split != "train"):
+        there = splits_of(path) if path.is_dir() else ["train"]
+        raise ConfigError("split", source.split, f"one of {', '.join(there)}, or a slice such as train[:10%]")
+    rows = JsonRows(paths)
+    (part,) = ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
+    return Table(rows, rows.columns, range(part.from_ or 0, len(rows) if part.to is None else part.to))
+
+
+def _table(table: Any) -> Rows:
+    return Table(table, table.column_names, range(len(table)))
+
+
+def _saved(path: Path, source: SourceConfig) -> Any:
+    """What `save_to_disk` wrote: one split, or several by name."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        if source.split not in saved:
+            raise ConfigError("split", source.split, f"one of {', '.join(saved)}", "set it")
+        return saved[source.split]
+    return saved
+
+
+def _open_hub(source: SourceConfig) -> Rows:
+    if source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (*SUFFIXES, ".parquet"):
+        raise ConfigError("path", source.path, "a file or folder that exists", "there is none; mend the path")
+    return _load(source.path, source, name=source.subset or None, revision=source.revision or None)
+
+
+def _load(path: str, source: SourceConfig, **settings: Any) -> Rows:
+    import datasets
+
+    return _table(datasets.load_dataset(path, split=source.split, **settings))
+
+
+def _error(section: str, source: SourceConfig, error: Exception) -> ConfigError:
+    """The library's error under the key that it is about."""
+    said = one_line(error)
+    if isinstance(error, StopIteration) or "no data" in said:  # as the library says of an empty file, an empty slice
+        return ConfigError(f"{section}.path", source.path, "a dataset with rows", f"{source.split} has none")
+    if "split" in said.lower():
+        return ConfigError(f"{section}.split", source.split, "a split that is there, or a slice of one", said)
+    if source.subset and "BuilderConfig" in said:
+        return ConfigError(f"{section}.subset", source.subset, "a subset that is there", said)
+    return ConfigError(f"{section}.path", source.path, "a dataset that can be read", said)

@@ -1,0 +1,122 @@
+"""Tasks: what is learned.
+
+| module | owns |
+|---|---|
+| `task_protocol`, `episode` | what a task is, and an episode of several turns |
+| `chat_template`, `chat_tokenizer`, `assistant_masks` | the model's view of text, and which of a conversation's tokens are trained |
+| `task_calls`, `task_worker`, `worker_pool` | the processes in which prompts and rewards are made |
+| `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user's and of the policy's |
+| `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `zero_reward` | what an answer is worth |
+| `tool_task`, `tool_call_syntax` | episodes with tools; calls of tools, as a policy writes them |
+| `arithmetic`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
+| `agent_task`, `agent_report` | episodes of an agent that is nobody's but its own, and what it says of them |
+| `verifiers/` | environments of the library verifiers |
+| `eval_set_checks` | the tasks of evaluation sets |
+
+`load_task` leads from a name in the config to a task. Promises that a wrong name or option, and a task that breaks
+while it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
+"""
+
+from pydantic import ValidationError
+
+from pipeline.config import RunConfig, TaskConfig, nearest
+from pipeline.data.chat_messages import Message
+from pipeline.environments.episode import Episode, Turn
+from pipeline.environments.sandbox import require_namespaces
+from pipeline.environments.task_protocol import Answer, Demonstration, Policy, Prompt, Task, TaskOptions, ask
+from pipeline.environments.user_imports import find, users_code
+from pipeline.errors import ConfigError
+
+__all__ = [
+    "Answer",
+    "Demonstration",
+    "Episode",
+    "Message",
+    "Policy",
+    "Prompt",
+    "Task",
+    "TaskOptions",
+    "Turn",
+    "ask",
+    "check_demonstrations",
+    "check_sandbox",
+    "check_task",
+    "load_task",
+]
+
+BUILT_IN = {
+    "agent": "pipeline.environments.agent_task:AgentTask",
+    "arithmetic": "pipeline.environments.arithmetic:Arithmetic",
+    "code": "pipeline.environments.code_task:Code",
+    "countdown": "pipeline.environments.countdown:Countdown",
+    "dataset": "pipeline.environments.dataset_task:Dataset",
+    "reasoning_gym": "pipeline.environments.reasoning_gym_task:ReasoningGym",
+    "tools": "pipeline.environments.tool_task:Tools",
+    "verifiers": "pipeline.environments.verifiers.verifiers_task:Verifiers",
+}
+
+
+def load_task(config: TaskConfig, seed: int) -> Task:
+    """The task that the config names, with its options checked; `ConfigError` for anything that keeps it from that."""
+    kind = _task_class(config.name)
+    with users_code("task.name", config.name, "a task that can be made"):
+        try:
+            options = kind.Options.model_validate(config.options)
+        except ValidationError as error:
+            raise _option_error(error, kind.Options) from None
+        return kind(options, seed)
+
+
+def check_sandbox(task: Task, config: TaskConfig) -> None:
+    """`ConfigError` if the task runs code of the policy's and this machine cannot shut it in, as `config` asks."""
+    if task.runs_code and config.sandbox == "namespaces":
+        require_namespaces()
+
+
+def check_task(task: Task, config: RunConfig) -> None:
+    """`ConfigError` unless the config's task has what its run needs: for RL prompts to train and prompts to evaluate,
+    for SFT without a dataset demonstrations."""
+    name, sft_steps = config.task.name, config.training.warm_start.steps
+    if config.has_rollouts:
+        with users_code("task.name", name, "a task with prompts and held-out prompts"):
+            if len(task) == 0:
+                raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
+            if config.cluster.kind == "local":
+                check_sandbox(task, config.task)
+            if len(task.held_out()) == 0:
+                raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
+    if sft_steps and not config.data.path:
+        check_demonstrations(task, name, "training.warm_start.steps", sft_steps)
+
+
+def check_demonstrations(task: Task, name: str, key: str, value: object = "demonstrations") -> None:
+    """`ConfigError` unless the task of this name has what the `value` of a key asks for."""
+    with users_code("task.name", name, "a task whose demonstration(0) works, for SFT"):
+        try:
+            task.demonstration(0)
+        except NotImplementedError:
+            expected = f"{'0' if isinstance(value, int) else 'packed'}, since the task {name} has no demonstrations"
+            raise ConfigError(key, value, expected, "change it, or write some") from None
+
+
+def _task_class(name: str) -> type[Task]:
+    expected = "a built-in task, or package.module:Class"
+    kind = find("task.name", BUILT_IN.get(name, name), expected, nearest(name, list(BUILT_IN)))
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise ConfigError(
+            "task.name", name, "a subclass of pipeline.environments.Task", "see pipeline/environments/task_protocol.py"
+        )
+    return kind
+
+
+def _option_error(error: ValidationError, options: type[TaskOptions]) -> ConfigError:
+    details = error.errors()[0]
+    place = ".".join(str(part) for part in details["loc"])
+    key = f"task.options.{place}" if place else "task.options"
+    if details["type"] == "extra_forbidden":
+        known = list(options.model_fields)
+        mend = nearest(place, known) if known else "this task has no options; ~task.options removes them"
+        return ConfigError(key, details["input"], "a known option", mend)
+    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    field = options.model_fields.get(str(details["loc"][0])) if details["loc"] else None
+    return ConfigError(key, details["input"], expected, (field.description or "") if field else "")

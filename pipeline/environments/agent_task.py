@@ -1,0 +1,245 @@
+"""Episodes of an agent of your own: any command, or an HTTP service.
+
+Owns the built-in task `agent`: how an agent is started with an OpenAI-compatible endpoint of the policy, what it gets
+and what it reports. Its prompts come from another task, `of`, and so does the reward if the agent reports none.
+Promises that only the agent's calls are trained, token by token as they were sampled; that a failure of an agent fails
+one sample, with the reason; and that a command ends with all that it started. Must not know how the policy is asked.
+
+A command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and
+
+    ROLLCALL_PROMPT     a JSON file: the prompt's `messages`, its `columns`, `tools`, and the name of the `model`
+    ROLLCALL_REWARD     where it may write what the episode is worth, in the form of
+    `pipeline.environments.agent_report`
+
+`{prompt}` in one of its arguments is the text of the last message. A service is posted that file, with `base_url` and
+`api_key` beside it, and answers when its episode is over, with the reward or with nothing. Either may post the reward
+to `<base URL>/reward` instead.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal, Self
+
+import aiohttp
+import psutil
+from pydantic import Field, model_validator
+
+from pipeline.config import TaskConfig
+from pipeline.environments import load_task
+from pipeline.environments.agent_report import Told, read_told
+from pipeline.environments.episode import Episode
+from pipeline.environments.reward_functions import columns_of
+from pipeline.environments.task_protocol import AgentEndpoint, Demonstration, Policy, Prompt, Task, TaskOptions
+from pipeline.environments.tool_call_syntax import Form
+from pipeline.errors import ConfigError, EpisodeError, RolloutError
+from pipeline.utils.network_interfaces import candidate_addresses
+from pipeline.utils.subprocesses import describe_exit
+
+AGENT = "agent"
+"""The tool that runs the command, in a worker process."""
+LAST_WORDS = 2000
+"""Bytes of a command's output of which the last line is told when it fails."""
+DRAIN_SECONDS = 1.0
+NO_REWARD = "the agent told no reward: write it to the file $ROLLCALL_REWARD, post it to <base URL>/reward, or set of"
+
+
+class Source(TaskOptions):
+    """Another task."""
+
+    name: str = Field("dataset", description="A built-in task, or `package.module:Class` of a custom one.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
+
+
+class AgentOptions(TaskOptions):
+    """Which agent, and what it is asked."""
+
+    command: tuple[str, ...] = Field(
+        (), description="The agent as a command and its arguments; `{prompt}` is the text of the last message."
+    )
+    service: str = Field("", description="The agent as a URL that receives prompts by POST, instead of a command.")
+    of: Source = Field(
+        Source(), description="The task with the agent's prompts; its reward counts if the agent reports none."
+    )
+    calls: Form = Field(
+        "tagged",
+        description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
+    )
+    address: Literal["loopback", "node"] = Field(
+        "loopback", description="Listening address of its endpoint: this machine only, or the node's address."
+    )
+
+    @model_validator(mode="after")
+    def _names_one_agent(self) -> Self:
+        if bool(self.command) == bool(self.service):
+            raise ValueError("a command, or the URL of a service; set task.options.command=[…]")
+        return self
+
+
+class AgentTask(Task):
+    """The reward that the agent tells, or that of the task it works on."""
+
+    name = "agent"
+    Options = AgentOptions
+    options: AgentOptions
+
+    def __init__(self, options: AgentOptions, seed: int) -> None:
+        super().__init__(options, seed)
+        source = TaskConfig(name=options.of.name, options=options.of.options)
+        try:
+            self._of = load_task(source, seed)
+        except ConfigError as error:
+            key = error.key.replace("task.", "task.options.of.", 1)
+            raise ConfigError(key, error.value, error.expected, error.mend) from None
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @property
+    def runs_code(self) -> bool:
+        return self._of.runs_code
+
+    def prompt(self, index: int) -> Prompt:
+        return self._of.prompt(index)
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._of.held_out()
+
+    def demonstration(self, index: int) -> Demonstration:
+        return self._of.demonstration(index)
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        if not self._of.scores:
+            raise ValueError(NO_REWARD)
+        return self._of.reward(prompt, text)
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        """The agent's calls; `EpisodeError` when it fails."""
+        address = "127.0.0.1" if self.options.address == "loopback" else candidate_addresses()[0]
+        async with policy.endpoint(self.options.calls, address) as endpoint:
+            if self.options.service:
+                told = await self._ask_service(prompt, endpoint)
+            else:
+                told = await self._run_command(prompt, policy, endpoint)
+        episode = endpoint.episode()
+        reward = episode.reward if told.reward is None else told.reward
+        return replace(episode, reward=reward, metrics={**episode.metrics, **told.metrics})
+
+    def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
+        """Run the command; what it told, as JSON, or `failed` with the reason."""
+        if name != AGENT:
+            return super().use(prompt, name, arguments)
+        text = str(prompt.messages[-1]["content"]) if prompt.messages else ""
+        command = [part.replace("{prompt}", text) for part in self.options.command]
+        with tempfile.TemporaryDirectory(prefix="agent-") as folder:
+            asked, told = Path(folder, "prompt.json"), Path(folder, "reward.json")
+            asked.write_text(_asked(prompt, arguments["model"]))
+            environment = {
+                **os.environ,
+                "OPENAI_BASE_URL": arguments["url"],
+                "OPENAI_API_KEY": arguments["key"],
+                "ROLLCALL_PROMPT": str(asked),
+                "ROLLCALL_REWARD": str(told),
+            }
+            failed = run_command(command, environment)
+            return json.dumps({"failed": failed, "told": told.read_text() if told.is_file() else ""})
+
+    async def _run_command(self, prompt: Prompt, policy: Policy, endpoint: AgentEndpoint) -> Told:
+        given = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
+        try:
+            ran = json.loads(await policy.run(prompt, AGENT, given))
+        except RolloutError as error:
+            raise EpisodeError(f"agent failed: {error}") from None
+        if ran["failed"]:
+            raise EpisodeError(f"agent failed: {ran['failed']}")
+        return _told(ran["told"])
+
+    async def _ask_service(self, prompt: Prompt, endpoint: AgentEndpoint) -> Told:
+        given = {"base_url": endpoint.url, "api_key": endpoint.key}
+        body = json.loads(_asked(prompt, endpoint.model)) | given
+        url, limit = self.options.service, aiohttp.ClientTimeout(total=None)  # the episode's own time bounds it
+        try:
+            async with aiohttp.ClientSession(timeout=limit) as http, http.post(url, json=body) as response:
+                answer = await response.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise EpisodeError(f"agent failed: {url} cannot be asked: {type(error).__name__}: {error}") from None
+        if response.status >= 300:
+            raise EpisodeError(f"agent failed: {url} answered with status {response.status}: {answer}")
+        return _told(answer)
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Run a command to its end, and end what it started; why it failed, with its last line, or nothing.
+
+    Only the end of what it prints is kept, so it may print without limit.
+    """
+    before = _below()
+    try:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"it cannot be started: {error}"
+    assert process.stdout is not None
+    words = LastWords(process.stdout.fileno())
+    try:
+        code = process.wait()
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for left in _below() - before:
+            with suppress(psutil.Error):
+                left.kill()
+        said = words.said()
+        process.stdout.close()
+    return "" if code == 0 else ": ".join(filter(None, (describe_exit(code), said)))
+
+
+class LastWords(Thread):
+    """Reads a pipe to its end and remembers how it ended."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(daemon=True)
+        self._descriptor, self._kept = descriptor, b""
+        self.start()
+
+    def run(self) -> None:
+        with suppress(OSError):
+            while more := os.read(self._descriptor, 1 << 16):
+                self._kept = (self._kept + more)[-LAST_WORDS:]
+
+    def said(self) -> str:
+        """The last line that is not empty."""
+        self.join(DRAIN_SECONDS)
+        lines = self._kept.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _below() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _asked(prompt: Prompt, model: str) -> str:
+    """The prompt as the agent gets it."""
+    asked = {"messages": list(prompt.messages), "tools": list(prompt.tools), "columns": columns_of(prompt)}
+    return json.dumps(asked | {"model": model}, default=str)
+
+
+def _told(text: str) -> Told:
+    """What the agent wrote or answered; an empty text reports nothing."""
+    told = read_told(text) if text.strip() and text.strip() != "null" else Told()
+    if isinstance(told, str):
+        raise EpisodeError(told)
+    return told

@@ -1,0 +1,110 @@
+"""Prompts from a dataset.
+
+Owns the built-in task `dataset`: which rows are trained and which are held out, and what a row becomes. Rewards are
+functions (`reward.functions`), which get the columns of the row. Promises that an index gives the same prompt in every
+process, and that no row is both trained and held out; that a path, split or column that is not there is a `ConfigError`
+before anything starts. How rows are read is `pipeline.data`'s.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from pydantic import Field
+
+from pipeline.config.data_keys import SourceConfig, base_split, refuse_overlap
+from pipeline.config.value_types import NotNegative
+from pipeline.data import Example, Examples
+from pipeline.environments.task_protocol import Prompt, Task, TaskOptions
+from pipeline.errors import ConfigError
+
+SECTION = "task.options"
+EVAL_ROWS = 256
+"""Most rows that are held out where the options do not say how many."""
+
+
+class DatasetOptions(SourceConfig, TaskOptions):
+    """Which rows, and how they are asked."""
+
+    eval_path: str = Field("", description="Source of the held-out rows; empty: `path`.")
+    eval_split: str = Field(
+        "",
+        description="Split of the held-out rows; empty: the split of `split`, without its slice, in `eval_path`; "
+        "without `eval_path` the last rows of `split`.",
+    )
+    eval_rows: NotNegative | None = Field(
+        None,
+        description="Number of held-out rows: the last of `split`, or the first of `eval_split`; 0: all rows of "
+        "`eval_split`. Unset: at most 256, and at most a tenth of `split`, but at least one.",
+    )
+    system: str = Field("", description="System message before each prompt that has none; empty: none.")
+    plain: bool = Field(
+        False, description="Pass prompts and completions to functions of TRL's form as texts, not as messages."
+    )
+
+    @property
+    def apart(self) -> bool:
+        """Whether held-out rows lie in a place of their own."""
+        return bool(self.eval_path or self.eval_split)
+
+    def held_out(self) -> SourceConfig:
+        """Where the held-out rows are read."""
+        where = {"path": self.eval_path or self.path, "split": self.eval_split or base_split(self.split)}
+        return SourceConfig(subset=self.subset, revision=self.revision, columns=self.columns, **where)
+
+
+class Dataset(Task):
+    """One prompt a row."""
+
+    name = "dataset"
+    Options = DatasetOptions
+    options: DatasetOptions
+    scores = False
+
+    def __init__(self, options: DatasetOptions, seed: int) -> None:
+        super().__init__(options, seed)
+        if not options.path:
+            raise ConfigError(f"{SECTION}.path", "", "a file, a folder, or a name on the Hub", "set it")
+        if options.apart:
+            refuse_overlap(options, options.held_out(), SECTION)
+        self._examples = Examples.open(options, SECTION)
+        self._held_out_rows = 0 if options.apart else self._last_rows(len(self._examples))
+
+    def __len__(self) -> int:
+        return len(self._examples) - self._held_out_rows
+
+    def prompt(self, index: int) -> Prompt:
+        return self._asked(self._examples[index])
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        raise NotImplementedError("a dataset has no reward; set reward.functions")
+
+    def _last_rows(self, rows: int) -> int:
+        """How many of so many rows are held out; `ConfigError` if none would be left to train."""
+        asked = self.options.eval_rows
+        held_out = min(EVAL_ROWS, max(1, rows // 10)) if asked is None else asked
+        if held_out < rows:
+            return held_out
+        if asked is None:
+            expected = f"a dataset of 2 rows or more, one of which is held out; {self.options.split} has {rows}"
+            raise ConfigError(f"{SECTION}.path", self.options.path, expected, f"set {SECTION}.eval_path, or add rows")
+        mend = f"lower it, leave it out, or set {SECTION}.eval_split or eval_path"
+        raise ConfigError(f"{SECTION}.eval_rows", asked, f"less than the {rows} rows of the dataset", mend)
+
+    @cached_property
+    def _held_out(self) -> list[Prompt]:
+        if not self.options.apart:
+            return [self._asked(self._examples[row]) for row in range(len(self), len(self._examples))]
+        examples = Examples.open(self.options.held_out(), SECTION)
+        asked = EVAL_ROWS if self.options.eval_rows is None else self.options.eval_rows
+        count = min(asked or len(examples), len(examples))
+        return [self._asked(examples[row]) for row in range(count)]
+
+    def _asked(self, example: Example) -> Prompt:
+        system, messages = self.options.system, example.prompt
+        if system and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": system}, *messages)
+        columns = dict(example.columns)
+        return Prompt(messages, columns=columns, plain=self.options.plain, tools=example.conversation.tools)

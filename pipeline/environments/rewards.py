@@ -1,0 +1,160 @@
+"""The reward of a run: the task's own, or a weighted sum of functions.
+
+Owns what `reward.functions` names: how the functions are found and looked at, and how what they say becomes one reward.
+Promises that a function which cannot be called as it would be is a `ConfigError` before anything starts, and that a
+sample of which one function failed has no reward at all, but its reason. Loads neither torch nor transformers, unless a
+function does.
+
+    r = Σ weight · score, over the functions that have something to say about the sample
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline.config import RewardConfig, nearest
+from pipeline.environments.reward_functions import TRL, VERL, RewardFunction, ScorePart, columns_of
+from pipeline.environments.task_protocol import Prompt, Task
+from pipeline.environments.user_imports import find, users_code
+from pipeline.errors import ConfigError
+from pipeline.transport.value_bounds import MOST_REWARD
+
+TASK = "task"
+"""The task's own reward, among the functions."""
+KEY = "reward.functions"
+FORMS = "a function of (prompts, completions, **columns) or (data_source, solution_str, ground_truth, extra_info)"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ANY = inspect.Parameter.VAR_KEYWORD
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a sample is worth, and the numbers behind it by their names in metrics."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Mixture:
+    """The functions of a config by name and weight; knows them by what the config says, and imports none."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.names = names_of(config.functions or (TASK,))
+        self.whole_groups = config.calls == "group"
+        self._alone = not config.functions
+        self._weights = config.weights or (1.0,) * len(self.names)
+
+    def title(self, which: int) -> str:
+        """What function number `which` is called in a reason."""
+        return "reward" if self._alone else f"reward {self.names[which]}"
+
+    def combine(self, parts: Sequence[ScorePart | str]) -> Score | str:
+        """The reward of a sample, of what each function says of it, in order; or why there is none."""
+        score, metrics = 0.0, {}
+        scored = False
+        for name, weight, part in zip(self.names, self._weights, parts, strict=True):
+            if isinstance(part, str):
+                return part
+            if part.score is not None:
+                scored = True
+                score += weight * part.score
+                metrics[f"rewards/{name}"] = part.score
+            metrics |= {f"rewards/{name}/{also}": value for also, value in part.metrics.items()}
+        if not scored:
+            return "no reward function has a score: each gave None"
+        if not abs(score) <= MOST_REWARD:
+            return f"reward is too large: {score:g}, beyond ±{MOST_REWARD:.0f}"
+        return Score(score, {} if self._alone else metrics)
+
+
+def names_of(specs: Sequence[str]) -> list[str]:
+    """What each function is called in metrics and reasons: its own name, with its module's where two are alike.
+
+    >>> names_of(["a.b:right", "a.c:right", "a.c:short", "task"])
+    ['a.b.right', 'a.c.right', 'short', 'task']
+    """
+    short = [spec.rpartition(":")[2] for spec in specs]
+    return [name if short.count(name) == 1 else spec.replace(":", ".") for name, spec in zip(short, specs, strict=True)]
+
+
+def load_rewards(config: RewardConfig, task: Task) -> list[RewardFunction | None]:
+    """The functions in order, None for the task's own reward; `ConfigError` for one that cannot be used."""
+    specs, names = config.functions or (TASK,), names_of(config.functions or (TASK,))
+    for name in config.options:
+        if name not in names or name == TASK:
+            expected = "the name of a function of reward.functions"
+            raise ConfigError(f"reward.options.{name}", config.options[name], expected, nearest(name, names))
+    return [
+        None if spec == TASK else _load(spec, name, config.options.get(name, {}), task)
+        for spec, name in zip(specs, names, strict=True)
+    ]
+
+
+def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
+    """`ConfigError` unless every function can be called with what the task's prompts have."""
+    functions = load_rewards(config, task)
+    if None in functions and not task.scores:
+        expected = f"at least one function, and not `{TASK}`: the task {task_name} has no reward of its own"
+        mend = "reward.functions=[package.module:function], see docs/rewards.md"
+        raise ConfigError(KEY, list(config.functions), expected, mend)
+    with users_code("task.name", task_name, "a task whose prompt(0) works"):
+        prompt = task.prompt(0)
+    for spec, function in zip(config.functions, functions, strict=False):
+        if function is not None:
+            _check_columns(spec, function, prompt)
+
+
+def _load(spec: str, name: str, options: Mapping[str, Any], task: Task) -> RewardFunction:
+    call = find(KEY, spec, f"`{TASK}`, or package.module:function", "name the module it is in, as my_rewards:correct")
+    if not callable(call):
+        raise ConfigError(KEY, spec, FORMS, f"it is no function: {type(call).__name__}")
+    with users_code(KEY, spec, FORMS):
+        parameters = inspect.signature(call).parameters
+    named = {name for name, parameter in parameters.items() if parameter.kind in _NAMED}
+    takes = None if any(parameter.kind is _ANY for parameter in parameters.values()) else frozenset(named)
+    style = _style(spec, call, parameters, named, takes)
+    for option, value in options.items():
+        given = TRL if style == "trl" else VERL
+        if option in given or (takes is not None and option not in takes):
+            expected = f"a keyword that {name} takes and is not given otherwise"
+            raise ConfigError(f"reward.options.{name}.{option}", value, expected, f"it takes {_listed(named)}")
+    return RewardFunction(name, call, style, takes, dict(options), task.name)
+
+
+def _style(
+    spec: str,
+    call: Any,
+    parameters: Mapping[str, inspect.Parameter],
+    named: set[str],
+    takes: frozenset[str] | None,
+) -> Literal["trl", "verl"]:
+    nameless = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if inspect.isclass(call) or inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
+        raise ConfigError(KEY, spec, FORMS, "it is a class or a generator; write a function that returns")
+    if not nameless and "solution_str" in named:
+        return "verl"
+    if not nameless and ("completions" in named or (takes is None and not named)):
+        return "trl"
+    raise ConfigError(KEY, spec, FORMS, f"it takes ({', '.join(parameters)})")
+
+
+def _check_columns(spec: str, function: RewardFunction, prompt: Prompt) -> None:
+    """`ConfigError` when a function needs what nobody gives it."""
+    columns = columns_of(prompt)
+    given = {*VERL} if function.style == "verl" else {*TRL, *columns}
+    parameters = inspect.signature(function.call).parameters.values()
+    needed = {each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty}
+    missing = sorted(needed - given - function.options.keys())
+    if missing:
+        mend = f"it needs {', '.join(missing)}; give it in reward.options.{function.name}, or rename a column"
+        expected = f"a function of what prompts have: {_listed(given)}"
+        raise ConfigError(KEY, spec, expected, mend)
+    truth = {"ground_truth", "reward_model", "answer"}
+    if function.style == "verl" and not truth & columns.keys():
+        expected = "prompts with a column ground_truth, reward_model or answer"
+        raise ConfigError(KEY, spec, expected, f"they have {_listed(columns)}")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"

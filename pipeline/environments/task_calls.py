@@ -1,0 +1,159 @@
+"""What is asked of a task outside of the actor, and what becomes of it when the task does wrong.
+
+Owns the calls: prompts, their text, rewards. Promises that each gives a value that can be used or one line that says
+why there is none, whatever the task raises or returns: a reward that is no finite number is never a score. Knows
+neither processes nor deadlines, which are the pool's (`pipeline.environments.worker_pool`).
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pipeline.environments.chat_template import Template
+from pipeline.environments.guarded_call import guarded
+from pipeline.environments.reward_functions import RewardFunction, ScorePart, number
+from pipeline.environments.rewards import Score
+from pipeline.environments.task_protocol import Answer, Prompt, Task
+
+T = TypeVar("T")
+AWAITED_SHARE = 0.9
+"""Of a call's deadline, what an `async` function may take: what awaits longer is given up, and no process with it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and its messages as the chat template writes them."""
+
+    prompt: Prompt
+    text: str
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a tool answered."""
+
+    text: str
+
+
+class Calls(Protocol):
+    """The calls, made somewhere; each gives what is asked, or the reason (`what: why`) why there is none."""
+
+    async def prompt(self, index: int) -> Asked | str:
+        """Training prompt `index`."""
+
+    async def render(self, prompt: Prompt) -> Asked | str:
+        """A prompt that the caller has."""
+
+    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+        """What each answer to a prompt is worth."""
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers."""
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+        """The same of a tool without a deadline here: the caller gives up. `working` is entered while it works."""
+
+
+class LocalCalls:
+    """The calls made here and now."""
+
+    def __init__(
+        self,
+        task: Task,
+        template: Template,
+        functions: Sequence[RewardFunction | None] = (None,),
+        seconds: float = float("inf"),
+    ) -> None:
+        """`functions`: those of `reward.functions`, in order; None for the task's own reward. `seconds`: the deadline
+        of a call, which somebody else keeps for what does not await."""
+        self._task, self._template, self._functions = task, template, functions
+        self._seconds = seconds * AWAITED_SHARE
+        self._runner: asyncio.Runner | None = None
+
+    def close(self) -> None:
+        """Give back what `async` functions used."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def replies(self, method: str, shared: tuple[Any, ...], items: Sequence[Any]) -> Iterator[Any]:
+        """What `method` gives for each item, in order. An `async` function works on all of them at once."""
+        if method == "score" and self._awaits(shared[0]):
+            yield from self._scores_at_once(shared[0], shared[1], items)
+        else:
+            yield from (guarded("task raised", lambda: getattr(self, method)(*shared, item)) for item in items)  # noqa: B023
+
+    def prompt(self, index: int) -> Asked | str:
+        """Training prompt `index`."""
+        prompt = guarded("prompt raised", lambda: _prompt(self._task.prompt(index)))
+        return prompt if isinstance(prompt, str) else self.render(prompt)
+
+    def render(self, prompt: Prompt) -> Asked | str:
+        """The prompt with its text."""
+        return guarded(
+            "prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages, prompt.tools))
+        )
+
+    def score(self, which: int, prompt: Prompt, answer: Answer) -> ScorePart | str:
+        """What function number `which` says of an answer."""
+        function = self._functions[which]
+        if function is None:
+            told = answer.reward
+            return guarded(
+                "reward raised", lambda: _part(self._task.reward(prompt, answer.text) if told is None else told)
+            )
+        return self.score_all(which, prompt, (answer,))[0]
+
+    def score_all(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
+        """The same of all answers to a prompt, in one call of the function."""
+        function = self._functions[which]
+        if function is None:
+            return [self.score(which, prompt, answer) for answer in answers]
+        if not function.is_async:
+            return function.score(prompt, answers)
+        return self._loop.run_until_complete(self._limited(function, prompt, answers))
+
+    def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers."""
+        return guarded(f"tool {name} raised", lambda: Used(str(self._task.use(prompt, name, arguments))))
+
+    def _scores_at_once(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[ScorePart | str]:
+        function, loop = self._functions[which], self._loop
+        assert function is not None
+        tasks = [loop.create_task(self._limited(function, prompt, (answer,))) for answer in answers]
+        for task in tasks:
+            (part,) = loop.run_until_complete(task)
+            yield part
+
+    async def _limited(
+        self, function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]
+    ) -> list[ScorePart | str]:
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                return await function.score_async(prompt, answers)
+        except TimeoutError:
+            assert limit.expired()
+            return [f"reward {function.name} took too long: it awaited more than {self._seconds:g} s"] * len(answers)
+
+    def _awaits(self, which: int) -> bool:
+        function = self._functions[which]
+        return function is not None and function.is_async
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """One for all calls: functions keep connections that belong to theirs."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.get_loop()
+
+
+def _prompt(value: Any) -> Prompt:
+    if not isinstance(value, Prompt):
+        raise TypeError(f"expected a Prompt, found {type(value).__name__}")
+    return value
+
+
+def _part(value: Any) -> ScorePart | str:
+    score = number("reward", value)
+    return score if isinstance(score, str) else ScorePart(score)

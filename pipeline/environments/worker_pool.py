@@ -1,0 +1,317 @@
+"""Worker processes for the calls of a task.
+
+Owns how many there are, the deadline of each call, and the end of a worker that misses it or dies. Promises that
+whatever a call does costs at most the item that it was about, with its reason, and its worker; that a worker is ended
+with every process it started; that calls which wait for a worker are not at fault and never time out; and that what
+workers print is passed on at a bounded rate. Workers die with this process. Knows nothing of servers or groups.
+
+There is one worker to begin with. A call that has waited `GROW_SECONDS` for one starts another, up to `task.processes`:
+rewards that take no time need no more.
+
+    async with TaskPool(Setup(config.task, config.seed, model), startup_seconds=300) as pool:
+        asked = await pool.prompt(7)
+        scores = await pool.rewards(asked.prompt, [Answer("4"), Answer("5")])
+"""
+
+import asyncio
+import logging
+import math
+import os
+import pickle
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from pipeline.environments.guarded_call import guarded
+from pipeline.environments.reward_functions import ScorePart
+from pipeline.environments.rewards import Mixture, Score
+from pipeline.environments.task_calls import Asked, Used
+from pipeline.environments.task_protocol import Answer, Prompt
+from pipeline.environments.task_worker import LENGTH_BYTES, Call, Setup, frame
+from pipeline.errors import DeadlineError, TaskError
+from pipeline.utils.subprocesses import Leader, describe_exit
+from pipeline.utils.waiting import wait_for, within
+
+log = logging.getLogger(__name__)
+
+GROW_SECONDS = 1.0
+START_PAUSES = (0.0, 1.0, 5.0)
+END_SECONDS = 2.0
+MOST_CHILDREN = 256
+PRINT_SECONDS, PRINT_BYTES = 0.25, 1 << 14
+
+
+class Worker:
+    """One worker process. `broken` once it cannot be asked any more."""
+
+    def __init__(self) -> None:
+        """Start the process; it is of use once it is `ready`."""
+        self.broken = False
+        self.ending: asyncio.Task[None] | None = None
+        ours, its = socket.socketpair()
+        self._printed, output = os.pipe()
+        os.set_blocking(self._printed, False)
+        self._socket = ours
+        argv = (sys.executable, "-P", "-m", "pipeline.environments.task_worker")
+        try:
+            # Sets have the same order in each of them: what a task draws from one is the same everywhere.
+            environment = {**os.environ, "PYTHONHASHSEED": "0"}
+            self._process = Leader(argv, environment, stdin=its.fileno(), output=output)
+        except OSError:
+            self.close()
+            raise
+        finally:
+            its.close()
+            os.close(output)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it has many children, running or not waited for: a task that leaves some with every call."""
+        pid = self._process.pid
+        with suppress(OSError):
+            return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) > MOST_CHILDREN
+        return False
+
+    async def ready(self, setup: Setup, seconds: float) -> None:
+        """Have it load the task; `TaskError` when it cannot, `DeadlineError` after `seconds`."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._writer.write(frame(setup))
+        try:
+            wrong = await within("a process of the task to load it", self._reply(), seconds)
+        except (EOFError, OSError):
+            raise TaskError(f"a process of the task {await self._end_of_process()} while it loaded it") from None
+        if wrong is not None:
+            raise TaskError(f"a process of the task cannot load it: {wrong}")
+
+    async def answer(self, what: str, call: bytes, items: int, seconds: float) -> list[Any]:
+        """A reply for each item, or for those up to the one that broke the worker: the last one is then the reason."""
+        replies: list[Any] = []
+        self.broken = True  # until all is read: a call that is cancelled leaves replies behind
+        try:
+            self._writer.write(call)
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
+                for _ in range(items):
+                    replies.append(await self._reply())
+                    if limit.when() is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + seconds)
+        except TimeoutError:
+            return [*replies, f"{what} took too long: more than task.seconds={seconds:g}"]
+        except (EOFError, OSError):
+            return [*replies, f"{what} ended its process: {await self._end_of_process()}"]
+        self.broken = False
+        return replies
+
+    def print(self) -> bytes:
+        """Some of what it printed since the last call."""
+        try:
+            return os.read(self._printed, PRINT_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def end(self) -> None:
+        """End it and all that it started, in sessions of their own too: whatever it left is still below it."""
+        self._process.kill_all()
+
+    def close(self) -> None:
+        """Give back what it used, once it has ended."""
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        self._socket.close()
+        os.close(self._printed)
+
+    async def _reply(self) -> Any:
+        length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
+        body = await self._reader.readexactly(length)
+        return guarded("prompt cannot be pickled", lambda: pickle.loads(body))
+
+    async def _end_of_process(self) -> str:
+        """How it ended; when only its connection is closed, that."""
+        try:
+            code = await asyncio.to_thread(wait_for, "its end", self._process.poll, END_SECONDS)
+        except DeadlineError:
+            return "closed its connection"
+        return describe_exit(code)
+
+
+class TaskPool:
+    """The workers of one task, as `pipeline.environments.task_calls.Calls`; lives in one event loop."""
+
+    def __init__(self, setup: Setup, startup_seconds: float) -> None:
+        """`startup_seconds`: what a worker may take to load the task."""
+        self._setup, self._startup = setup, startup_seconds
+        self._mixture = Mixture(setup.reward)
+        self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()
+        self._workers: set[Worker] = set()
+        self._starting = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._add()
+        except BaseException:
+            await self._close()
+            raise
+        self._do(self._pass_on_prints())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def prompt(self, index: int) -> Asked | str:
+        """Training prompt `index`, or why there is none."""
+        asked: list[Asked | str] = await self._each("prompt", "prompt", (), (index,))
+        return asked[0]
+
+    async def render(self, prompt: Prompt) -> Asked | str:
+        """A prompt with its text, or why there is none."""
+        asked: list[Asked | str] = await self._each("prompt", "render", (), (prompt,))
+        return asked[0]
+
+    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+        """The reward of each answer, or why it has none. Each function is asked on its own, with its own deadline."""
+        asked = [self._parts(which, prompt, tuple(answers)) for which in range(len(self._mixture.names))]
+        told = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        return [self._mixture.combine(parts) for parts in zip(*told, strict=True)]
+
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        """What a tool of the task answers, or why it does not."""
+        used: list[Used | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
+        return used[0]
+
+    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+        """The same without a deadline: who gives up cancels this, which ends the worker with all that it started."""
+        call = guarded("prompt cannot be pickled", lambda: frame(Call("use", (prompt, name), (arguments,))))
+        if isinstance(call, str):
+            return call
+        async with self._borrowed() as worker:
+            with working:
+                (used,) = await worker.answer(f"tool {name}", call, 1, math.inf)
+        return cast(Used | str, used)
+
+    async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[ScorePart | str]:
+        """What function number `which` says of each answer."""
+        title, shared = self._mixture.title(which), (which, prompt)
+        if not self._mixture.whole_groups:
+            return await self._each(title, "score", shared, answers)
+        (told,) = await self._each(title, "score_all", shared, (answers,))
+        return [told] * len(answers) if isinstance(told, str) else told
+
+    async def _each(self, what: str, method: str, shared: tuple[Any, ...], items: tuple[Any, ...]) -> list[Any]:
+        """A reply for each item: what comes after one that breaks its worker is asked of another."""
+        replies: list[Any] = []
+        while left := items[len(replies) :]:
+            call = guarded("prompt cannot be pickled", lambda: frame(Call(method, shared, left)))
+            if isinstance(call, str):
+                return [call] * len(items)
+            async with self._borrowed() as worker:
+                replies += await worker.answer(what, call, len(left), self._setup.task.seconds)
+        return replies
+
+    @asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[Worker]:
+        worker = await self._take()
+        try:
+            yield worker
+        finally:
+            if worker.broken or worker.crowded:
+                self._do(self._replace(worker))
+            else:
+                self._free.put_nowait(worker)
+
+    async def _take(self) -> Worker:
+        """A free worker, or `TaskError` when there is none any more and none can be started."""
+        while True:
+            try:
+                async with asyncio.timeout(GROW_SECONDS):
+                    worker = await self._free.get()
+            except TimeoutError:
+                self._grow()
+                continue
+            if isinstance(worker, TaskError):
+                self._free.put_nowait(worker)
+                raise worker
+            if worker.alive:
+                return worker
+            self._do(self._replace(worker))  # it died with no call to blame: nobody's sample pays for it
+
+    async def _replace(self, worker: Worker) -> None:
+        await self._ended(worker)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Start one more worker, unless one starts already or there are enough."""
+        if not self._starting and len(self._workers) < self._setup.task.processes:
+            self._starting = True
+            self._do(self._start())
+
+    async def _start(self) -> None:
+        """One more worker. When it cannot be had, and there is no other, everybody who waits for one is told."""
+        try:
+            for pause in START_PAUSES:
+                await asyncio.sleep(pause)
+                try:
+                    await self._add()
+                    return
+                except Exception as error:  # noqa: BLE001 - the end of a background task: who waits is told
+                    log.warning("a process of the task could not be started: %s", error)
+                    failure = TaskError(f"{type(error).__name__}: {error}")
+        finally:
+            self._starting = False
+        if not self._workers:
+            self._free.put_nowait(failure)
+
+    async def _add(self) -> None:
+        worker = Worker()
+        self._workers.add(worker)
+        try:
+            await worker.ready(self._setup, self._startup)
+        except BaseException:
+            await self._ended(worker)
+            raise
+        self._free.put_nowait(worker)
+
+    async def _ended(self, worker: Worker) -> None:
+        """End a worker, once, and not by halves when this is cancelled."""
+        if worker.ending is None:
+            worker.ending = asyncio.create_task(self._end(worker))
+        await asyncio.shield(worker.ending)
+
+    async def _end(self, worker: Worker) -> None:
+        await asyncio.to_thread(worker.end)
+        _pass_on(worker.print())
+        worker.close()
+        self._workers.discard(worker)
+
+    async def _pass_on_prints(self) -> None:
+        """Into this process's log, at a bounded rate: who prints more waits, and misses the deadline of its call."""
+        while True:
+            await asyncio.sleep(PRINT_SECONDS)
+            for worker in self._workers:
+                _pass_on(worker.print())
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _close(self) -> None:
+        for task in (background := list(self._background)):
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(*(self._ended(worker) for worker in list(self._workers)))
+
+
+def _pass_on(printed: bytes) -> None:
+    if printed:
+        sys.stderr.write(printed.decode(errors="replace"))

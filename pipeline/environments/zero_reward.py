@@ -1,0 +1,13 @@
+"""Samples that earn nothing.
+
+Owns the reward function `pipeline.environments.zero_reward:nothing`, for runs that learn from something else than
+rewards, such as a teacher (`teacher.url`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def nothing(completions: Sequence[Any]) -> list[float]:
+    """0 for each."""
+    return [0.0] * len(completions)

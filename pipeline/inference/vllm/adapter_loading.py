@@ -1,0 +1,124 @@
+"""The policy as an adapter (LoRA) inside one process of a vLLM server, in place of a whole model.
+
+Owns the adapter that the trainer sent last, and how vLLM finds it. Promises that an adapter with layers that the model
+does not have is refused before anything changes; that the adapter changes between two steps of the engine, for requests
+in flight as for all others, without a pause; and that vLLM never reads it from a file. Must not know how the tensors
+came.
+
+    slot = AdapterSlot(model, base, settings, names)   # when the server meets the trainer
+    adapter = slot.prepare(tensors)                    # in the thread that received them; the engine generates
+    slot.install(adapter)                              # between two steps
+
+vLLM's API process finds the name `policy` in the server's own folder, where its settings lie without tensors. Where
+vLLM's manager of adapters then loads that folder, it gets what was installed. Every process of a tensor-parallel server
+receives the whole adapter, and vLLM cuts its part out of it.
+
+vLLM's own route, `/v1/load_lora_adapter`, is of no use here: with a new path the requests in flight go on with the old
+adapter, and with `load_inplace` the server loads the adapter again before each of their tokens.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm import envs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from pipeline.errors import WeightSyncError
+from pipeline.inference.vllm.plugin import MODEL
+from pipeline.inference.vllm.token_versions import takes
+from pipeline.inference.vllm.vllm_compat import adapter_renames
+from pipeline.utils import shared_files
+
+_ANY_ID = 1
+"""Of an adapter that is not installed yet: vLLM chooses the number of each copy that it loads."""
+_installed: dict[str, Any] = {}
+"""The adapter of this process, by the folder that requests name."""
+
+
+class AdapterSlot:
+    """The adapter that this process of a server has."""
+
+    def __init__(self, model: Any, base: str, settings: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Make ready for adapters of these settings and tensors; `WeightSyncError` when the server takes none such.
+
+        Args:
+            model: vLLM's; it has a `lora_manager` if the server was started with `--enable-lora`.
+            base: the name that vLLM has for the model.
+            settings: `r`, `lora_alpha` and `target_modules`, as in peft's `adapter_config.json`.
+            names: of the tensors, as in a peft checkpoint.
+        """
+        folder = envs.VLLM_LORA_RESOLVER_CACHE_DIR
+        if not folder or not hasattr(model, "lora_manager"):
+            raise WeightSyncError("the trainer sends an adapter, but this server was not started to take one")
+        self._manager, self._renames = model.lora_manager, adapter_renames(model)
+        self._skipped = getattr(model, "lora_skip_prefixes", None)
+        self._folder = Path(folder) / MODEL
+        self._config = {"peft_type": "LORA", "base_model_name_or_path": base, **settings}
+        self._helper = PEFTHelper.from_dict(self._config)
+        try:
+            self._helper.validate_legal(self._manager.lora_config)
+        except ValueError as error:
+            raise WeightSyncError(f"the server cannot take adapters with {dict(settings)}: {error}") from error
+        self._check_layers(names)
+        _load_what_is_installed()
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Any:
+        """vLLM's form of an adapter, in memory of the host; a copy of the tensors."""
+        return LoRAModel.from_lora_tensors(
+            lora_model_id=_ANY_ID,
+            tensors={name: tensor.clone() for name, tensor in tensors},  # vLLM scales B where it lies
+            peft_helper=self._helper,
+            device="cpu",
+            dtype=self._manager.lora_config.lora_dtype,
+            model_vocab_size=self._manager.vocab_size,
+            weights_mapper=self._renames,
+            skip_prefixes=self._skipped,
+        )
+
+    def install(self, adapter: Any) -> None:
+        """Have the engine's next step, and all after it, compute with this adapter; called between two steps.
+
+        vLLM forgets its copies here, and once more at the end of an update in releases that take a base for changed
+        then. The next step with a request loads the adapter again, from memory.
+        """
+        settings = self._folder / "adapter_config.json"
+        if not settings.exists():
+            try:
+                shared_files.write_atomic(settings, json.dumps(self._config).encode())
+            except OSError as error:
+                raise WeightSyncError(f"the adapter's settings cannot be written to {settings}: {error}") from error
+        _installed[str(self._folder)] = adapter
+        self._manager.remove_all_adapters()
+
+    def _check_layers(self, names: Iterable[str]) -> None:
+        """vLLM leaves out, without a word, what it finds no layer for."""
+        packed = self._manager.packed_modules.values()
+        known = {*self._manager.modules, *(part for parts in packed for part in parts)}
+        strange = sorted({parse_fine_tuned_lora_name(name, self._renames)[0] for name in names} - known)
+        if strange:
+            raise WeightSyncError(f"the server's model has no adapter at {len(strange)} layers, such as {strange[0]}")
+
+
+def _load_what_is_installed() -> None:
+    """Have vLLM's manager of adapters take what is installed for a folder, where it would read files; a second call
+    changes nothing."""
+    stock = WorkerLoRAManager._load_adapter
+    if stock.__module__ == __name__:
+        return
+    if not takes(stock, "self", "lora_request"):
+        raise WeightSyncError(f"this release of vLLM is not known to {__name__}: it loads adapters in another way")
+    WorkerLoRAManager._load_adapter = _loading(stock)
+
+
+def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        installed = _installed.get(lora_request.lora_path)
+        return stock(self, lora_request) if installed is None else installed.clone(lora_request.lora_int_id)
+
+    return load_adapter

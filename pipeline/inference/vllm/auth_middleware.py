@@ -1,0 +1,111 @@
+"""Keeps strangers out of a server, and its clients to what the run needs.
+
+vLLM asks for an API key on the routes of its public API only, not on those that pause a server or change its weights.
+This middleware asks everywhere except where nothing can be changed, closes every route that the run does not use, and
+proves to clients that the server knows the key before they send it (`pipeline.utils.authenticated_http`).
+"""
+
+import hmac
+import json
+from typing import Any
+
+from pipeline.inference.vllm.server_password import server_password
+from pipeline.utils.authenticated_http import ROUTE, proof_answer
+
+OPEN = ("/health", "/metrics", "/ping", "/version")
+PUBLIC = "/v1/"
+"""Routes of OpenAI's API, for the command of an evaluation."""
+USED = frozenset(
+    {
+        *("/inference/v1/generate", "/inference/v1/abort_requests", "/tokenize", "/detokenize"),
+        *("/pause", "/resume", "/reset_prefix_cache", "/get_world_size", "/collective_rpc"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    }
+)
+"""The other routes that a run asks. vLLM's development mode, which those of weights belong to, opens many more."""
+RPC, METHODS = "/collective_rpc", frozenset({"served_weights", "leave_weights"})
+"""What may be called there, without arguments (`pipeline.inference.vllm.worker_extension`). vLLM itself would call any
+method of its
+workers, such as one that writes files."""
+_RPC_BYTES = 1 << 12
+
+
+class Guard:
+    """An ASGI middleware: 401 without `Authorization: Bearer <key>`, except on the `OPEN` routes; 403 for what the run
+    does not use."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._key = server_password()
+        self._expected = f"Bearer {self._key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+        elif scope["path"] == ROUTE and scope["type"] == "http":
+            await self._prove(scope, send)
+        elif refusal := self._refusal(scope):
+            await _refuse(send, *refusal)
+        else:
+            await (self._call if scope["path"] == RPC else self._app)(scope, receive, send)
+
+    async def _prove(self, scope: Any, send: Any) -> None:
+        """Answer a client that asks whether this server knows the key."""
+        host, port = scope["server"]
+        body = proof_answer(self._key, host, port, scope["query_string"])
+        await _answer(send, 200 if body else 400, body or b"")
+
+    def _refusal(self, scope: Any) -> tuple[int, str] | None:
+        """Status and reason for a request that goes no further."""
+        if not self._admits(scope):
+            return 401, "this server asks for the run's password"
+        if not _is_used(scope["path"]):
+            return 403, f"no run uses {scope['path']}, so it is closed here"
+        return None
+
+    async def _call(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on a call of one of `METHODS`, written anew so that vLLM reads what was checked."""
+        method = await _method(receive)
+        if method not in METHODS:
+            await _refuse(send, 403, f"{RPC} takes a method of {sorted(METHODS)} without arguments")
+            return
+        body = [{"type": "http.request", "body": json.dumps({"method": method}).encode(), "more_body": False}]
+
+        async def checked() -> Any:
+            return body.pop() if body else await receive()
+
+        await self._app(scope, checked, send)
+
+    def _admits(self, scope: Any) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return scope["path"] in OPEN or hmac.compare_digest(given, self._expected)
+
+
+def _is_used(path: str) -> bool:
+    return path in OPEN or path in USED or path.startswith(PUBLIC)
+
+
+async def _method(receive: Any) -> str:
+    """The method that a body asks for and nothing else; empty for any other body."""
+    body, more = b"", True
+    while more and len(body) <= _RPC_BYTES:
+        part = await receive()
+        body += part.get("body", b"")
+        more = part.get("more_body", False)
+    try:
+        asked = json.loads(body) if len(body) <= _RPC_BYTES else None
+    except ValueError:
+        return ""
+    if not isinstance(asked, dict) or asked.keys() != {"method"} or not isinstance(asked["method"], str):
+        return ""
+    return asked["method"]
+
+
+async def _refuse(send: Any, status: int, why: str) -> None:
+    await _answer(send, status, json.dumps({"error": why}).encode())
+
+
+async def _answer(send: Any, status: int, body: bytes) -> None:
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,197 @@
+"""A cheaper way for the log-probabilities of sampled tokens, from vLLM's engine process to its answer.
+
+vLLM slices three arrays for each request and step and encodes each by itself; for a small model that costs the engine
+process as much as all else. Where no request of a step asks for more than its sampled tokens, plain numbers make the
+way instead; on its other side, one dimension tells them from vLLM's own form, which has two. The version of the weights
+follows the ranks, where the engine marks its steps (`token_versions`). Promises the same answers, but for what repeats
+the sampled token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from inspect import iscoroutinefunction, signature
+from itertools import repeat
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import BaseModel
+
+from pipeline.inference.vllm.token_versions import noted, say_versions, takes, version_of_step
+
+log = logging.getLogger(__name__)
+SWITCH = "ROLLCALL_FAST_LOGPROBS"
+"""The variable of the server's environment that turns this off when it is 0."""
+_LISTS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
+_SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
+_ROUTER = "vllm.entrypoints.scale_out.token_in_token_out.api_router"
+_ENTRIES = ("ChatCompletionLogProb", "ChatCompletionLogProbsContent", "GenerateLogProb", "GenerateLogProbsContent")
+
+
+def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
+    """Teach this vLLM process the cheaper way; a second call changes nothing."""
+    if variables.get(SWITCH) == "0":
+        return
+    try:
+        from vllm.logprobs import Logprob
+        from vllm.v1.engine.logprobs import LogprobsProcessor
+        from vllm.v1.outputs import LogprobsLists
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        if LogprobsLists.slice_request.__module__ == __name__:
+            return
+        known = (
+            takes(LogprobsLists, *_LISTS)
+            and takes(LogprobsLists.slice_request, "self", "req_idx", "num_positions")
+            and takes(MsgpackDecoder._decode_ndarray, "self", "arr")
+            and takes(LogprobsProcessor._update_sample_logprobs, "self", "logprobs_lists")
+            and takes(Logprob, "logprob", "rank", "decoded_token")
+        )
+    except (ImportError, AttributeError):
+        known = False
+    if not known:
+        log.warning("this release of vLLM is not known to %s: log-probabilities travel vLLM's own way", __name__)
+        return
+    LogprobsLists.slice_request = _slicing(LogprobsLists.slice_request, LogprobsLists)
+    MsgpackDecoder._decode_ndarray = _decoding(MsgpackDecoder._decode_ndarray)
+    stock = LogprobsProcessor._update_sample_logprobs
+    LogprobsProcessor._update_sample_logprobs = _updating(stock, LogprobsLists, Logprob)
+
+
+class Sampled(dict[int, Any]):
+    """What was sampled at one place, where nobody asked for alternatives: an answer that lists these, where vLLM would
+    repeat the sampled token, lists none. Where another request of the step asks for some, it is vLLM's own entry."""
+
+    __slots__ = ()
+
+    def items(self) -> Any:
+        return ()
+
+    def __reduce__(self) -> Any:
+        return Sampled, (tuple(super().items()),)
+
+
+def add_fast_answers(serving: Any, router: Any) -> None:
+    """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
+    follow wait for them. Entries are not validated, and JSON is written by msgspec. Versions that came along are
+    said."""
+    try:
+        tokens = serving.ServingTokens
+        stock = tokens._create_tokens_logprobs
+        known = {"self", "token_ids", "top_logprobs"} <= {*signature(stock).parameters}
+        known = known and not iscoroutinefunction(stock) and callable(router.JSONResponse.render)
+    except (AttributeError, TypeError, ValueError):
+        known = False
+    if not known:
+        log.warning("this release of vLLM is not known to %s: answers are made vLLM's own way", __name__)
+        return
+    tokens._create_tokens_logprobs = _saying(stock)
+    for name in _ENTRIES:
+        model = getattr(serving, name, None)
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            setattr(serving, name, _unvalidated(model))
+    router.JSONResponse = _encoded(router.JSONResponse)
+
+
+def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
+    """In the engine process: the parts of all requests of a step, of one token each, are made at once."""
+    whole: Any = None
+    parts: list[Any] = []
+
+    def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
+        nonlocal whole, parts
+        if num_positions != 1 or self.cu_num_generated_tokens is not None:
+            return stock(self, req_idx, num_positions)
+        if self.logprobs is not whole:
+            whole = self.logprobs
+            parts = [*map(lists, *_columns(self), repeat(None))] if np.shape(whole)[1:] == (1,) else []
+        return parts[req_idx] if parts else stock(self, req_idx, num_positions)
+
+    return slice_request
+
+
+def _columns(step: Any) -> list[Iterator[tuple[float, ...]]]:
+    """Of each row of a step its token, log-probability and rank, which the version follows."""
+    ids, values, ranks = step.logprob_token_ids[:, 0], step.logprobs[:, 0], step.sampled_token_ranks
+    version = version_of_step()
+    versions = () if version is None else (repeat(version),)
+    columns = ((ids,), (values,), (ranks, *versions))
+    return [zip(column.tolist(), *along, strict=False) for column, *along in columns]
+
+
+def _decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's own form begins with the name of a type."""
+
+    def decode(self: Any, arr: Any) -> Any:
+        return stock(self, arr) if arr and isinstance(arr[0], str) else np.array(arr)
+
+    return decode
+
+
+def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[..., Any]:
+    """In an API process, where the first answer finds the generate route loaded if there is one."""
+
+    @functools.cache
+    def prepare() -> None:
+        if _ROUTER in sys.modules:
+            add_fast_answers(sys.modules.get(_SERVING), sys.modules[_ROUTER])
+
+    def update(self: Any, logprobs_lists: Any) -> None:
+        prepare()
+        ids, values, ranks = map(np.asarray, logprobs_lists[:3])
+        if values.ndim != 1:
+            stock(self, logprobs_lists)
+            return
+        ranks, versions = ranks[: len(ids)], ranks[len(ids) :].tolist()
+        if self.tokenizer is not None or not isinstance(self.logprobs, list):
+            stock(self, lists(ids[:, None], values[:, None], ranks, None))
+            return
+        for version in versions:
+            self.logprobs = noted(self.logprobs, version)
+        for token, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
+            self.cumulative_logprob += value
+            self.logprobs.append(Sampled(((token, logprob(value, rank, None)),)))
+
+    return update
+
+
+def _saying(stock: Callable[..., Any]) -> Callable[..., Any]:
+    asked = signature(stock)
+
+    def create(*given: Any, **others: Any) -> Any:
+        return say_versions(stock(*given, **others), asked.bind(*given, **others).arguments["top_logprobs"])
+
+    return create
+
+
+def _encoded(response: Any) -> Any:
+    """The class of responses with msgspec for its encoder; not a number is null there, and no error."""
+
+    class Encoded(response):  # type: ignore[misc]
+        def render(self, content: Any) -> bytes:
+            return msgspec.json.encode(content)
+
+    return Encoded
+
+
+def _unvalidated(model: type[BaseModel]) -> Callable[..., BaseModel]:
+    """Objects as validation makes them of right values; `model_construct` takes twice the time of validation."""
+    fields = model.model_fields.items()
+    blank = {
+        name: None if field.is_required() else field.get_default(call_default_factory=True) for name, field in fields
+    }
+    extra: dict[str, Any] | None = {} if model.model_config.get("extra") == "allow" else None
+    assign = object.__setattr__
+
+    def make(**values: Any) -> BaseModel:
+        made = model.__new__(model)
+        assign(made, "__dict__", blank | values)
+        assign(made, "__pydantic_fields_set__", set(values))
+        assign(made, "__pydantic_extra__", extra)
+        assign(made, "__pydantic_private__", None)
+        return made
+
+    return make

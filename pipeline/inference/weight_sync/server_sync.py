@@ -1,0 +1,342 @@
+"""The trainer's side of one server: how it gets new weights.
+
+Owns the order of an update and the states of a server. Promises that a server which is `current` serves exactly the
+version that it says, that a server which was paused is resumed whatever happened, and that nothing outlasts the
+deadline of the update by more than `RESUME_SECONDS`. One thread at a time may use a link. Must not know other servers.
+
+    absent ──join──► joining ──succeed──► current ──update──► updating
+      ▲                 │                  │   ▲                │   │
+      └──────fail───────┴───────fail───────┴───┼──────fail──────┘   │
+                                               └──────succeed───────┘
+
+The order of an update, and why:
+
+    start     the server begins to receive, in a thread; it goes on generating
+    send      all bytes, into the server's staging buffer; an adapter is prepared there
+    pause     no token is sampled from here on; requests in flight are kept, finished or aborted as configured
+    update    the model changes; from here on cached prefixes are wrong
+    finish    the new version is what the server writes on every token
+    resume
+
+A server whose requests go on is not paused on GPUs, nor for an adapter anywhere: its `update` is a few copies between
+two steps.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch._C._distributed_c10d import Store
+
+from pipeline.config import InferenceConfig, LoraConfig
+from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
+from pipeline.inference.weight_sync.server_admin_client import Gone, RefusedByServer, ServerControl
+from pipeline.inference.weight_sync.server_shards import Shard
+from pipeline.inference.weight_sync.transports.gloo import TRAINER, TransferGroup, announced, is_announced, visit_store
+from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, await_event, gpu_of, join_gpu_group
+from pipeline.inference.weight_sync.weight_snapshot import Gatherer, Payload
+from pipeline.utils.waiting import Deadline, wait_for
+
+log = logging.getLogger(__name__)
+
+LinkState = Literal["absent", "joining", "current", "updating", "closed"]
+LinkEvent = Literal["join", "update", "succeed", "fail", "close"]
+
+TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
+    ("absent", "join"): "joining",
+    ("joining", "succeed"): "current",
+    ("joining", "fail"): "absent",
+    ("current", "update"): "updating",
+    ("current", "fail"): "absent",
+    ("updating", "succeed"): "current",
+    ("updating", "fail"): "absent",
+    ("absent", "close"): "closed",
+    ("current", "close"): "closed",
+}
+
+PROBE_SECONDS = 2.0
+RESUME_SECONDS = 2.0
+PREPARE_SECONDS = 5.0
+
+
+def next_link_state(state: LinkState, event: LinkEvent) -> LinkState:
+    """The state after an event; `TransitionError` when the state does not allow it."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise TransitionError("link", state, event) from None
+
+
+def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
+    """An adapter in the words of peft's `adapter_config.json`; empty when there is none."""
+    if not lora.rank:
+        return {}
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where groups meet: the trainer's store; and the world's password, which every server asks for and
+    which signs what is in the store."""
+
+    address: str
+    port: int
+    password: str
+
+
+class Link:
+    """One server and its group with the trainer.
+
+    Attributes:
+        state: see the module.
+        version: what the server serves; None unless it may be asked.
+        phases: seconds that each part of the last update took: `send`, `pause`, `update`, `resume`. A server that is
+            not paused has neither `pause` nor `resume`. Replaced at the next one, never changed once it is over.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        meeting: MeetingPoint,
+        config: InferenceConfig,
+        on_change: Callable[[str, int | None], None],
+    ) -> None:
+        self.server, self.state, self.version = server, "absent", None
+        self._meeting, self._config, self._on_change = meeting, config, on_change
+        self.phases = {}
+
+    server: str
+    state: LinkState
+    version: int | None
+    phases: dict[str, float]
+    _groups: Sequence[TransferGroup | GpuGroup] = ()
+    _shards: Sequence[Shard] = ()
+    _gatherer: Gatherer | None = None
+    _paused: bool = False
+
+    def bring(self, payload: Payload) -> None:
+        """Bring the server to these weights, from whatever state it is in.
+
+        Raises `WeightSyncError`; then the server is absent: it must not be asked until it was brought again.
+        """
+        joining = self.state == "absent"
+        self._step("join" if joining else "update")
+        self.phases = {}
+        awaited = f"{self.server} to load weights {payload.version}"
+        deadline = Deadline(awaited, self._config.update_seconds)
+        try:
+            with ServerControl(self.server, self._meeting.password) as control:
+                if joining:
+                    self._meet(control, payload, deadline)
+                with self._timed("send"):
+                    self._transfer(control, payload, deadline)
+                self._swap(control, payload, deadline)
+            self._step("succeed")
+            took = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.phases.items())
+            log.info("weights %s on %s: %s", payload.version, self.server, took)
+            self._announce(payload.version)
+        except (WeightSyncError, DeadlineError) as error:
+            self._fail()
+            raise WeightSyncError(f"weights {payload.version}: {error}") from error
+
+    def verify(self) -> None:
+        """Notice a current server that is gone, or lost its weights since it was restarted; it is absent then.
+
+        One that is there and does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
+        """
+        if self.state != "current":
+            return
+        try:
+            with ServerControl(self.server, self._meeting.password) as control:
+                told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
+        except Gone as error:
+            log.warning("%s: it has to join again", error)
+            self._fail()
+            return
+        except WeightSyncError:
+            return
+        if any(version != self.version for version in told):
+            log.warning("%s serves weights %s instead of %s: it has to join again", self.server, told, self.version)
+            self._fail()
+
+    def close(self, seconds: float) -> None:
+        """Take the group down on both sides; `WeightSyncError` when the server did not do its part in time."""
+        self._step("close")
+        try:
+            if self._groups:
+                with ServerControl(self.server, self._meeting.password) as control:
+                    self._leave(control, Deadline(f"{self.server} to leave its group", seconds))
+        finally:
+            self._drop()
+
+    def _leave(self, control: ServerControl, deadline: Deadline) -> None:
+        """Have the server end its part of the groups, which `Leaving` explains."""
+        control.begin("/collective_rpc", deadline, method="leave_weights")
+        for group in self._groups:
+            group.say_leaving()
+        if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._groups):
+            raise WeightSyncError(f"{self.server} left its group without having heard that the trainer leaves it")
+
+    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
+        """New groups with the server's processes, one each, whatever became of earlier ones."""
+        processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
+        name = f"{self.server}/{secrets.token_hex(8)}"
+        store = visit_store(self._meeting.address, self._meeting.port, self._meeting.password, deadline.left)
+        control.begin(
+            "/init_weight_transfer_engine",
+            deadline,
+            init_info={
+                "host": self._meeting.address,
+                "port": self._meeting.port,
+                "group": name,
+                "address": self.server.rpartition(":")[0],
+                "seconds": self._config.update_seconds,
+                "gpu": gpu_of(payload.device),
+                "layout": payload.layout.plain(),
+                "at_once": payload.at_once,
+                "adapter": dict(payload.adapter),
+            },
+        )
+        met = [self._join(control, payload, f"{name}/{rank}", store, deadline) for rank in range(processes)]
+        self._groups, self._shards = [group for group, _ in met], [shard for _, shard in met]
+        self._gatherer = Gatherer(payload.device)
+        control.end(deadline)
+
+    def _join(
+        self, control: ServerControl, payload: Payload, name: str, store: Store, deadline: Deadline
+    ) -> tuple[TransferGroup | GpuGroup, Shard]:
+        """A group with one process, and what it needs."""
+        wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
+        if not is_announced(store, name):
+            control.end(deadline)  # it says why not
+        if payload.device.type != "cuda":
+            group = TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
+            return group, Shard.whole(payload.layout)
+        receiver = Receiver.parse(announced(store, name))
+        shard = Shard.parse(payload.layout, receiver.slices)
+        return join_gpu_group(store, name, TRAINER, payload.device, receiver.gpu, deadline), shard
+
+    def _transfer(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
+        if self._gatherer is None:
+            raise WeightSyncError(f"{self.server}: no group")
+        try:
+            control.post("/start_weight_update", deadline)
+        except RefusedByServer:  # an earlier update was left half done; it can only be finished
+            control.post("/finish_weight_update", deadline)
+            control.post("/start_weight_update", deadline)
+        if payload.ready is not None:
+            await_event(payload.ready, deadline)
+        for group, shard in zip(self._groups, self._shards, strict=True):
+            for chunk in shard.chunks(payload.at_once):
+                group.send(payload.version, self._gatherer.gather(payload, shard, chunk, deadline), deadline)
+        if payload.adapter:
+            self._await_prepared(payload.version, deadline)
+
+    def _await_prepared(self, version: int, deadline: Deadline) -> None:
+        """Give the server's processes time for vLLM's form of an adapter, before its engine has to wait for them. One
+        that does not report is asked to change all the same: its answer has the reason, or it is gone."""
+        patience = Deadline("the adapter", min(deadline.left, PREPARE_SECONDS))
+        for group in self._groups:
+            group.await_prepared(version, patience.left)
+
+    def _drop(self) -> None:
+        self._groups, self._shards, self._gatherer = (), (), None
+
+    def _swap(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
+        """Change the model of a server that has the bytes. It is paused meanwhile for a whole model over gloo, and
+        where its requests are to end, or to be computed again."""
+        mode, recompute = self._config.update, self._config.recompute_kv
+        clear = recompute or mode != "keep"
+        pause = clear or not (payload.adapter or payload.device.type == "cuda")
+        if pause:
+            self._paused = True
+            with self._timed("pause"):
+                control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
+        with self._timed("update"):
+            self._change(control, payload.version, deadline, paused=pause)
+        if pause:
+            with self._timed("resume"):
+                control.post("/resume", deadline)
+            self._paused = False
+
+    def _change(self, control: ServerControl, version: int, deadline: Deadline, *, paused: bool) -> None:
+        """Have the server load what it received, and say that it serves it."""
+        control.post("/update_weights", deadline, update_info={"version": version})
+        control.post("/finish_weight_update", deadline, weight_version=str(version))
+        if paused:
+            control.post("/reset_prefix_cache", deadline)
+        told = self._told(control, deadline)
+        if told != [version] * len(self._groups):
+            raise WeightSyncError(f"{self.server} says that it serves weights {told}")
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase] = time.monotonic() - started
+
+    def _told(self, control: ServerControl, deadline: Deadline) -> list[int | None]:
+        """The version that each process of the server says it holds."""
+        return [version for (version,) in _ask(control, "served_weights", deadline)]
+
+    def _resume(self) -> None:
+        """Let a server go on that failed while it was paused: it may hold others' requests."""
+        self._paused = False
+        with ServerControl(self.server, self._meeting.password) as control:
+            try:
+                control.post("/resume", Deadline(f"{self.server} to resume", RESUME_SECONDS))
+            except WeightSyncError as error:
+                log.warning("could not resume a server: %s", error)
+
+    def _fail(self) -> None:
+        """Evict the server: nobody may ask it, and only then may it go on.
+
+        When it failed late, it has the new weights under the old version, so what it samples now must not be used.
+        """
+        self._drop()
+        self._step("fail")
+        try:
+            self._announce(None)
+        except WeightSyncError as error:  # its clients still notice by the version of every token
+            log.warning("%s", error)
+        if self._paused:
+            self._resume()
+
+    def _announce(self, version: int | None) -> None:
+        """Tell what the server serves, once; `WeightSyncError` when `on_change` could not pass it on."""
+        if version == self.version:
+            return
+        self.version = version
+        try:
+            self._on_change(self.server, version)
+        except RollcallError as error:
+            raise WeightSyncError(f"{self.server}: cannot tell that it serves weights {version}: {error}") from error
+
+    def _step(self, event: LinkEvent) -> None:
+        self.state = next_link_state(self.state, event)
+
+
+def _processes(control: ServerControl, deadline: Deadline) -> int:
+    """How many processes share the server's model."""
+    answer = control.get("/get_world_size", deadline)
+    if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
+        raise WeightSyncError(f"{control.server}/get_world_size: no world_size in {str(answer)[:100]!r}")
+    return int(answer["world_size"])
+
+
+def _ask(control: ServerControl, method: str, deadline: Deadline) -> list[list[Any]]:
+    """What each process of a server answers to a method of `extension.WeightsExtension`: a list of one."""
+    return _results(control, method, control.post("/collective_rpc", deadline, method=method))
+
+
+def _results(control: ServerControl, method: str, answer: Any) -> list[list[Any]]:
+    results = answer.get("results") if isinstance(answer, dict) else None
+    if not isinstance(results, list) or not all(isinstance(each, list) and len(each) == 1 for each in results):
+        raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")
+    return results

@@ -1,0 +1,272 @@
+"""How weights travel on a CPU: one buffer of bytes, in chunks, over a gloo group of two members.
+
+Owns the layout of the buffer, the group, and the order of its messages; trainer and server both use this module, so
+they cannot disagree. Every server has a group of its own: one that is late, lost or slow delays nobody else. Must not
+know vLLM, HTTP, or what the tensors mean.
+
+A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from pipeline.errors import ForgedError, WeightSyncError
+from pipeline.utils.listeners import listen_on_held
+from pipeline.utils.signed_store import SignedStore
+from pipeline.utils.waiting import Deadline
+
+TRAINER, SERVER = 0, 1
+CHUNK_BYTES = 1 << 26
+LEAVE_SECONDS = 3.0
+"""How long a server waits for its trainer's word before it ends its part of a group."""
+ALIGNMENT = 64
+_BACKLOG = 1024
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the buffer: its name in a Hugging Face checkpoint, torch dtype name and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Parameter":
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _dtype(self.dtype)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.torch_dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.width
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Which tensor lies where in the buffer: in order, each at a multiple of `ALIGNMENT` bytes."""
+
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def of(cls, tensors: NamedTensors) -> "WeightLayout":
+        """The layout of these tensors in this order."""
+        return cls(tuple(Parameter.of(name, tensor) for name, tensor in tensors))
+
+    @classmethod
+    def parse(cls, plain: Sequence[Sequence[Any]]) -> "WeightLayout":
+        """The layout that `plain()` wrote."""
+        return cls(tuple(Parameter(name, dtype, tuple(shape)) for name, dtype, shape in plain))
+
+    def plain(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The layout as values that JSON holds."""
+        return [(p.name, p.dtype, p.shape) for p in self.parameters]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer."""
+        return self.offsets[-1]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins, and the end of the buffer."""
+        return list(accumulate((-(-p.bytes // ALIGNMENT) * ALIGNMENT for p in self.parameters), initial=0))
+
+    def pack(self, tensors: NamedTensors, buffer: Tensor | None = None) -> Tensor:
+        """uint8[bytes], `buffer` or a new one: a copy of the tensors, which must have this layout; else
+        `WeightSyncError`.
+
+        Reads them one by one, so an iterator that makes each of them needs memory for one. Where a GPU copies them, to
+        its own memory or to pinned memory of the host, they are there once its current stream has come that far.
+        """
+        if buffer is None:
+            buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        asynchronous = buffer.is_cuda or buffer.is_pinned()
+        expected = zip(self.parameters, self.views(buffer), strict=True)
+        for name, tensor in tensors:
+            parameter, (_, target) = next(expected, (None, ("", buffer)))
+            if Parameter.of(name, tensor) != parameter:
+                raise _differ(f"{name!r} came", parameter)
+            target.copy_(tensor.detach(), non_blocking=asynchronous and tensor.is_cuda)
+        for parameter, _ in expected:
+            raise _differ("no more came", parameter)
+        return buffer
+
+    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """The named tensors in a buffer of this layout, without a copy."""
+        return [(parameter.name, self.view(index, buffer)) for index, parameter in enumerate(self.parameters)]
+
+    def view(self, index: int, buffer: Tensor) -> Tensor:
+        """One of them."""
+        start, parameter = self.offsets[index], self.parameters[index]
+        return buffer[start : start + parameter.bytes].view(parameter.torch_dtype).view(parameter.shape)
+
+
+def host_store(address: str, port: int, password: str, seconds: float) -> Store:
+    """The trainer's store, where groups meet, on this address alone; waits in it end after `seconds`.
+
+    Anybody who reaches it may read it, but what was not signed with the password is not believed.
+    """
+    limit = timedelta(seconds=seconds)
+    listening = listen_on_held(address, port, _BACKLOG).detach()  # by itself it listens to everybody
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
+    return SignedStore(store, password)
+
+
+def visit_store(address: str, port: int, password: str, seconds: float) -> Store:
+    """A connection to the trainer's store; `WeightSyncError` when there is none within `seconds`."""
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise WeightSyncError(f"no trainer at {address}:{port}: {error}") from error
+    return SignedStore(store, password)
+
+
+def announce(store: Store, name: str, said: str = "") -> None:
+    """The server says that it is about to meet the trainer in group `name`, and what the trainer must know of it."""
+    store.set(f"{name}/announced", said)
+
+
+def announced(store: Store, name: str) -> str:
+    """What the server said that announced itself; `WeightSyncError` when the store is lost."""
+    try:
+        return str(store.get(f"{name}/announced").decode())
+    except (RuntimeError, ForgedError) as error:
+        raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
+
+
+def is_announced(store: Store, name: str) -> bool:
+    """Whether the server said so; does not wait. `WeightSyncError` when the store is lost."""
+    try:
+        return bool(store.check([f"{name}/announced"]))
+    except RuntimeError as error:
+        raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
+
+
+class Leaving:
+    """How two members leave their group: neither ends it while the other one may still use it.
+
+        the trainer asks the server to leave, and says in the store that nothing of its own is under way
+        the server hears that, ends its part, and answers
+        the trainer ends its own
+
+    A server that does not hear it within `LEAVE_SECONDS`, since its trainer is gone, ends its part all the same.
+    """
+
+    _store: Store
+    _name: str
+
+    def say_leaving(self) -> None:
+        """The trainer's word; `WeightSyncError` when the store is lost."""
+        try:
+            self._store.set(f"{self._name}/leaves", "yes")
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
+
+    def hear_leaving(self, seconds: float = LEAVE_SECONDS) -> bool:
+        """Wait for the trainer's word; False if it does not come."""
+        try:
+            self._store.wait([f"{self._name}/leaves"], timedelta(seconds=seconds))
+        except (RuntimeError, ForgedError):
+            return False
+        return True
+
+
+class Preparing:
+    """How a server reports that it has prepared what it received.
+
+    The trainer asks it to change only then: its engine would wait for the rest between two steps, and generate nothing.
+    """
+
+    _store: Store
+    _name: str
+
+    def report_prepared(self, version: int) -> None:
+        """The server's report, also where it failed: then its answer to the update has the reason. `WeightSyncError`
+        when the store is lost."""
+        try:
+            self._store.set(f"{self._name}/prepared/{version}", "yes")
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
+
+    def await_prepared(self, version: int, seconds: float) -> bool:
+        """Wait for that report; False if it does not come."""
+        try:
+            self._store.wait([f"{self._name}/prepared/{version}"], timedelta(seconds=max(seconds, 0.001)))
+        except (RuntimeError, ForgedError):
+            return False
+        return True
+
+
+class TransferGroup(Leaving, Preparing):
+    """Two members that exchange weights. Any error leaves it unusable: drop it and meet again under another name.
+
+    Dropping it closes its connections, so the peer's wait ends at once.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, address: str, seconds: float) -> None:
+        """Meet the other member under `name`, which is used once; listens on `address` only."""
+        gloo: Any = ProcessGroupGloo
+        self._store, self._name = store, name  # torch's C++ keeps a part of the store only
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=seconds)
+        try:
+            options._devices = [gloo.create_device(hostname=address)]
+            self._gloo = gloo(PrefixStore(name, store), rank, 2, options)
+        except (RuntimeError, ForgedError) as error:
+            raise WeightSyncError(f"group {name}: the other member did not come: {error}") from error
+
+    def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
+        """Send a buffer; returns once all of it is handed over, `WeightSyncError` at the deadline or a lost peer."""
+        for part in self._parts(torch.tensor([version]), buffer):
+            self._exchange(self._gloo.send, part, SERVER, deadline)
+
+    def receive(self, buffer: Tensor, deadline: Deadline) -> int:
+        """Fill the buffer; the version of what is in it. Raises like `send`; then the buffer holds anything."""
+        version = torch.zeros(1, dtype=torch.int64)
+        for part in self._parts(version, buffer):
+            self._exchange(self._gloo.recv, part, TRAINER, deadline)
+        return int(version.item())
+
+    @staticmethod
+    def _parts(version: Tensor, buffer: Tensor) -> list[Tensor]:
+        cuts = [*range(0, len(buffer), CHUNK_BYTES), len(buffer)]
+        return [version, *(buffer[start:end] for start, end in pairwise(cuts))]
+
+    @staticmethod
+    def _exchange(begin: Callable[..., Any], part: Tensor, peer: int, deadline: Deadline) -> None:
+        """Begin an operation and wait for its end; both fail when the peer is lost."""
+        try:
+            begin([part], peer, 0).wait(timedelta(seconds=max(deadline.left, 0.001)))
+        except RuntimeError as error:
+            raise WeightSyncError(f"{deadline.awaited}: {error}") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightSyncError(f"{name!r} is no type of a tensor")
+    return dtype
+
+
+def _differ(found: str, expected: Parameter | None) -> WeightSyncError:
+    wanted = f"{expected.name!r} {expected.dtype}{list(expected.shape)}" if expected else "nothing more"
+    return WeightSyncError(f"the parameters are not those that were announced: {found} in place of {wanted}")

@@ -1,0 +1,112 @@
+"""How weights travel between GPUs: one buffer over an nccl communicator of two members.
+
+Owns the communicator and its handshake. nccl has no deadlines of its own, and a receive that waits on the device for a
+sender that is late can stop everything else on that device. So a receive is posted only once the sender has said, in
+the store, that the bytes are on their way. Whatever takes too long is aborted.
+
+Must not know vLLM's engine, HTTP, or what the tensors mean.
+
+It is left by dropping it.
+"""
+
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.transports.gloo import SERVER, TRAINER
+from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_event
+from pipeline.utils.waiting import Deadline
+
+
+class NcclGroup(GpuGroup):
+    """Two members on two GPUs."""
+
+    _comm: Any = None
+
+    def __init__(self, store: Store, name: str, rank: int, device: torch.device, deadline: Deadline) -> None:
+        """Meet the other member under `name`, which is used once; `WeightSyncError` at the deadline."""
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        super().__init__(store, name, device)
+        self._rank, self._library = rank, NCCLLibrary()
+        self._join(deadline)
+
+    _rank: int
+    _library: Any
+
+    def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
+        self._tell(self._key(), str(version))
+        self._exchange(self._library.ncclSend, buffer, SERVER, deadline)
+
+    def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
+        version = self._told(self._key(), int, deadline)
+        if after is not None:
+            self._stream.wait_event(after)
+        self._exchange(self._library.ncclRecv, buffer, TRAINER, deadline)
+        return version
+
+    def leave(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._library.ncclCommAbort(comm)
+
+    def __del__(self) -> None:
+        self.leave()
+
+    def _join(self, deadline: Deadline) -> None:
+        """Make the communicator, in a thread, since nccl waits for the other member without an end."""
+        if self._rank == TRAINER:
+            unique = self._library.ncclGetUniqueId()
+            self._tell(f"{self._name}/id", bytes(unique.internal).hex())
+        else:
+            told = self._told(f"{self._name}/id", lambda data: bytes.fromhex(data.decode()), deadline)
+            unique = self._library.unique_id_from_bytes(told)
+        made: Future[Any] = Future()
+        Thread(target=self._make, args=(unique, made), name="nccl", daemon=True).start()
+        try:
+            self._comm = made.result(deadline.left)
+        except TimeoutError:
+            made.add_done_callback(self._abort_late)
+            raise WeightSyncError(str(deadline.error())) from None
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self._name}: the other member did not come: {error}") from error
+
+    def _make(self, unique: Any, made: "Future[Any]") -> None:
+        try:
+            with torch.cuda.device(self._device):
+                made.set_result(self._library.ncclCommInitRank(2, unique, self._rank))
+        except RuntimeError as error:
+            made.set_exception(error)
+
+    def _abort_late(self, made: "Future[Any]") -> None:
+        """Nobody waits any more for the communicator that came after all."""
+        if made.exception() is None:
+            self._library.ncclCommAbort(made.result())
+
+    def _exchange(self, begin: Any, buffer: Tensor, peer: int, deadline: Deadline) -> None:
+        from vllm.distributed.device_communicators.pynccl_wrapper import buffer_type, cudaStream_t, ncclDataTypeEnum
+
+        if self._comm is None:
+            raise WeightSyncError(f"group {self._name} was left")
+        buffer.record_stream(self._stream)
+        self._buffers += 1
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.device(self._device):
+                pointer, stream = buffer_type(buffer.data_ptr()), cudaStream_t(self._stream.cuda_stream)
+                kind = ncclDataTypeEnum.from_torch(torch.uint8)
+                begin(pointer, buffer.numel(), kind, peer, self._comm, stream)
+                done.record(self._stream)
+        except RuntimeError as error:
+            self.leave()
+            raise WeightSyncError(f"{deadline.awaited}: {error}") from error
+        try:
+            await_event(done, deadline)
+        except WeightSyncError:
+            self.leave()
+            raise

@@ -1,0 +1,319 @@
+"""Keeps every inference server at the trainer's newest weights.
+
+Owns the trainer's store, one thread for each server, and the rule of whom `settle` waits for: every server that was
+current when the version was started, and at least one. Promises that a server which fails or misses the deadline is
+evicted, not waited for until it is back; that servers which are late, restarted or evicted are brought up in the
+background, to the newest weights, before anybody may ask them; and that every failure is told. Must not know models,
+streams or placements.
+
+    meeting = MeetingPoint(trainer.address, trainer.ports[1], world.password)
+    with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:
+        sender.start(version, [("model.norm.weight", tensor), …])
+        ...                                                       # the servers swap meanwhile
+        report = sender.settle()
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from pipeline.config import InferenceConfig, LoraConfig
+from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.server_sync import RESUME_SECONDS, Link, MeetingPoint, adapter_settings
+from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, host_store
+from pipeline.inference.weight_sync.weight_snapshot import HostMemory, Payload
+from pipeline.utils.waiting import Deadline
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY, LONGEST_RETRY = 0.25, 5.0
+CLOSE_SECONDS = 5.0
+VERIFY_SECONDS = 2.0
+_PULSE_SECONDS = 0.1
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one version.
+
+    Attributes:
+        version: what was started.
+        seconds: how long the caller was held up, in `start` and in `settle` together.
+        servers: seconds that each server took, by `host:port`.
+        failures: why the others failed; they are evicted.
+        phases: of those seconds, the parts of each server's update (`Link.phases`).
+    """
+
+    version: int
+    seconds: float
+    servers: dict[str, float]
+    failures: dict[str, str]
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def slowest(self) -> dict[str, float]:
+        """By part of an update, the seconds of the server that took longest for it."""
+        parts = [(phase, seconds) for phases in self.phases.values() for phase, seconds in phases.items()]
+        return {phase: max(seconds for each, seconds in parts if each == phase) for phase, _ in parts}
+
+
+@dataclass
+class _Seat:
+    """A server's link and the end of its last attempt."""
+
+    link: Link
+    tried: int = -1
+    attempts: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+    failures: int = 0
+    retry: Deadline = field(default_factory=lambda: Deadline("a retry", 0.0))
+
+    @property
+    def live(self) -> bool:
+        return self.link.state in ("current", "updating")
+
+    def wants(self, payload: Payload | None) -> bool:
+        """Whether there is something to bring now."""
+        return payload is not None and self.link.version != payload.version and self.retry.passed
+
+    def note(self, version: int, seconds: float, failure: str) -> None:
+        self.tried, self.seconds, self.failure = version, seconds, failure
+        self.phases = self.link.phases
+        self.attempts += 1
+        self.failures = self.failures + 1 if failure else 0
+        pause = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(self.failures, 10)) if failure else 0.0
+        self.retry = Deadline("a retry", pause)
+
+
+class _Round:
+    """One version on its way: who had weights when it was started, and until when they may take."""
+
+    def __init__(self, version: int, seats: Sequence[_Seat], update_seconds: float) -> None:
+        self.version, self.held_up = version, 0.0
+        self._before = [(seat, seat.attempts) for seat in seats if seat.live]
+        attempts = 2 if any(seat.link.state == "updating" for seat in seats) else 1
+        seconds = attempts * (update_seconds + 2 * RESUME_SECONDS)
+        self._deadline = Deadline(f"weights {version} on every server", seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether every awaited server ended its attempt, or failed at the version before; or the time is up."""
+        return self._deadline.passed or all(self._tried(seat, before) for seat, before in self._before)
+
+    def failures(self) -> dict[str, str]:
+        """Why the awaited servers do not have the weights."""
+        late = "did not end within the deadline"
+        return {
+            seat.link.server: (seat.failure or "lost its weights") if self._tried(seat, before) else late
+            for seat, before in self._before
+            if seat.link.version != self.version
+        }
+
+    def _tried(self, seat: _Seat, before: int) -> bool:
+        return seat.tried == self.version or (seat.attempts > before and bool(seat.failure))
+
+
+class WeightSender:
+    """Sends weights to all servers; used from one thread, closed once."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        meeting: MeetingPoint,
+        config: InferenceConfig,
+        patience: float,
+        on_change: Callable[[str, int | None], None],
+        lora: LoraConfig | None = None,
+        device: torch.device = CPU,
+        on_host: bool = False,
+    ) -> None:
+        """Open the store at `meeting`; servers are met as they appear.
+
+        Args:
+            servers: `host:port` of each.
+            meeting: an address and port of this machine, and the world's password.
+            config: how to update and the deadline of an update.
+            patience: seconds that `settle` waits for a first server when there is none.
+            on_change: told (server, version) when a server becomes current, (server, None) when it must not be asked
+                any more; called from the servers' threads. A server of which it cannot tell (a `RollcallError`, as of
+                streams that are lost) counts as failed, and is brought again; anything else ends the wait of `settle`.
+            lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
+            device: which sends: a GPU over nccl, or out of its memory to a server on the same GPU; a CPU over gloo.
+            on_host: keep versions that wait in memory of the host, where a GPU sends them.
+        """
+        self._device, self._host = device, HostMemory() if on_host and device.type == "cuda" else None
+        self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())
+        self._store = host_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
+        self._seats = [_Seat(Link(server, meeting, config, on_change)) for server in servers]
+        self._changed = Condition()
+        self._payload: Payload | None = None
+        self._round: _Round | None = None
+        self._broken: BaseException | None = None
+        self._closing = False
+        self._threads = [Thread(target=self._keep, args=(seat,), name=seat.link.server) for seat in self._seats]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def publish(self, version: int, parameters: NamedTensors, pulse: Callable[[], None] = lambda: None) -> Report:
+        """`start` and `settle` in one call."""
+        self.start(version, parameters)
+        return self.settle(pulse)
+
+    def start(self, version: int, parameters: NamedTensors, layout: WeightLayout | None = None) -> None:
+        """Hand a version over to the servers' threads; the tensors may change as soon as this returns.
+
+        Names are those of a Hugging Face checkpoint, the same every time, else `WeightSyncError`; a tied head is not
+        sent. `parameters` are read once, one by one, from any device: an iterator that makes them needs memory for one,
+        if `layout` says beforehand what it makes; without it, the first version's are all held while they are packed.
+        May be called while an earlier version is on its way: a server that did not begin it skips it, one that is busy
+        with it takes this one afterwards.
+        """
+        started = time.monotonic()
+        if self._payload is not None:
+            layout = self._payload.layout
+        elif layout is None:
+            parameters = list(parameters)
+            layout = WeightLayout.of(parameters)
+        payload = self._packed(version, layout, parameters)
+        with self._changed:
+            self._payload = payload
+            self._round = _Round(version, self._seats, self._config.update_seconds)
+            self._round.held_up = time.monotonic() - started
+            self._changed.notify_all()
+
+    def _packed(self, version: int, layout: WeightLayout, parameters: NamedTensors) -> Payload:
+        if self._host is None:
+            buffer = torch.empty(layout.bytes, dtype=torch.uint8, device=self._device)
+        else:
+            buffer = self._host.take(layout.bytes)
+        layout.pack(parameters, buffer)
+        payload = Payload(version, layout, buffer, self._adapter, self._device, self._mark())
+        if self._host is not None:
+            self._host.free_after(payload)
+        return payload
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What passes once everything that was begun on the device is done."""
+        if self._device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def settle(self, pulse: Callable[[], None] = lambda: None) -> Report:
+        """Wait until the servers that had weights at the last `start` have its version or are evicted.
+
+        `pulse` is called while this waits and may raise to end the wait. Raises `WeightSyncError` when nothing was
+        started, or when no server at all has the version within the patience.
+        """
+        if self._round is None:
+            raise WeightSyncError("no version was started")
+        started = time.monotonic()
+        self._wait(self._round, pulse)
+        self._round.held_up += time.monotonic() - started
+        return self._report(self._round)
+
+    def versions(self) -> dict[str, int | None]:
+        """What each server serves now; None if it must not be asked."""
+        return {seat.link.server: seat.link.version for seat in self._seats}
+
+    def close(self) -> list[str]:
+        """Leave every group, on both sides, within `CLOSE_SECONDS` a step; what did not work."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        deadline = Deadline("the servers' threads", CLOSE_SECONDS)
+        for thread in self._threads:
+            thread.join(deadline.left)
+        problems = [seat.failure for seat in self._seats if seat.failure]
+        problems += [f"{thread.name} is still busy" for thread in self._threads if thread.is_alive()]
+        for problem in problems:
+            log.warning("closing: %s", problem)
+        self._payload = None  # it has the size of the model
+        if self._host is not None:
+            self._host.close()
+        return problems
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, going: _Round, pulse: Callable[[], None]) -> None:
+        """Until the round is over and at least one server has the weights."""
+        first = Deadline(f"weights {going.version} on a server", self._patience)
+        while True:
+            with self._changed:
+                if self._broken is not None:
+                    raise WeightSyncError(f"a server's thread ended: {self._broken}") from self._broken
+                served = any(seat.link.version == going.version for seat in self._seats)
+                if served and going.over:
+                    return
+                if first.passed and not served:
+                    raise WeightSyncError(str(first.error(self._missing())))
+                self._changed.wait(_PULSE_SECONDS)
+            pulse()
+
+    def _missing(self) -> str:
+        return "; ".join(seat.failure or f"{seat.link.server}: no attempt ended" for seat in self._seats)
+
+    def _report(self, ended: _Round) -> Report:
+        with self._changed:
+            there = [seat for seat in self._seats if seat.link.version == ended.version]
+            done = {seat.link.server: seat.seconds for seat in there}
+            phases = {seat.link.server: dict(seat.phases) for seat in there}
+            return Report(ended.version, ended.held_up, done, ended.failures(), phases)
+
+    def _keep(self, seat: _Seat) -> None:
+        """A server's thread: bring it to the newest weights whenever it is not there."""
+        try:
+            while not self._closing:
+                payload = self._next(seat)
+                if payload is not None:
+                    self._bring(seat, payload)
+                else:
+                    seat.link.verify()
+            self._leave(seat)
+        except BaseException as error:
+            with self._changed:
+                self._broken = error
+                self._changed.notify_all()
+            raise
+
+    def _next(self, seat: _Seat) -> Payload | None:
+        """The weights to bring; None when it is time to look after the server, or to close."""
+        with self._changed:
+            pause = seat.retry.left or VERIFY_SECONDS
+            wanted = self._changed.wait_for(lambda: self._closing or seat.wants(self._payload), pause)
+            return self._payload if wanted and not self._closing else None
+
+    def _bring(self, seat: _Seat, payload: Payload) -> None:
+        started, failure, reported = time.monotonic(), "", seat.live
+        try:
+            seat.link.bring(payload)
+        except WeightSyncError as error:
+            failure = str(error)
+            if not reported and failure != seat.failure:
+                log.info("a server is not there yet: %s", failure)
+        with self._changed:
+            seat.note(payload.version, time.monotonic() - started, failure)
+            self._changed.notify_all()
+
+    def _leave(self, seat: _Seat) -> None:
+        seat.failure = ""
+        try:
+            seat.link.close(CLOSE_SECONDS)
+        except WeightSyncError as error:
+            seat.failure = str(error)

@@ -1,0 +1,191 @@
+"""What the numbers of a run say should be changed.
+
+Owns the rules, each of a few metrics. Promises that no finding rests on a single step of a run, that those of RL do not
+rest on its first ones, and that each names the keys that mend it. Pure: a config and rows in, words out; the report and
+the launcher say the same.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.run.metrics_log import Row
+from pipeline.topology.gpu_split import best_split
+from pipeline.train.loop.grace_period import grace_warning
+
+SETTLED, ENOUGH = 10, 20
+"""Steps that are left out at the beginning; steps after them without which nothing is said."""
+CLIPPED, CUT, REFUSED, IDLE, BUSY = 0.05, 0.25, 0.1, 0.25, 0.05
+"""Shares from which on there is something to change; `BUSY`: up to which idle time of the other half. Measured, a clip
+that holds 0.07 of the tokens slows learning to less than half, and one that holds 0.01 little."""
+SEVERAL = 4
+"""Steps with groups that came too old: a server that was lost for a while is the trouble of one or two."""
+
+KEYS = {"trainer": "trainer", "servers": "inference"}
+"""The section of `resources` for each half."""
+CLIPS = ("ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp")
+"""Losses in which a token that the clip holds has no gradient. In `gspo` whole samples are held, many by design."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to change.
+
+    Attributes:
+        seen: what the numbers say, a sentence.
+        change: what to set, a sentence.
+        page: where the documentation says more.
+    """
+
+    seen: str
+    change: str
+    page: str
+
+
+def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
+    """What to change in a run, given its config, if it is readable, and the rows of its metrics; of RL only once there
+    are enough steps."""
+    if config is None:
+        return []
+    return [*_grace(config, rows), *_of_rl(config, rows)]
+
+
+def _grace(config: RunConfig, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Of the newest attempt: earlier ones may have run with another grace."""
+    trained = [row for row in rows if row["kind"] == "train"]
+    last = trained[-1] if trained else {}
+    newest = [row for row in trained if all(row.get(key) == last.get(key) for key in ("job", "attempt"))]
+    if warning := grace_warning(config.cluster, newest):
+        page = "docs/checkpoints.md#asynchronous-checkpoints"
+        yield Finding(_sentence(warning.seen), _sentence(warning.change), page)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _of_rl(config: RunConfig, rows: Sequence[Row]) -> list[Finding]:
+    if not config.has_rollouts or config.training.jobs:
+        return []
+    steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SETTLED:]
+    if len(steps) < ENOUGH:
+        return []
+    rules = (_not_finite, _equal, _cut, _clipped, _refused, _idle)
+    return [finding for rule in rules for finding in rule(config, steps)]
+
+
+def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    for name, whose, rate in (("skipped", "", "optim.lr"), ("critic/skipped", " of the critic", "critic.lr")):
+        skipped = [count for count in _values(steps, name) if count]
+        if len(skipped) > 1:
+            yield Finding(
+                f"{sum(skipped):.0f} optimizer steps{whose} changed nothing, since their gradient was not finite.",
+                f"Lower {rate}, or lengthen optim.warmup_steps.",
+                "docs/algorithms.md#gradients-that-are-not-finite",
+            )
+
+
+def _equal(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    spread = _values(steps, "reward/std")
+    if spread and not any(spread) and not config.teacher.url:
+        yield Finding(
+            f"All samples of a step have one reward, {_median(steps, 'reward/mean'):g}: nothing is learned from them.",
+            "Read some samples: raise rollout.max_tokens if they are cut off, fix reward.functions if the reward looks "
+            "for another form than the model writes, or choose easier or harder prompts.",
+            "docs/rewards.md#when-all-rewards-are-equal",
+        )
+
+
+def _cut(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    cut = _median(steps, "samples/cut")
+    if cut >= CUT and config.training.overlong != "mask":
+        yield Finding(
+            f"{cut:.0%} of the samples are cut off at rollout.max_tokens: their rewards are of unfinished answers.",
+            "Raise rollout.max_tokens and model.max_length, or leave them out of the loss: training.overlong=mask.",
+            "docs/algorithms.md#which-samples-count",
+        )
+
+
+def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    clipped, over_behaviour = _median(steps, "clip_fraction"), config.loss.proximal == "behaviour"
+    if clipped >= CLIPPED and config.loss.name in CLIPS and over_behaviour and config.training.max_lag:
+        yield Finding(
+            f"The clip holds {clipped:.0%} of the tokens: the policy has moved too far from the one that sampled them.",
+            "Set loss.proximal=recompute loss.correction=truncate, or lower optim.lr or training.max_lag.",
+            "docs/algorithms.md#lag",
+        )
+
+
+def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    stale = [count for count in _values(steps, "groups/stale") if count]
+    refused = sum(stale) / (config.training.prompts_per_step * len(steps))
+    if refused >= REFUSED and len(stale) >= SEVERAL:
+        maskable = config.training.max_lag and config.training.stale != "mask"
+        mask = ", or count their young tokens: training.stale=mask" if maskable else ""
+        yield Finding(
+            f"For every 100 groups that were trained, {100 * refused:.0f} were sampled in vain: they came too old.",
+            f"Raise training.max_lag{mask}.",
+            "docs/algorithms.md#long-samples",
+        )
+
+
+def _idle(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+    """Which half waits for the other; only where each has GPUs of its own, and computes nothing meanwhile."""
+    if config.resources.device != "cuda" or config.resources.share_gpus:
+        return
+    names = ("idle/trainer", "idle/servers", "idle/actor")
+    if not all(_values(steps, name) for name in names):
+        return
+    trainer, servers, held = (_median(steps, name) for name in names)
+    if trainer >= IDLE and not config.training.max_lag:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time, as one half always does with max_lag=0.",
+            "Set training.max_lag=1 or more: samples of the next step are made while this one is trained.",
+            "docs/algorithms.md#lag",
+        )
+    elif trainer >= IDLE and held >= IDLE:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time, while training.max_lag holds new ones back.",
+            "Raise training.max_lag, or train more samples a step.",
+            "docs/performance.md#the-bound-that-staleness-sets",
+        )
+    elif trainer >= IDLE and servers <= BUSY:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time: the servers are the slower half.",
+            _resplit(config, trainer, servers, "servers"),
+            "docs/gpus.md",
+        )
+    elif servers >= IDLE and trainer <= BUSY:
+        yield Finding(
+            f"The servers have nothing to do {servers:.0%} of the time: the trainer is the slower half.",
+            _resplit(config, trainer, servers, "trainer"),
+            "docs/gpus.md",
+        )
+
+
+def _resplit(config: RunConfig, idle_trainer: float, idle_servers: float, slower: str) -> str:
+    """Which split of the run's GPUs would be faster, and the keys that set it."""
+    trainer, inference = config.resources.trainer, config.resources.inference
+    training = trainer.nodes * trainer.processes * trainer.gpus
+    serving = inference.nodes * inference.servers * inference.gpus // inference.per_gpu
+    split = best_split(training, serving, inference.gpus, idle_trainer, idle_servers) if training and serving else None
+    if split is None:
+        return f"No other split of these GPUs is faster; give the {slower} more of them: resources.{KEYS[slower]}."
+    keys = "resources.trainer, resources.inference"
+    if trainer.nodes == inference.nodes == 1:
+        servers = split.servers * inference.per_gpu // inference.gpus
+        keys = f"resources.trainer.processes={split.trainer // trainer.gpus} resources.inference.servers={servers}"
+    return (
+        f"Train on {split.trainer} GPUs and serve on {split.servers}: a step would take 1/{split.factor:.1f} of the "
+        f"time, if both halves scale with their GPUs. Set {keys}."
+    )
+
+
+def _values(steps: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in steps if row.get(name) is not None]
+
+
+def _median(steps: Sequence[Row], name: str) -> float:
+    """Over the steps that have it; 0 if none does."""
+    return statistics.median(_values(steps, name) or [0.0])

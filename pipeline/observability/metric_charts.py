@@ -1,0 +1,120 @@
+"""How numbers over the steps are drawn.
+
+Owns curves and their frame. Promises one `Chart`, which holds either an SVG or the reason why there is none. Must not
+know files, HTML, nor which numbers there are (`pipeline.observability.chart_subjects`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pipeline.observability.svg_drawing import BAD, INK, LINE, SERIES, draw
+from pipeline.run.metrics_log import Row
+
+_WIDTH, _HEIGHT = 5.2, 2.3
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: a title, one line that says how to read it, and its SVG, or what is missing; and the section of the
+    page that it belongs to."""
+
+    title: str
+    note: str
+    svg: str = ""
+    missing: str = ""
+    section: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart. `smooth` averages over that many neighbours on each side, with the raw line pale behind."""
+
+    name: str
+    points: Points
+    smooth: int = 0
+    marks: bool = False
+
+
+def resume_steps(rows: Iterable[Row], job: str = "rl") -> list[int]:
+    """The steps of a job at which another attempt took over."""
+    mine = [row for row in rows if row["kind"] == "train" and row["job"] == job]
+    return [later["step"] for earlier, later in pairwise(mine) if earlier.get("attempt") != later.get("attempt")]
+
+
+def smoothed(points: Points, width: int) -> Points:
+    """Each value averaged with up to `width` neighbours on each side, as many on the left as on the right."""
+    values = [value for _, value in points]
+    reach = (min(width, place, len(values) - 1 - place) for place in range(len(values)))
+    windows = (values[place - side : place + side + 1] for place, side in enumerate(reach))
+    return [(step, sum(window) / len(window)) for (step, _), window in zip(points, windows, strict=True)]
+
+
+def smooth_curve(name: str, points: Points) -> Curve:
+    """One that is averaged the more, the more steps there are."""
+    return Curve(name, points, smooth=len(points) // 40)
+
+
+def chart(
+    title: str,
+    note: str,
+    curves: Sequence[Curve],
+    resumes: Sequence[int],
+    names: str,
+    *,
+    percent: bool = False,
+    limit: int | None = None,
+    section: str = "",
+) -> Chart:
+    """The chart of these curves; `names` are the metrics that are missing where there is no point to draw.
+
+    `resumes` are the steps at which another attempt took over; `percent` labels fractions as such; `limit` is a bound
+    of whole numbers.
+    """
+    drawn = [curve for curve in curves if curve.points]
+    if not drawn:
+        return Chart(title, note, missing=f"metrics.jsonl has no {names} yet", section=section)
+
+    def paint(axes: Axes) -> None:
+        for curve, colour in zip(drawn, SERIES, strict=False):
+            _paint_curve(axes, curve, colour, percent)
+        _paint_frame(axes, percent, whole=limit is not None, many=len(drawn) > 1)
+        for step in resumes:  # between the last step of the one attempt and the first of the next
+            axes.axvline(step - 0.5, color=LINE, linewidth=1.2, linestyle=(0, (2, 2)), zorder=0)
+        if limit is not None:
+            axes.axhline(limit, color=BAD, linewidth=1, linestyle=(0, (4, 3)))
+
+    return Chart(title, note, draw(_WIDTH, _HEIGHT, paint, _spoken(title, drawn)), section=section)
+
+
+def _paint_curve(axes: Axes, curve: Curve, colour: str, percent: bool) -> None:
+    steps, values = zip(*curve.points, strict=True)
+    if curve.smooth:
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.9)
+        steps, values = zip(*smoothed(curve.points, curve.smooth), strict=True)
+    marker = "o" if curve.marks or len(steps) == 1 else None
+    axes.plot(steps, values, color=colour, label=curve.name, marker=marker, markersize=4)
+    if curve.marks:
+        text = f"{values[-1]:.1%}" if percent else f"{values[-1]:.3g}"
+        axes.annotate(text, (steps[-1], values[-1]), (0, 6), textcoords="offset points", ha="right", color=INK)
+
+
+def _paint_frame(axes: Axes, percent: bool, whole: bool, many: bool) -> None:
+    low, high = axes.get_ylim()
+    bottom = 0.0 if axes.dataLim.y0 >= 0 else low
+    axes.set_ylim(bottom, high + 0.08 * (high - bottom))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=whole))
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    if many:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, borderaxespad=0.2)
+
+
+def _spoken(title: str, curves: Sequence[Curve]) -> str:
+    ends = (f"{curve.name} from {curve.points[0][1]:.3g} to {curve.points[-1][1]:.3g}" for curve in curves)
+    return f"{title}: {'; '.join(ends)}"

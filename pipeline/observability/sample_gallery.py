@@ -1,0 +1,184 @@
+"""The samples of a run on its page: how rewards and lengths were spread over time, and some to read.
+
+Owns which samples are shown, and their HTML. Training is cut in `PHASES` by the weights that sampled; of each phase the
+best, the worst, some that were cut off and some that failed are shown. Promises an empty page part for a run that kept
+no samples. Must not know how samples are kept.
+"""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from pipeline.config.model_directory import model_directory
+from pipeline.errors import ConfigError
+from pipeline.observability.conversation_view import SampleReader
+from pipeline.observability.metric_charts import Chart
+from pipeline.observability.number_format import count, number
+from pipeline.observability.run_history import History
+from pipeline.observability.sample_reader import Filter, KeptTable, ReadSample, read_kept
+from pipeline.observability.svg_drawing import SERIES, draw
+
+PHASES = ("Begin", "Middle", "End")
+OF_EACH = 2
+"""Samples of each kind in each phase."""
+MOST_TEXT = 4000
+"""Characters of a turn that the page has; the terminal shows all."""
+_COLUMNS, _CELLS = 40, 16
+_WIDTH, _HEIGHT = 5.2, 2.3
+Samples = dict[str, list[ReadSample]]
+
+
+def gallery(history: History) -> tuple[list[Chart], str]:
+    """The histograms over time, and the samples of each phase as HTML; neither where nothing was kept.
+
+    Of a run that trained nothing, the samples of each evaluation set.
+    """
+    kept, reader = read_kept(history.paths), _reader(history)
+    trained = kept.where(Filter(kind="train"))
+    shown = phases(trained) if len(trained) else _sets(kept)
+    cards = "".join(_phase(title, chosen, reader) for title, chosen in shown)
+    return spreads(trained) if len(trained) else [], cards
+
+
+def spreads(kept: KeptTable) -> list[Chart]:
+    """How rewards and lengths are spread over the weights that sampled."""
+    versions, rewards, lengths = (kept.column(name) for name in ("version_min", "reward", "length"))
+    rows = [row for row in zip(versions, rewards, lengths, strict=True) if None not in row]
+    note = "Each column is the weights of some steps; the darker a cell, the larger its share of that column's samples."
+    if not rows:
+        missing = "no sample that was kept has a reward"
+        return [Chart(title, note, missing=missing) for title in ("Rewards over time", "Lengths over time")]
+    steps, scores, sizes = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    return [
+        _spread("Rewards over time", note, steps, scores),
+        _spread("Lengths over time", f"Tokens of a sample, prompt included. {note}", steps, sizes),
+    ]
+
+
+def phases(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
+    """Each phase that has samples: a title with its weights, and the samples of each kind."""
+    found = [version for version in kept.column("version_min") if version is not None]
+    # Failures have no weights: they belong to the phase of the samples around them.
+    stamps = np.array(kept.column("time"), dtype=float)
+    edges = np.linspace(min(found), max(found) + 1, len(PHASES) + 1).tolist() if found else []
+    times = _times(kept, edges) if found else [stamps.min(), stamps.max() + 1]
+    for index, name in enumerate(PHASES[: len(times) - 1]):
+        part = kept.between(float(times[index]), float(times[index + 1]))
+        if len(part):
+            yield f"{name}: {_weights(part)}", _chosen(part)
+
+
+def _sets(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
+    """Each evaluation set, in the order in which they were evaluated first."""
+    for name in dict.fromkeys(kept.column("eval_set")):
+        part = kept.where(Filter(eval_set=name))
+        yield f"{name}: {count(len(part), 'sample')} kept", _chosen(part)
+
+
+def _times(kept: KeptTable, edges: Sequence[float]) -> list[float]:
+    """When the first sample of each phase was kept, and the end."""
+    pairs = [
+        (version, stamp)
+        for version, stamp in zip(kept.column("version_min"), kept.column("time"), strict=True)
+        if version is not None
+    ]
+    begins = [min((stamp for version, stamp in pairs if version >= edge), default=float("inf")) for edge in edges[:-1]]
+    return [float("-inf"), *begins[1:], float("inf")]
+
+
+def _chosen(part: KeptTable) -> Samples:
+    best = list(part.best(OF_EACH).load())
+    shown = {(sample["position"], sample["sample"], sample["time"]) for sample in best}
+    worst = [s for s in part.worst(2 * OF_EACH).load() if (s["position"], s["sample"], s["time"]) not in shown]
+    return {
+        "best": best,
+        "worst": worst[:OF_EACH],
+        "cut off": list(part.where(Filter(cut=True)).newest(OF_EACH).load()),
+        "failed": list(part.where(Filter(failed=True)).newest(OF_EACH).load()),
+    }
+
+
+def _weights(part: KeptTable) -> str:
+    versions = [version for version in part.column("version_min") if version is not None]
+    among = f"weights {min(versions)}–{max(versions)}, " if versions else ""
+    return f"{among}{count(len(part), 'sample')} kept"
+
+
+def _reader(history: History) -> SampleReader | None:
+    if history.config is None:
+        return None
+    try:
+        return SampleReader(model_directory(history.config.model))
+    except ConfigError:
+        return None
+
+
+def _phase(title: str, chosen: Samples, reader: SampleReader | None) -> str:
+    cards = "".join(
+        _card(kind, sample, reader, opened=place == 0)
+        for kind, each in chosen.items()
+        for place, sample in enumerate(each)
+    )
+    return f'<h3 class="phase">{escape(title)}</h3><div class="samples">{cards}</div>'
+
+
+def _card(kind: str, sample: ReadSample, reader: SampleReader | None, *, opened: bool) -> str:
+    reward = "failed" if sample["reward"] is None else f"reward {sample['reward']:g}"
+    head = f"<b>{escape(kind)}</b> · {reward} · position {sample['position']}"
+    return f"<details{' open' if opened else ''}><summary>{head}</summary>{_body(sample, reader)}</details>"
+
+
+def _body(sample: ReadSample, reader: SampleReader | None) -> str:
+    if sample["failure"] is not None:
+        return f'<pre class="reason">{escape(sample["failure"][:MOST_TEXT])}</pre>'
+    if reader is None:
+        return '<p class="note">the model directory is not here, so its tokens have no text</p>'
+    turns = "".join(
+        f'<div class="turn{" sampled" if part.sampled else ""}"><span>{escape(part.role)}</span>'
+        f"<pre>{escape(_shortened(part.text))}</pre></div>"
+        for row in sample.rows()
+        for part in reader.parts(row.tokens, row.mask)
+    )
+    return f'{turns}<p class="note">{escape(_facts(sample))}</p>'
+
+
+def _facts(sample: ReadSample) -> str:
+    told = [
+        f"advantage {number(sample['advantage'], '+.2f')}",
+        "not trained" if sample.step is None else f"trained at step {sample.step}, lag {sample.lag}",
+        f"{sample['length']} tokens, {sample['sampled']} sampled",
+        *(f"{name} {value:g}" for name, value in sorted(sample["metrics"].items())),
+    ]
+    return " · ".join(told)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MOST_TEXT:
+        return text
+    half = MOST_TEXT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+
+
+def _spread(title: str, note: str, steps: np.ndarray, values: np.ndarray) -> Chart:
+    """Shares of the values among so many cells, column by column."""
+    columns = min(_COLUMNS, int(steps.max() - steps.min()) + 1)
+    low, high = float(values.min()), float(values.max())
+    margin = 0.5 if high == low else (high - low) / (2 * _CELLS)
+    counts, at, among = np.histogram2d(
+        steps, values, bins=(columns, _CELLS), range=((steps.min(), steps.max() + 1), (low - margin, high + margin))
+    )
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+    def paint(axes: Axes) -> None:
+        for column, row in zip(*np.nonzero(shares), strict=True):
+            corner, size = (at[column], among[row]), (at[column + 1] - at[column], among[row + 1] - among[row])
+            strength = 0.12 + 0.88 * float(shares[column, row])
+            axes.add_patch(Rectangle(corner, *size, facecolor=SERIES[0], alpha=strength, linewidth=0))
+        axes.set_xlim(at[0], at[-1])
+        axes.set_ylim(among[0], among[-1])
+
+    spoken = f"{title}: from {low:.3g} to {high:.3g}, median {float(np.median(values)):.3g}"
+    return Chart(title, note, svg=draw(_WIDTH, _HEIGHT, paint, spoken))

@@ -1,0 +1,233 @@
+"""The command that shows samples in the terminal: `launchers/rollouts.py run=…`.
+
+Owns the options, the layout and the colours. Promises one clear line, and exit code 2, for a run that is not there or
+kept no samples; and with `--json` one JSON object a line and nothing else. Must not know how samples are kept.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from pipeline.config.frozen_config import kept_config
+from pipeline.config.model_directory import model_directory
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.observability.conversation_view import POLICY, Passage, SampleReader
+from pipeline.observability.number_format import number
+from pipeline.observability.run_history import find_run
+from pipeline.observability.sample_reader import Filter, KeptRow, KeptTable, ReadSample, read_kept
+from pipeline.run.paths import RunPaths
+from pipeline.utils.terminal import console, visible
+
+SHOWN = 5
+"""Samples that are shown where no number is asked for."""
+COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", POLICY: "green", "prompt": "cyan"}
+EPILOG = """\
+python launchers/rollouts.py run=demo --worst 3
+python launchers/rollouts.py run=demo --reward :0 --length 200: --tokens
+python launchers/rollouts.py run=demo --failed --json | jq .failure
+A range LOW:HIGH includes both ends; either may be left out."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show the samples of the run that the arguments name; the exit code."""
+    try:
+        options, rest = _parser().parse_known_args(list(arguments))
+        if unknown := [word for word in rest if word.startswith("-")]:
+            raise ConfigError("option", unknown[0], "one that --help lists", "the run is named by run=…")
+        run = RunPaths(find_run(rest))
+        _show(run, options)
+    except argparse.ArgumentError as error:
+        wrong = ConfigError("option", " ".join(arguments), "options that --help lists", str(error))
+        print(f"error: {wrong}", file=sys.stderr)
+        return wrong.exit_code
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # whoever read this has seen enough
+        sys.stderr.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launchers/rollouts.py",
+        description="Read the samples that a run kept: python launchers/rollouts.py run=<name or directory> …",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", type=_count, metavar="N", help="the N of the highest reward")
+    order.add_argument("--worst", type=_count, metavar="N", help="the N of the lowest reward")
+    order.add_argument("--last", type=_count, metavar="N", help=f"the N newest (default: {SHOWN})")
+    order.add_argument("--all", action="store_true", help="all, the oldest first")
+    parser.add_argument("--reward", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="reward")
+    parser.add_argument(
+        "--length", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="tokens, prompt included"
+    )
+    parser.add_argument("--versions", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="oldest weights")
+    parser.add_argument("--failed", action="store_true", help="samples that failed")
+    parser.add_argument("--failure", default="", metavar="TEXT", help="samples whose reason has this text")
+    parser.add_argument("--cut", action="store_true", help="samples that were cut off")
+    parser.add_argument("--task", default="", metavar="NAME", help="of this task")
+    parser.add_argument("--train", action="store_const", dest="kind", const="train", default="", help="of training")
+    parser.add_argument("--eval", action="store_const", dest="kind", const="eval", help="of evaluations")
+    parser.add_argument("--set", default="", metavar="NAME", help="of this evaluation set (held_out: the run's own)")
+    parser.add_argument("--position", type=int, metavar="P", help="of this place in the run's order of prompts")
+    parser.add_argument("--tokens", action="store_true", help="each token with its log-probability and mask")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _range(text: str) -> tuple[float, float]:
+    """`0.5:1`, `:0` or `200:` as its two ends."""
+    low, colon, high = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return float(low or -inf), float(high or inf)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range LOW:HIGH, as 0.5:1, :0 or 200:") from None
+
+
+def _show(run: RunPaths, options: argparse.Namespace) -> None:
+    kept = read_kept(run)
+    if not len(kept):
+        mend = "a run keeps them as it goes on, unless rollout.kept_bytes=0"
+        raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", mend)
+    found = kept.where(_filter(options))
+    chosen = _ordered(found, options)
+    reader = _reader(run)
+    if options.json:
+        for sample in chosen.load():
+            print(msgspec.json.encode(as_json(sample, reader)).decode())
+        return
+    screen, shown = console(highlight=False), 0
+    for sample in chosen.load():
+        screen.print(rendered(sample, reader, tokens=options.tokens))
+        shown += 1
+    screen.print(Text(f"{shown} of {len(found)} samples that fit, of {len(kept)} that were kept", "bright_black"))
+
+
+def _filter(options: argparse.Namespace) -> Filter:
+    return Filter(
+        kind=options.kind,
+        eval_set=options.set,
+        task=options.task,
+        least_reward=options.reward[0],
+        most_reward=options.reward[1],
+        least_length=options.length[0],
+        most_length=options.length[1],
+        first_version=options.versions[0],
+        last_version=options.versions[1],
+        failed=options.failed,
+        failure=options.failure,
+        cut=options.cut,
+        position=options.position,
+    )
+
+
+def _ordered(found: KeptTable, options: argparse.Namespace) -> KeptTable:
+    orders: list[tuple[int | None, Callable[[int], KeptTable]]] = [
+        (options.best, found.best),
+        (options.worst, found.worst),
+        (options.last, found.newest),
+    ]
+    asked = next(((count, order) for count, order in orders if count), None)
+    if asked is not None:
+        return asked[1](asked[0] or 0)
+    return found if options.all else found.newest(SHOWN)
+
+
+def _reader(run: RunPaths) -> SampleReader:
+    """Of the run's model; one that is not here has no text."""
+    config = kept_config(run)
+    try:
+        return SampleReader(model_directory(config.model) if config else Path())
+    except ConfigError:
+        return SampleReader(Path())
+
+
+def as_json(sample: ReadSample, reader: SampleReader) -> dict[str, Any]:
+    """A sample as plain values: its columns, what the ledger says, and its conversation."""
+    values = dict(sample.values)
+    rows = [reader.parts(row.tokens, row.mask) for row in sample.rows()]
+    told = {"step": sample.step, "lag": sample.lag, "settled": sample.settled or None}
+    turns = [{"row": place, "role": part.role, "text": part.text} for place, row in enumerate(rows) for part in row]
+    return values | told | {"conversation": turns}
+
+
+def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) -> RenderableType:
+    """One sample as a panel: a line of what it is, its conversation, and its numbers by name."""
+    body: list[RenderableType] = []
+    if sample["failure"] is not None:
+        body.append(Text(visible(sample["failure"]), "red"))
+    rows = sample.rows()
+    for place, row in enumerate(rows, 1):
+        body += [Text(f"row {place} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
+        body += [token_lines(row, reader)] if tokens else conversation(reader.parts(row.tokens, row.mask))
+    body += [Text(), facts(sample)]
+    return Panel(Group(*body), title=_title(sample), title_align="left", border_style="bright_black")
+
+
+def _title(sample: ReadSample) -> Text:
+    place = f"{sample['eval_set']}, prompt" if sample["eval_set"] else "position"
+    head = f" {sample['task']} · {place} {sample['position']} · sample {sample['sample']} "
+    reward = "failed" if sample["reward"] is None else f"reward {sample['reward']:g}"
+    colour = "red" if sample["reward"] is None else "bold"
+    return Text.assemble((head, "bright_black"), (f"{reward} ", colour))
+
+
+def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
+    """Each turn below its role; what the policy sampled is bold."""
+    lines: list[RenderableType] = []
+    for part in parts:
+        colour = COLOURS.get(part.role, "")
+        lines.append(Text(part.role, f"{colour} dim"))
+        lines.append(Text(visible(part.text), f"{colour} bold" if part.sampled else colour))
+    return lines
+
+
+def token_lines(row: KeptRow, reader: SampleReader) -> Text:
+    """One token a line: place, id, mask, log-probability, text; what was sampled is green."""
+    text = Text()
+    for place, (token, sampled, logprob) in enumerate(zip(*row, strict=True)):
+        shown = f"{logprob:9.4f}" if sampled else " " * 9
+        text.append(f"{place:6} {token:7} {sampled} {shown}  {reader.text([token])!r}\n", "green" if sampled else "")
+    return text
+
+
+def facts(sample: ReadSample) -> RenderableType:
+    """What is known of a sample beside its text."""
+    versions = f"{sample['version_min']}–{sample['version_max']}" if sample["version_min"] is not None else "—"
+    told = [
+        ("advantage", number(sample["advantage"], "+.3f")),
+        ("trained at step", "—" if sample.step is None else str(sample.step)),
+        ("lag", "—" if sample.lag is None else str(sample.lag)),
+        ("weights", versions),
+        ("tokens", f"{sample['length'] or 0} ({sample['sampled'] or 0} sampled)"),
+        ("turns", number(sample["turns"], "d")),
+        ("finish", sample["finish"] or "—"),
+        ("seconds", number(sample["seconds"], ".2f")),
+        ("server", sample["server"] or "—"),
+        *((name, f"{value:g}") for name, value in sorted((sample["metrics"] or {}).items())),
+    ]
+    if sample["outcome"] not in (None, "train"):
+        told.append(("group", sample["outcome"]))
+    return Columns([Text.assemble((f"{name} ", "bright_black"), value) for name, value in told], padding=(0, 3))

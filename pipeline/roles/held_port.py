@@ -1,0 +1,56 @@
+"""Runs a program that listens on a held port: `python -m pipeline.roles.held_port PORT MODULE ARGUMENT…`.
+
+For vLLM and torchrun, which would bind the port with SO_REUSEADDR alone, as any stranger may try to: the kernel lets
+only SO_REUSEPORT of the same user in beside the holder (`pipeline.utils.subprocesses.hold_port`). Promises that the
+program otherwise runs as `python -m MODULE ARGUMENT…` does.
+"""
+
+import runpy
+import socket
+import sys
+from typing import Any
+
+from pipeline.utils.listeners import listen_on_held
+
+_TORCHRUN = "torch.distributed.run"
+
+
+def share_port(port: int) -> None:
+    """Have every socket of this process that is bound to this port allow SO_REUSEPORT."""
+    stock = socket.socket.bind
+
+    def bind(self: socket.socket, address: Any, /) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[1] == port:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stock(self, address)
+
+    socket.socket.bind = bind  # type: ignore[method-assign, assignment]
+
+
+def share_store(port: int) -> None:
+    """Have torchrun's store, which binds in C++, listen on a socket made here, on the master's address alone."""
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+    rendezvous: Any = static_tcp_rendezvous
+    stock = rendezvous.TCPStore
+
+    def store(address: str, at: int, world_size: int, is_master: bool, *arguments: Any, **options: Any) -> Any:
+        if is_master and at == port:
+            options["master_listen_fd"] = listen_on_held(address, port).detach()
+        return stock(address, at, world_size, is_master, *arguments, **options)
+
+    rendezvous.TCPStore = store
+
+
+def main(arguments: list[str]) -> None:
+    port, module, *rest = arguments
+    if module == _TORCHRUN:
+        share_store(int(port))
+    else:
+        share_port(int(port))
+    sys.argv = [module, *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

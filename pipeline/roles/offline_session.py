@@ -1,0 +1,116 @@
+"""One attempt of the trainer of a run that does the jobs of files, from the first that is left to `training_finished`.
+
+Owns how such jobs appear in their run: as rows of its metrics, as the trainer's status, and as the marks from which the
+requeue learns that an attempt committed something, or that nothing is left to do. Promises that an attempt that another
+has replaced takes no job any more. Must not know how a job is done.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from pipeline.checkpoints import Fence, root_of
+from pipeline.checkpoints.run_progress import mark_job_committed, next_aside, refuse_lost_state
+from pipeline.roles.rank0 import Controller
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.metrics_log import FileStep, MetricSinks, roll_back_file
+from pipeline.run.run_documents import SubmittedJob
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Interrupted, Pulse
+from pipeline.train.offline.job_execution import execute_jobs
+from pipeline.train.offline.job_observer import Observer
+from pipeline.train.train_jobs import Job
+from pipeline.utils import shared_files
+
+log = logging.getLogger(__name__)
+
+
+class JobSession(Controller):
+    """The controller's part of one attempt."""
+
+    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+        super().__init__(context, dispatch)
+        self._fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
+
+    def run(self) -> None:
+        """Do all jobs that are left; `TrainingError` at the end if one failed."""
+        submitted = shared_files.read_document(self._context.run.job, SubmittedJob)
+        self._fence.claim(submitted.job if submitted else "")
+        self._fence.keep(())  # the run itself has no commits: each job has its own
+        with ExitStack() as opened:
+            sinks = self._open_sinks(opened, self._fence.check)
+            self._get_ready("looking for jobs")
+            told = RunObserver(self._context, self._fence, sinks, self._pulse)
+            try:
+                execute_jobs(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, told)
+            except Interrupted as reason:
+                log.info("%s; what is done is committed", reason)
+                return
+        self._finish()
+
+
+class RunObserver(Observer):
+    """Tells the run what its jobs do."""
+
+    def __init__(self, context: RoleContext, fence: Fence, sinks: MetricSinks, pulse: Pulse) -> None:
+        self._context, self._fence, self._sinks, self._pulse = context, fence, sinks, pulse
+        self._marked = False
+        self._state = self._job = ""
+        self._step = 0
+        self._at = FileStep("", 0, 0, 0)
+
+    def before_claim(self) -> None:
+        self._pulse()  # an attempt that is ending begins no further job
+        self._fence.check()
+
+    def began(self, file: Path, job: Job, done: int) -> None:
+        self._at = FileStep(file.stem, file.stat().st_mtime_ns, done, job.steps)
+        self._state, self._job = job.optimizer_state, f"{self._at.file}-{self._at.written}"
+        saved = refuse_lost_state(self._context.run, self._state, self._job, done)
+        self._step = self._roll_back(is_behind=saved > done)
+        self._report()
+
+    def _roll_back(self, *, is_behind: bool) -> int:
+        """Drop the rows of steps that are done again; the last step that has a row then.
+
+        The rows are kept aside where a checkpoint that turned out to be damaged had covered some of them.
+        """
+        run = self._context.run
+        aside = next_aside(run) / run.metrics.name if is_behind else None
+        if aside:
+            name, done = self._at.file, self._at.done
+            log.warning(
+                "%s goes on from step %d, since what is newer is damaged: rows are kept in %s", name, done, aside
+            )
+        return roll_back_file(run.metrics, self._at, self._fence.check, aside)
+
+    def committing(self) -> None:
+        self._sinks.flush()
+
+    def committed(self) -> None:
+        if not self._marked:
+            self._marked = _touch(self._context.paths.committed)
+        mark_job_committed(self._context.run, self._state, self._job, self._at.done)
+
+    def exhausted(self) -> None:
+        _touch(self._context.paths.exhausted)
+
+    def stepped(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        self._step += 1
+        self._at = FileStep(self._at.file, self._at.written, step, job.steps)
+        self._sinks.log("train", job.kind, self._step, metrics, self._at)
+        self._report()
+
+    def _report(self) -> None:
+        self._context.report("ready", f"{self._at.file} step {self._at.done} of {self._at.of}")
+
+
+def _touch(mark: Path) -> bool:
+    """Leave a mark. A disk that refuses it costs no step: at worst the requeue decides without it."""
+    try:
+        mark.touch()
+    except OSError as error:
+        log.warning("%s is not there: %s", mark, error)
+        return False
+    return True

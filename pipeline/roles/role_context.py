@@ -1,0 +1,122 @@
+"""What every role process knows when it starts.
+
+Owns the handover from the agent to a role: which run, which attempt, which placement. Promises that a role finds its
+config, world and files through one object and reports its state through it. The agent builds the same object to write
+the role's command line.
+"""
+
+import argparse
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pipeline.config import RunConfig
+from pipeline.config.frozen_config import kept_config
+from pipeline.config.model_directory import model_directory
+from pipeline.errors import RendezvousError
+from pipeline.run.events import Events
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.topology.plan import Placement, RoleName, World
+from pipeline.utils import shared_files
+from pipeline.utils.fs_retry import LAST_SECONDS, OUTAGE_SECONDS, retry_transient
+
+log = logging.getLogger(__name__)
+
+RoleState = Literal["starting", "ready", "stopping", "stopped", "failed"]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Latest state of one role: replaced by its process, read by the agent and the terminal view."""
+
+    state: RoleState
+    pid: int
+    time: float
+    detail: str = ""
+    numbers: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoleContext:
+    """One role's place in one attempt of a run."""
+
+    paths: AttemptPaths
+    config: RunConfig
+    world: World
+    placement: Placement
+
+    @property
+    def run(self) -> RunPaths:
+        return RunPaths(self.paths.run)
+
+    @property
+    def events(self) -> Events:
+        return Events(self.paths)
+
+    def report(self, state: RoleState, detail: str = "", **numbers: float) -> None:
+        """Replace this role's status file; where the disk fails, the next report says as much and more."""
+        try:
+            self._write(Status(state=state, pid=os.getpid(), time=time.time(), detail=detail, numbers=numbers))
+        except OSError as error:
+            log.warning("%r is not reported: %s", state, error)
+
+    def announce(self, state: RoleState, detail: str) -> None:
+        """A report that is not made again soon and that its agent waits for: `OSError` if the disk never takes it."""
+        status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail)
+        retry_transient(f"{state!r} to be reported", lambda: self._write(status), OUTAGE_SECONDS)
+
+    def _write(self, status: Status) -> None:
+        shared_files.write_document(self.paths.status(self.placement.name), status)
+
+    def is_ready(self) -> bool:
+        """Whether the role reported that it is ready."""
+        status = self.status()
+        return status is not None and status.state == "ready"
+
+    def status(self) -> Status | None:
+        """This role's last report; None also while the disk fails."""
+        try:
+            return shared_files.read_document(self.paths.status(self.placement.name), Status)
+        except OSError:
+            return None
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments from which `from_arguments` builds this context again."""
+        place = self.placement
+        return [str(self.paths.run), self.paths.run_id, self.paths.attempt, place.role, str(place.index)]
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> "RoleContext":
+        """The context that `arguments()` described; reads the config and the world from the run directory."""
+        parser = argparse.ArgumentParser(description="One role of a Rollcall run; started by its agent.")
+        parser.add_argument("run", type=Path)
+        parser.add_argument("run_id")
+        parser.add_argument("attempt")
+        parser.add_argument("role")
+        parser.add_argument("index", type=int)
+        given = parser.parse_args(arguments)
+        paths = AttemptPaths(given.run, given.run_id, given.attempt)
+        return cls(paths, read_config(RunPaths(given.run)), *_world_and_place(paths, given.role, given.index))
+
+
+def read_config(run: RunPaths) -> RunConfig:
+    """The frozen config of a run for those who run it: it must be there, and `model.path` is the directory it names."""
+    config = retry_transient("the config", lambda: kept_config(run), LAST_SECONDS)
+    if config is None:
+        raise RendezvousError(f"no readable config at {run.config}; submit the run again")
+    model = config.model.model_copy(update={"path": str(model_directory(config.model))})
+    return config.model_copy(update={"model": model})
+
+
+def _world_and_place(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
+    world = retry_transient("the world", lambda: shared_files.read_document(paths.world, World), LAST_SECONDS)
+    if world is None:
+        raise RendezvousError(f"no readable world in {paths.rendezvous}")
+    for placement in world.of_role(role):
+        if placement.index == index:
+            return world, placement
+    raise RendezvousError(f"the world of attempt {paths.attempt} has no {role}.{index}")

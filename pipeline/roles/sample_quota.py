@@ -1,0 +1,12 @@
+"""Where a role keeps samples. Owns the shares that training and evaluations have of `rollout.kept_bytes`."""
+
+from pipeline.checkpoints import Fence, root_of
+from pipeline.roles.role_context import RoleContext
+from pipeline.rollout.sample_store import SHARES, KeptSamples
+
+
+def kept_samples(context: RoleContext, kind: str) -> KeptSamples:
+    """The samples of this attempt of one kind, `train` or `eval`; to be entered."""
+    bound = int(SHARES[kind] * context.config.rollout.kept_bytes)
+    fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
+    return KeptSamples(context.run.rollouts / kind, context.paths.attempt, bound, fence.check)

@@ -1,0 +1,59 @@
+"""One attempt of a trainer that serves the API.
+
+Owns the wiring: which front, which servers, which checkpoints; and how an attempt ends. A run that serves is never
+finished: it ends when it is told to, after a last commit.
+"""
+
+import logging
+import time
+
+from pipeline.checkpoints import root_of
+from pipeline.roles.rank0 import Controller
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.run_documents import SubmittedJob
+from pipeline.tinker.tinker_records import Facts
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.service.service_loop import Engine
+from pipeline.utils import shared_files
+
+log = logging.getLogger(__name__)
+REPORT_SECONDS = 2.0
+
+
+class ServiceSession(Controller):
+    """The controller's part of one attempt."""
+
+    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+        super().__init__(context, dispatch)
+        self._told = 0.0
+
+    def run(self) -> None:
+        """Serve until the attempt is ending."""
+        context = self._context
+        servers = tuple(place.endpoint for place in context.world.of_role("inference"))
+        engine = Engine(
+            self._dispatch,
+            context.config,
+            context.run.api,
+            root_of(context.config, context.run, context.paths.run_id),
+            context.paths.attempt,
+            Facts(servers, context.world.password),
+            self._pulse,
+            self._warming_up,
+            context.paths,
+        )
+        engine.on_progress = self._report
+        submitted = shared_files.read_document(context.run.job, SubmittedJob)
+        engine.restore(submitted.job if submitted else "")
+        self._get_ready("serving")
+        try:
+            engine.run()
+        except Interrupted as reason:
+            log.info("%s; what is done is committed", reason)
+
+    def _report(self, models: int, steps: int) -> None:
+        now = time.monotonic()
+        if now - self._told > REPORT_SECONDS:
+            self._told = now
+            self._context.report("ready", f"{models} models, {steps} steps in this attempt", **self._numbers)

@@ -1,0 +1,176 @@
+"""One attempt of the trainer, from its newest commit to `training_finished`.
+
+Owns the wiring of the controller: which jobs run on which dispatch, with which checkpoints and sinks, and with which
+other roles if the run has rollouts (`peers`); and the order of the end: last commit, exported model, weight groups torn
+down, device memory given back, and only then the event. Must not know losses, ranks or how weights travel.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from pipeline.errors import StreamError
+from pipeline.roles.rank0 import Controller
+from pipeline.roles.rl_services import Peers
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.metrics_log import read_rows, series
+from pipeline.train.batching.conversation_rows import Conversations
+from pipeline.train.batching.demonstrations import TaskDemonstrations
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.compile_warmup import WarmUp
+from pipeline.train.loop.eval_loss import HeldOutLoss
+from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.loop.run_recorder import Commits, JobPosition
+from pipeline.train.loop.sft import SupervisedFineTuning
+from pipeline.train.loop.train_loop import Algorithm, Cadence, Runner, tells_more
+from pipeline.train.throughput import machine_of
+from pipeline.train.train_jobs import Job, SftJob, write_job
+from pipeline.utils import heartbeat
+
+log = logging.getLogger(__name__)
+
+
+class RunSession(Controller):
+    """The controller's part of one attempt."""
+
+    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+        super().__init__(context, dispatch)
+        reads = self._config.has_sft and self._config.data.path
+        self._conversations = Conversations(self._config, self._alive) if reads else None
+        self._commits = Commits(context.paths, context.config, dispatch, self._conversations)
+        self._peers: Peers | None = None
+        self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
+
+    def run(self) -> None:
+        """Run what is left of the run's jobs; returns without `training_finished` when the attempt is ending."""
+        position = self._commits.restore()
+        with ExitStack() as opened:
+            self._open(opened)
+            opened.push(self._finish_commits)  # while those whom it tells are still open
+            try:
+                self._get_ready("connected")
+                if self._peers:
+                    self._peers.give_up(self._commits.covered)
+                self._run_jobs(position)
+                self._commits.export()
+            except Interrupted as reason:
+                log.info("%s; what is done is committed", reason)
+                return
+        self._finish()
+
+    def _open(self, opened: ExitStack) -> None:
+        """Connect to everything the controller talks to; `opened` closes it in the opposite order."""
+        self._sinks = self._open_sinks(opened, self._commits.fence.check)
+        if self._config.has_rollouts:
+            ledger = self._commits.ledger
+            self._peers = Peers(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
+            self._commits.on_durable = partial(self._give_up, self._peers)
+
+    def _give_up(self, peers: Peers, covered: tuple[str, ...]) -> None:
+        """Acknowledge what a durable commit covers. An attempt that is ending leaves it to the next one if the streams
+        are away: that one begins with the same, and drops what comes twice."""
+        try:
+            peers.give_up(covered)
+        except StreamError as error:
+            if not self._ending(at_once=True):
+                raise
+            log.warning("the next attempt acknowledges what the last commit covers: %s", error)
+
+    def _run_jobs(self, position: JobPosition) -> None:
+        done = position.done
+        for job in (position.job, *position.rest):
+            write_job(self._context.run.training_job(job.name), job)
+            machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
+            Runner(self, Cadence.of(self._config), machine).run(self._algorithm(job), done)
+            done = 0
+
+    def _algorithm(self, job: Job) -> Algorithm:
+        if isinstance(job, SftJob):
+            return self._fine_tuning(job)
+        assert self._peers, "a job of RL belongs to a run with rollouts"
+        return self._peers.algorithm(job, self._warm_up)
+
+    def _fine_tuning(self, job: SftJob) -> SupervisedFineTuning:
+        level = self._config.training.metrics
+        if self._conversations:
+            held_out = self._held_out(job, self._conversations)
+            return SupervisedFineTuning(
+                job, self._dispatch, self._conversations, self._pulse, level, held_out, self._warm_up
+            )
+        with heartbeat.during("making the task", self._config.cluster.startup_seconds):
+            demonstrate = TaskDemonstrations(self._config)
+        return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level, warm_up=self._warm_up)
+
+    def _held_out(self, job: SftJob, conversations: Conversations) -> HeldOutLoss:
+        training, rows = self._config.training, read_rows(self._context.run.metrics)
+        return HeldOutLoss(
+            self._dispatch,
+            conversations.held_out,
+            batch=job.batch,
+            every=training.eval_every,
+            measured=dict(series((row for row in rows if row["kind"] == "eval"), "eval/loss", job="sft")),
+            note=lambda step, metrics: self._sinks.log("eval", "sft", step, metrics),
+            keep=partial(self._commits.export, best=True) if training.keep_best else lambda: None,
+            pulse=self._pulse,
+        )
+
+    def _alive(self) -> None:
+        """Called while data are read: nobody is to take this process, or rank 0, for dead."""
+        heartbeat.beat()
+        self._dispatch.idle()
+
+    @property
+    def intact(self) -> bool:
+        """See `runner.Book`."""
+        return not self._dispatch.broken
+
+    @property
+    def crowded(self) -> bool:
+        """See `runner.Book`."""
+        return self._peers is not None and self._peers.crowded
+
+    @property
+    def committing(self) -> bool:
+        """See `runner.Book`."""
+        return self._commits.under_way
+
+    @property
+    def commit_seconds(self) -> float:
+        """See `runner.Book`."""
+        return self._commits.seconds
+
+    def commit(self, job: Job, done: int, wait: bool) -> None:
+        """See `runner.Book`."""
+        self._sinks.flush()
+        covered = self._peers.begin_commit() if self._peers else ()
+        self._commits.commit(job, done, covered, wait)
+
+    def _finish_commits(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Wait for the commit that is under way; what it failed with must not hide an `error` that came before."""
+        try:
+            self._commits.finish()
+        except Exception as second:
+            if tells_more(second, error):
+                raise
+            log.error("the commit that was under way failed too: %s", second)
+
+    def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """See `runner.Book`."""
+        idle = self._peers.idle_fractions() if self._peers else {}
+        self._sinks.log("train", job.name, step, {**metrics, **idle})
+        self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
+        self._commits.collect()
+
+    def _note_evaluation(self, version: int, metrics: Mapping[str, float], eval_set: str) -> None:
+        self._sinks.log("eval", "rl", version, metrics, eval_set=eval_set)
+
+    def _pulse(self) -> None:
+        """As every controller's; then acknowledge the stream entries that a commit covers once it is durable.
+
+        That the attempt is ending comes first, since the last commit makes up for one that failed.
+
+        Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.
+        """
+        super()._pulse()
+        self._commits.collect()

@@ -1,0 +1,191 @@
+"""Groups without end, as fast as the servers and the trainer allow.
+
+Owns what is issued when, and where it goes. Promises that positions are issued in order, under the
+staleness gate and at most `rollout.concurrency` at a time; that a full topic holds up groups and nothing else; and that
+a position is never lost: what was in flight when an actor died, was refused by the trainer, or is gone with the last
+writes of a streams' backend, is issued again. Never decides that training is over. Must not know what a task or a
+record's tokens mean.
+
+A server that the trainer did not declare current is never asked: the board says who is.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.rollout.group_rollout import GroupBuilder
+from pipeline.rollout.issue_queue import PositionQueue
+from pipeline.rollout.server_pool import InferenceClient
+from pipeline.rollout.time_fractions import Share
+from pipeline.transport import AsyncStreams
+from pipeline.transport.ledger import Ledger
+from pipeline.transport.sample_records import Group, PreparedGroup, Reissue
+from pipeline.transport.shared_state import Board, TrainerProgress
+from pipeline.transport.staleness import Gate
+from pipeline.utils.waiting import Deadline
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.03
+READ_SECONDS = 60.0
+READ_LIMIT = 256
+
+
+@dataclass
+class Counts:
+    """What was made since the actor started."""
+
+    groups: int = 0
+    samples: int = 0
+    abandoned: int = 0
+    tokens: int = 0
+    in_flight: int = 0
+
+    def add(self, group: Group) -> None:
+        """Count a published group; tokens are those that the policy sampled."""
+        self.groups += 1
+        self.samples += len(group.samples)
+        self.abandoned += len(group.abandoned)
+        self.tokens += sum(int(row.sampled.sum()) for sample in group.samples for row in sample.rows())
+
+
+class Generation:
+    """Issues positions and publishes their groups; lives in one event loop."""
+
+    def __init__(
+        self, streams: AsyncStreams, board: Board, builder: GroupBuilder, client: InferenceClient, config: RunConfig
+    ) -> None:
+        self._streams, self._board, self._builder, self._client = streams, board, builder, client
+        self._gate = Gate(config.training.prompts_per_step, config.training.max_lag)
+        self._patience = 2 * config.cluster.startup_seconds
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._changed = asyncio.Condition()
+        self._progress = TrainerProgress(version=0, settled=0)
+        self._refusals: dict[int, list[str]] = {}
+        self._awaited: set[int] = set()
+        self._blocked, self._full = Share(), Share()
+        self.counts = Counts()
+
+    async def run(self) -> None:
+        """Generate until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
+        self._reissues = await self._streams.reader("reissue", Reissue, "actor")
+        self._generation = self._streams.generation
+        self._queue = PositionQueue(*await self._left())
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._watch())
+            self._tasks.create_task(self._take_back())
+            self._tasks.create_task(self._issue_all())
+
+    def numbers(self) -> dict[str, float]:
+        """For the status: counts since the start, fractions of the time since the last call."""
+        counts, gate = self.counts, self._gate
+        failures: Counter[str] = self._builder.patience.counts
+        return {
+            "groups": counts.groups,
+            "samples": counts.samples,
+            "abandoned_samples": counts.abandoned,
+            "tokens": counts.tokens,
+            "in_flight": counts.in_flight,
+            "failed_samples": failures.total(),
+            "version": self._progress.version,
+            "slowest_server": -1 if gate.slowest is None else gate.slowest,
+            "gate_blocked": self._blocked.take(),
+            "backpressure": self._full.take(),
+        } | {f"failed/{kind}": count for kind, count in failures.items()}
+
+    async def _left(self) -> tuple[list[int], int]:
+        """What is left to issue (see `Ledger.holes`), once the trainer posted its ledger.
+
+        The order of reading is `pipeline.transport.shared_state`'s.
+        """
+        deadline = Deadline("the trainer's ledger", self._patience)
+        while await asyncio.to_thread(self._board.ledger) is None:
+            if deadline.passed:
+                raise deadline.error("the trainer, which posts it when it starts")
+            await asyncio.sleep(WATCH_SECONDS)
+        groups = await self._streams.scan("groups", Group)
+        prepared = await self._streams.scan("prepared", PreparedGroup)
+        committed = await asyncio.to_thread(self._board.ledger)
+        ledger = Ledger.restore(committed) if committed else Ledger()
+        known = {entry.record.position for entry in groups} | {entry.record.group.position for entry in prepared}
+        return ledger.holes(known)
+
+    async def _find_lost(self) -> None:
+        """Issue again what the streams lost. What is in flight may be made twice; the ledger counts it once."""
+        self._generation = self._streams.generation
+        left = await self._left()
+        async with self._changed:
+            count = self._queue.lost(*left, self._refusals)
+            self._changed.notify_all()
+        log.warning("the streams were restarted: %d positions are issued again", count)
+
+    async def _watch(self) -> None:
+        """Follow the trainer's progress and the servers' versions."""
+        while True:
+            progress, servers = await asyncio.to_thread(lambda: (self._board.progress(), self._board.servers()))
+            for server, version in servers.items():
+                self._client.update(server, version)
+            if progress is not None:
+                current = [version for version in servers.values() if version is not None]
+                await self._advance(progress, min(current, default=None))
+            if self._generation != self._streams.generation:
+                await self._find_lost()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _advance(self, progress: TrainerProgress, slowest: int | None) -> None:
+        async with self._changed:
+            self._progress = progress
+            self._gate.advance(progress.version, slowest)
+            self._changed.notify_all()
+
+    async def _issue_all(self) -> None:
+        while True:
+            await self._slots.acquire()
+            with self._blocked:
+                position = await self._admitted()
+            self._tasks.create_task(self._produce(position))
+
+    async def _admitted(self) -> int:
+        """The next position, once the gate lets it in; one that was refused twice may not be overtaken again."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._gate.room(self._queue.outstanding(self._progress.settled)))
+            position = self._queue.take()
+            if position in self._awaited:
+                self._gate.wait_for(position)
+        return position
+
+    async def _produce(self, position: int) -> None:
+        self.counts.in_flight += 1
+        try:
+            group = await self._builder.build(position)
+            await self._publish(group)
+        finally:
+            self.counts.in_flight -= 1
+            self._slots.release()
+
+    async def _publish(self, group: Group) -> None:
+        """Publish a group, and with it settle the requests for it."""
+        refusals = self._refusals.pop(group.position, [])
+        self._awaited.discard(group.position)
+        with self._full:
+            await self._streams.publish("groups", group, acknowledging=(self._reissues, refusals) if refusals else None)
+        self.counts.add(group)
+        async with self._changed:
+            self._gate.arrived(group.position)
+            self._changed.notify_all()
+
+    async def _take_back(self) -> None:
+        """Issue again what the trainer refused. Its request is acknowledged with the new group, so it outlives this."""
+        while True:
+            for entry in await self._streams.read(self._reissues, READ_LIMIT, READ_SECONDS):
+                position = entry.record.position
+                if entry.id in self._refusals.get(position, ()):
+                    continue  # delivered again
+                self._refusals.setdefault(position, []).append(entry.id)
+                if entry.record.awaited:
+                    self._awaited.add(position)
+                async with self._changed:
+                    self._queue.again(position)
+                    self._changed.notify_all()

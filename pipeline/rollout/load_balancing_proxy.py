@@ -1,0 +1,107 @@
+"""One address for all servers of a run.
+
+Owns the passing on of HTTP requests, for programs that know one OpenAI-compatible address. Each goes to the server with
+the fewest of them, or to another if that one cannot be reached. Its answer comes back unchanged, streamed or whole.
+Promises that it lets in nothing that the servers would refuse, since it passes on the caller's key; and that it listens
+on this machine's loopback alone.
+
+    async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"], key) as relay:
+        relay.url       # http://127.0.0.1:40001
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp import web
+
+from pipeline.errors import one_line
+from pipeline.utils.authenticated_connector import ProvenConnector
+from pipeline.utils.backoff import Resting, rested
+
+CONNECT_SECONDS = 30.0
+MOST_BYTES = 1 << 26
+_HOP = frozenset(
+    {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers that are of one connection only."""
+
+
+@dataclass(eq=False)
+class _Server(Resting):
+    endpoint: str
+    running: int = 0
+
+
+class Relay:
+    """Passes requests on while its block lasts."""
+
+    def __init__(self, servers: Sequence[str], key: str) -> None:
+        """`servers`: `host:port` of each, all with the same model; `key`: what each must prove to know."""
+        self._key = key
+        self._servers = [_Server(endpoint) for endpoint in servers]
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=ProvenConnector(lambda: self._key, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            auto_decompress=False,
+        )
+        app = web.Application(client_max_size=MOST_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+        await self._http.close()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """The answer of the first server that can be reached; status 502 if none can, or if it is lost meanwhile."""
+        body, left, trouble = await request.read(), list(self._servers), "there is no server"
+        while left:
+            server = min(rested(left), key=lambda each: each.running)
+            left.remove(server)
+            server.running += 1
+            try:
+                return await self._answer_of(server, request, body)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                server.rest.failed()
+                trouble = f"{server.endpoint} cannot be reached: {one_line(error)}"
+            finally:
+                server.running -= 1
+        return _bad_gateway(trouble)
+
+    async def _answer_of(self, server: _Server, request: web.Request, body: bytes) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        url, response = f"http://{server.endpoint}{request.path_qs}", web.StreamResponse()
+        try:
+            async with self._http.request(request.method, url, data=body, headers=headers) as answer:
+                server.rest.worked()
+                kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for part in answer.content.iter_any():
+                    await response.write(part)
+                await response.write_eof()
+                return response
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if response.prepared or isinstance(error, aiohttp.ClientConnectorError):
+                raise
+            server.rest.failed()
+            return _bad_gateway(f"{server.endpoint} was lost: {one_line(error)}")
+
+
+def _bad_gateway(why: str) -> web.Response:
+    """In the form of OpenAI's errors."""
+    return web.json_response({"error": {"message": why}}, status=502)

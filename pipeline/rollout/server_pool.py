@@ -1,0 +1,229 @@
+"""The client of all inference servers.
+
+Owns which server gets a request, and what happens when it does not work: least loaded first, transient failures again
+elsewhere, with growing pauses, and without limit unless servers die of the request. Promises that only servers with
+recent enough weights are asked, and that cancelling a call ends it at once. Waits without spinning while there is no
+such server, at most `server_seconds`. Must not know tasks, streams or how weights travel.
+
+A sample goes on where it stopped, whether a weight update or the time limit of a request cut it off: it keeps its
+tokens, log-probabilities and versions, and the rest is asked for. To sample it anew would favour short samples, which
+are cut off less often. A lost server takes what it had not answered with it, so a long sample is asked for in pieces of
+at most `request_tokens`: however long it is, a lost server costs it no more than one piece.
+
+    async with InferenceClient(["127.0.0.3:8000"], password, request_seconds=120) as client:
+        client.update("127.0.0.3:8000", 0)
+        completions = await client.generate(tokens, n=8, temperature=1.0, max_tokens=32, stop_token_ids=[2])
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from pipeline.errors import RolloutError
+from pipeline.rollout.server_client import Completion, GenerationRequest, Server, Transient
+from pipeline.utils.authenticated_connector import ProvenConnector
+from pipeline.utils.backoff import pause_after, rested
+from pipeline.utils.network_interfaces import KEPT_SECONDS
+from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
+from pipeline.utils.waiting import Deadline
+
+SHOWN = 8
+"""Servers that an error names."""
+COMPARED = 32
+"""Servers whose loads are compared for one request."""
+
+
+class InferenceClient:
+    """Asks servers for continuations; lives in one event loop, shared by any number of tasks."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        password: str,
+        request_seconds: float,
+        *,
+        request_tokens: int | None = None,
+        max_lag: int = 1,
+        server_seconds: float = 600.0,
+        vocabulary: int | None = None,
+        fixed: bool = False,
+    ) -> None:
+        """No server is asked before `update` says that it is current.
+
+        Args:
+            servers: `host:port` of each.
+            password: the world's, which every server asks for.
+            request_seconds: how long one server may work on a request; then it goes on elsewhere.
+            request_tokens: most tokens that one request samples; None: no bound.
+            max_lag: most versions that a server may be behind the newest one to be asked.
+            server_seconds: how long to wait for a server that may be asked.
+            fixed: whether the servers have their weights from disk, for good.
+            vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
+        """
+        self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
+        self._password, self._seconds, self._piece = password, request_seconds, request_tokens
+        self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
+        self._changed, self._suspects = asyncio.Event(), Suspects()
+        self._eligible: list[Server] | None = []
+        self.retries: Counter[str] = Counter()
+        self.requests = self.tokens = 0
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=ProvenConnector(lambda: self._password, limit=0, keepalive_timeout=KEPT_SECONDS),
+            headers={"Authorization": f"Bearer {self._password}", "Content-Type": "application/json"},
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    def update(self, server: str, version: int | None) -> None:
+        """Say which weights a server serves; None: do not ask it, and try what runs there elsewhere."""
+        state = self._servers.setdefault(server, Server(server))
+        if version == state.version:
+            return
+        if version is None:
+            state.leave()
+        state.version = version
+        self._eligible = None
+        self._changed.set()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> list[Completion]:
+        """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
+
+        With `top_p` or `top_k` the log-probabilities are those of the distribution that they leave.
+
+        Tries until it works; raises `RolloutError` for a request that can never work, or that servers die of, and
+        `DeadlineError` if for `server_seconds` no server may be asked.
+        """
+        self._check(token_ids)
+        self.requests += 1
+        request = GenerationRequest(list(token_ids), n, temperature, max_tokens, list(stop_token_ids), top_p, top_k)
+        completions = await self._somewhere(request)
+        if not all(completion.complete for completion in completions):
+            completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))
+        self.tokens += sum(len(completion.tokens) for completion in completions)
+        return completions
+
+    def numbers(self) -> dict[str, float]:
+        """For the status: counts since the start, idle fraction of each server since the last call."""
+        idle = {f"idle/{endpoint}": 1 - server.busy.take() for endpoint, server in self._servers.items()}
+        retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
+        return {"requests": self.requests, "completion_tokens": self.tokens} | idle | retries
+
+    async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
+        """The answer of the first server that gives one; of a long request its first piece."""
+        pauses, deaths, given_up = _pauses(), 0, self._suspects.given_up
+        piece = min(request.max_tokens, self._piece or request.max_tokens)
+        while deaths < MOST_DEATHS:
+            async with self._suspects.trying(deaths):
+                server = await self._least_loaded()
+                try:
+                    completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
+                except Transient as failure:
+                    self.retries[failure.reason] += 1
+                    server.rest.failed()
+                    deaths += failure.at_work and await is_dead(self._http, server.endpoint)
+                else:
+                    server.rest.worked()
+                    self.retries.update("aborted" for completion in completions if not completion.complete)
+                    return [_marked(completion, piece, request.max_tokens) for completion in completions]
+            if given_up != self._suspects.given_up:
+                deaths, given_up = 0, self._suspects.given_up
+            await asyncio.sleep(next(pauses))
+        self._suspects.give_up()
+        raise RolloutError(GIVEN_UP)
+
+    async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:
+        """`part`, continued until it ends by itself."""
+        while not part.complete:
+            left = request.max_tokens - len(part.tokens)
+            if left < 1:
+                return replace(part, finish="length")
+            tokens = [*request.token_ids, *part.tokens]
+            (more,) = await self._somewhere(replace(request, token_ids=tokens, n=1, max_tokens=left))
+            part = _joined(part, more)
+        return part
+
+    async def _least_loaded(self) -> Server:
+        """The least loaded of all, or of `COMPARED` drawn at random: as good, and as cheap with 4,096 servers."""
+        deadline = Deadline("an inference server that may be asked", self._server_seconds)
+        while not (eligible := self._current()):
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(deadline.left):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise deadline.error(self._without_weights()) from None
+        among = eligible if len(eligible) <= COMPARED else random.sample(eligible, COMPARED)
+        awake = rested(among)
+        least = min(server.samples for server in awake)
+        return random.choice([server for server in awake if server.samples == least])
+
+    def _current(self) -> list[Server]:
+        """The servers that may be asked, found anew only when a version has changed."""
+        if self._eligible is None:
+            versions = {server: server.version for server in self._servers.values() if server.version is not None}
+            newest = max(versions.values(), default=0)
+            self._eligible = [server for server, version in versions.items() if newest - version <= self._max_lag]
+        return self._eligible
+
+    def _without_weights(self) -> str:
+        """The servers, all of which have no weights where none may be asked."""
+        names = list(self._servers)
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return f"weights on {', '.join(names[:SHOWN])}{more}" if names else "any server"
+
+    def _check(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise RolloutError("an empty prompt cannot be continued")
+        highest, lowest = max(token_ids), min(token_ids)
+        if lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
+            wrong = lowest if lowest < 0 else highest
+            raise RolloutError(f"token id {wrong} is outside of the vocabulary of {self._vocabulary} tokens")
+
+
+def _marked(completion: Completion, piece: int, wanted: int) -> Completion:
+    """A completion that stopped at the end of a piece and not of what was wanted is to be continued."""
+    at_the_end_of_a_piece = piece < wanted and completion.finish == "length" and len(completion.tokens) == piece
+    return replace(completion, finish="abort") if at_the_end_of_a_piece else completion
+
+
+def _joined(first: Completion, then: Completion) -> Completion:
+    """One completion of two parts."""
+    return replace(
+        then,
+        tokens=first.tokens + then.tokens,
+        logprobs=first.logprobs + then.logprobs,
+        # An abort before the first token has no version of its own.
+        version_min=min(first.version_min, then.version_min) if first.tokens else then.version_min,
+        version_max=max(first.version_max, then.version_max),
+        seconds=first.seconds + then.seconds,
+        versions=first.versions + then.versions,
+    )
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds before each further try: doubling up to the longest, each shortened at random by up to a half."""
+    for failures in count():
+        yield pause_after(failures) * random.uniform(0.5, 1)

@@ -1,0 +1,160 @@
+"""A teacher: a served model that says how likely it finds what the policy sampled.
+
+Owns what is asked of the server behind `teacher.url`, and how its answer is read. Promises for every token of every row
+the teacher's log-probability of that token after those before it, or one reason why a group has none; that a teacher
+which is busy, or away for a while, is waited for; that one which was never there is told apart from it; and that who
+waits can give up at any time. Must not know what the numbers are for.
+
+The server is any that answers `/completions` with `prompt_logprobs`, as `vllm serve` does. It gets token ids, so it has
+to have the policy's tokenizer.
+
+    teacher = Teacher(config.teacher)
+    teacher.meet(seconds=240, should_stop=should_stop)
+    references = teacher.references(groups, should_stop)
+
+Notation: T tokens of a row.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from pipeline.config import TeacherConfig
+from pipeline.errors import RolloutError
+from pipeline.transport.sample_records import Group
+from pipeline.utils.backoff import pause_after
+from pipeline.utils.http_errors import error_text
+from pipeline.utils.waiting import Deadline
+
+log = logging.getLogger(__name__)
+
+BUSY_STATUS = (408, 429)
+LOOK_SECONDS = 0.5
+References = tuple[bytes, ...]
+"""float32[T] as bytes for each row of a group's samples, in order."""
+
+
+class _Likely(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Likely] | None]
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Teacher:
+    """The client of one teacher."""
+
+    def __init__(self, config: TeacherConfig) -> None:
+        key = Path(config.key_file).read_text().strip() if config.key_file else ""
+        self._config, self._headers = config, {"Authorization": f"Bearer {key}"} if key else {}
+        self._trouble = "no answer"
+
+    def meet(self, seconds: float, should_stop: Callable[[], bool]) -> None:
+        """Return once it has said how likely two tokens are, or once `should_stop()`, which is asked all the while.
+
+        Raises `RolloutError` if it refuses, and `DeadlineError` with its last trouble if it does not answer within
+        `seconds`.
+        """
+        asyncio.run(self._meet(Deadline(f"the teacher at teacher.url={self._config.url}", seconds), should_stop))
+
+    def references(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
+        """What the teacher says of each group, or the reason why it never will; None once `should_stop()`, which is
+        asked all the while."""
+        return asyncio.run(self._all(groups, should_stop))
+
+    async def _meet(self, deadline: Deadline, should_stop: Callable[[], bool]) -> None:
+        async with self._session() as http:
+            asked = asyncio.create_task(self._of_row(http, [0, 0]))
+            try:
+                while not asked.done() and not should_stop():
+                    if deadline.passed:
+                        raise deadline.error(f"{self._trouble}; start it, or mend teacher.url")
+                    await asyncio.wait([asked], timeout=LOOK_SECONDS)
+                if asked.done():
+                    asked.result()
+            except RolloutError as error:
+                named = f"teacher.url={self._config.url} with teacher.model={self._config.model}"
+                told = f"the teacher refuses what a run asks of it: {error}; mend these or teacher.key_file"
+                raise RolloutError(f"{named}: {told}") from None
+            finally:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+
+    def _session(self) -> aiohttp.ClientSession:
+        limit = aiohttp.ClientTimeout(total=self._config.seconds)
+        connector = aiohttp.TCPConnector(limit=self._config.concurrency)
+        return aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector)
+
+    async def _all(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
+        async with self._session() as http:
+            asked = [asyncio.create_task(self._of_group(http, group)) for group in groups]
+            left = set(asked)
+            try:
+                while left:
+                    _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
+                    if should_stop():
+                        return None
+            finally:
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
+            return [task.result() for task in asked]
+
+    async def _of_group(self, http: aiohttp.ClientSession, group: Group) -> References | str:
+        rows = [row.tokens.tolist() for sample in group.samples for row in sample.rows()]
+        try:
+            return tuple(await asyncio.gather(*(self._of_row(http, row) for row in rows)))
+        except RolloutError as error:
+            return f"teacher refused: {error}"
+
+    async def _of_row(self, http: aiohttp.ClientSession, tokens: list[int]) -> bytes:
+        """The log-probabilities of one row; the first token has none, and gets 0."""
+        body = {
+            "model": self._config.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        answer = await self._answer(http, body)
+        try:
+            (choice,) = msgspec.json.decode(answer, type=_Answer).choices
+            after = zip(tokens[1:], choice.prompt_logprobs[1:], strict=True)
+            found = [0.0, *(said[str(token)].logprob for token, said in after if said)]
+        except (msgspec.DecodeError, ValueError, KeyError):
+            found = []
+        if len(found) != len(tokens):
+            raise RolloutError(f"its answer has no log-probability for each token: {answer[:120]!r}")
+        return np.asarray(found, "<f4").tobytes()
+
+    async def _answer(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> bytes:
+        """The body of a good answer; waits for a teacher that is busy or away."""
+        url = f"{self._config.url.rstrip('/')}/completions"
+        failures = 0
+        while True:
+            try:
+                async with http.post(url, json=body) as response:
+                    answer = await response.read()
+                if response.status == 200:
+                    return answer
+                why = f"status {response.status}: {error_text(answer)}"
+                if response.status < 500 and response.status not in BUSY_STATUS:
+                    raise RolloutError(why)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            self._trouble = why
+            if failures in (0, 10, 100):
+                log.warning("the teacher at %s is asked again: %s", url, why)
+            await asyncio.sleep(pause_after(failures))
+            failures += 1

@@ -1,0 +1,203 @@
+"""Where the numbers of a run go: `metrics.jsonl` always, and any further sinks.
+
+Owns the form of a row, and which rows go when a run goes back to a commit. Promises that `metrics.jsonl` has one row
+for each kind, job, step and evaluation set, over all attempts: of the step that the model went through. A crash rolls
+steps back, and `roll_back` their rows, before they are trained again. There is one writer, rank 0 of the trainer, and
+`check` refuses one that another has replaced. A row that cannot be written costs no step (see
+`pipeline.utils.append_log`). Must not know torch, nor what a number means.
+
+    row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
+
+`kind` is `train` (one row a step) or `eval` (one row a held-out evaluation); `time` is seconds since the
+epoch. A row of an evaluation set has its name as `set`. A number that is not finite becomes null, which readers treat
+as absent.
+
+A run that does the jobs of files counts the steps of all of them on, and says which step of which file each is:
+
+    row: {"kind": "train", "job": "sft", "step": 9, …, "file": "007-sft", "written": 17672…, "done": 1, "of": 4, …}
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import msgspec
+
+from pipeline.utils.append_log import Journal, keep_lines
+
+Kind = Literal["train", "eval"]
+Row = dict[str, Any]
+_JOBS = ("sft", "rl")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileStep:
+    """A step of a job in a file: the file's name and when it was `written` (ns; one that is written anew is another
+    job), and how many of its steps are `done`, this one counted."""
+
+    file: str
+    written: int
+    done: int
+    of: int
+
+
+class Sink(Protocol):
+    """Receives every new row once; called from the one writer, in order."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricSinks:
+    """Writes rows to `metrics.jsonl` and hands them to further sinks."""
+
+    def __init__(
+        self,
+        path: Path,
+        attempt: str,
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.time,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Every row gets `attempt` and the `clock`'s time.
+
+        `check` is called before anything is written, and raises `OvertakenError` when this attempt may write no more.
+        """
+        self._attempt, self._sinks, self._clock = attempt, tuple(sinks), clock
+        self._journal = Journal(path, check)
+
+    def log(
+        self,
+        kind: Kind,
+        job: str,
+        step: int,
+        values: Mapping[str, float],
+        file_step: FileStep | None = None,
+        eval_set: str = "",
+    ) -> None:
+        """Write one row, in the file at once or, if that is not possible, with a later one."""
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
+        named = {"set": eval_set} if eval_set else {}
+        row: Row = head | named | (asdict(file_step) if file_step else {}) | numbers
+        self._journal.add(msgspec.json.encode(row))
+        for sink in self._sinks:
+            sink.write(row)
+
+    def flush(self) -> None:
+        """Have all rows on disk, if that is possible: a commit covers their steps."""
+        self._journal.flush()
+
+    def close(self) -> None:
+        """Close all sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def roll_back(
+    path: Path, job: str, done: int, check: Callable[[], None] = lambda: None, aside: Path | None = None
+) -> int:
+    """Drop the rows of steps after step `done` of `job`: the run goes on from there. The file is a new one then.
+
+    An evaluation of weights that stay keeps its row, however late it came. `check`, `aside` and the result are as in
+    `keep_lines`.
+    """
+    here = _JOBS.index(job), done
+
+    def stays(line: bytes, _end: int) -> bool:
+        row = _decode(line)
+        return row is not None and (_JOBS.index(row["job"]), row["step"]) <= here
+
+    return keep_lines(path, stays, check, aside=aside)
+
+
+def roll_back_file(
+    path: Path, begun: FileStep, check: Callable[[], None] = lambda: None, aside: Path | None = None
+) -> int:
+    """Drop the rows of a job's file after the step that it is `begun` from; the last step that any row is of then.
+
+    `check` and `aside` are as in `keep_lines`.
+    """
+
+    def stays(line: bytes, _end: int) -> bool:
+        row = _decode(line)
+        same = row is not None and (row.get("file"), row.get("written")) == (begun.file, begun.written)
+        return row is not None and not (same and row["done"] > begun.done)
+
+    keep_lines(path, stays, check, aside=aside)
+    return max((row["step"] for row in read_rows(path)), default=0)
+
+
+class Console:
+    """Logs a short line for each row."""
+
+    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
+
+    def write(self, row: Row) -> None:
+        numbers = " ".join(f"{name}={row[name]:.4g}" for name in self.NAMES if row.get(name) is not None)
+        _log.info("%s step %d %s", row["job"], row["step"], numbers)
+
+    def close(self) -> None:
+        return
+
+
+class RowReader:
+    """Reads a `metrics.jsonl` that grows: `rows` are all whole rows up to the last `read`.
+
+    When a later attempt has rolled rows back, it begins anew with what is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._position = path, 0, 0
+        self.rows: list[Row] = []
+
+    def read(self) -> list[Row]:
+        """The whole rows that are new since the last call, all when they begin anew; none when there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._position:
+                    self._file, self._position, self.rows = found.st_ino, 0, []
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._position += len(whole) + len(newline)
+        new = [row for line in whole.split(b"\n") if (row := _decode(line)) is not None]
+        self.rows += new
+        return new
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All whole rows of a `metrics.jsonl`, in order; empty when there is none. Safe while it is being written."""
+    return RowReader(path).read()
+
+
+def series(rows: Iterable[Row], name: str, job: str = "rl") -> list[tuple[int, float]]:
+    """The (step, value) pairs of one number of a job, where it has a value."""
+    return [(row["step"], row[name]) for row in rows if row["job"] == job and row.get(name) is not None]
+
+
+def _decode(line: bytes) -> Row | None:
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+    is_row = isinstance(row, dict) and {"kind", "job", "step", "time"} <= row.keys() and row["job"] in _JOBS
+    return row if is_row else None

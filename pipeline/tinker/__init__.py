@@ -1,0 +1,23 @@
+"""The Tinker API: what clients of the public SDK see, apart from the trainer that does the work.
+
+| module | owns |
+|---|---|
+| `gateway_process` | the front as a process |
+| `gateway`, `routes` | what clients ask, and what they are answered |
+| `trainer_routes` | the routes of the trainer |
+| `service_state`, `model_requests` | sessions, models and their requests, and how they change |
+| `restore` | the same from the store, when the front starts |
+| `checkpoint_catalog` | checkpoints and sampling clients |
+| `retention` | how long what nobody asked for again is kept |
+| `sampling_limits` | what a client may ask of a sample |
+| `sampler`, `generate_requests` | requests to the servers; their form, and that of the answers |
+| `request_queue` | the order of a model's requests |
+| `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |
+| `durable_store`, `byte_lru` | what is on disk, and what of it is in memory too |
+| `tinker_paths` | ids, `tinker://` paths and the folders behind them |
+| `api_keys` | API keys and limits |
+| `tinker_records`, `entities`, `gateway_settings` | what travels, what is kept, what the process is told |
+| `api_errors` | what a client is told |
+
+The front is a process of its own, which goes on while the trainer is away: it takes requests, and tells clients to
+wait. See docs/tinker.md and decision 0021."""

@@ -1,0 +1,154 @@
+"""Checkpoints and sampling clients.
+
+Owns what was saved: under which name, whose it is, until when; and the folders behind the names. Promises that a
+checkpoint is there once its save was answered, that nobody sees another owner's, and that a folder without a name stays
+as long as an open request reads it. Must not know how a checkpoint is written.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Set
+from typing import TypeVar
+
+import msgspec
+
+from pipeline.tinker import durable_store, tinker_paths
+from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_keys import Owner
+from pipeline.tinker.durable_store import Statement, Store
+from pipeline.tinker.entities import Model, SamplingSession, SavedWeights
+from pipeline.tinker.model_requests import SaveNote
+from pipeline.tinker.tinker_records import Save, Saved, encode
+
+PASSING_KEPT = 8
+"""Checkpoints without a name that each model keeps."""
+F = TypeVar("F")
+
+
+class Shelf:
+    """The checkpoints and samplers that a store holds."""
+
+    def __init__(self, kept: Store, clock: Callable[[], float], is_read: Callable[[str], bool]) -> None:
+        """`is_read` says of a folder whether an open request reads it."""
+        self._store, self._clock, self._is_read = kept, clock, is_read
+        self.checkpoints = _restored(kept, "checkpoint", SavedWeights)
+        self.samplers = _restored(kept, "sampler", SamplingSession)
+        self._unnamed = {folder for folder, _ in kept.facts("unnamed")}
+        """Folders of checkpoints that are gone; each stays while an open request reads it."""
+        self.on_removed: Callable[[str], None] = lambda folder: None
+        """Called in a thread, with a folder that nobody needs."""
+
+    def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
+        """`Missing` for one that is not there, has expired, or is another owner's."""
+        found = self.checkpoints.get(str(tinker_paths.parse_path(path)))
+        if found is None or found.owner != owner.name or (found.expires and found.expires < self._clock()):
+            raise Missing(f"no checkpoint {path!r}")
+        return found
+
+    def named(self, owner: Owner, parts: Mapping[str, str]) -> SavedWeights:
+        """The checkpoint of an address's `model`, `kind` and `name`."""
+        return self.checkpoint(owner, f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
+
+    def of_model(self, model: str) -> list[SavedWeights]:
+        return [each for each in self.checkpoints.values() if tinker_paths.parse_path(each.path).model == model]
+
+    def stored_bytes(self, owner: str) -> int:
+        return sum(each.size for each in self.checkpoints.values() if each.owner == owner)
+
+    async def keep_for(self, checkpoint: SavedWeights, seconds: int | None) -> None:
+        """Have it expire after so many seconds from now; None: never."""
+        expires = None if seconds is None else self._clock() + seconds
+        changed = msgspec.structs.replace(checkpoint, expires=expires)
+        await self._store.keep(durable_store.fact("checkpoint", changed.path, encode(changed)))
+        self.checkpoints[changed.path] = changed
+
+    async def remove(self, checkpoint: SavedWeights) -> None:
+        """Forget it, with the sampling clients that were made for it alone; its folder goes once nobody reads it."""
+        orphans = [each for each in self.samplers.values() if checkpoint.passing and each.path == checkpoint.path]
+        dropped = [durable_store.no_fact("sampler", each.id) for each in orphans]
+        await self._store.keep(
+            durable_store.no_fact("checkpoint", checkpoint.path),
+            durable_store.fact("unnamed", checkpoint.folder, b""),
+            *dropped,
+        )
+        self.checkpoints.pop(checkpoint.path, None)
+        for each in orphans:
+            self.samplers.pop(each.id, None)
+        self._unnamed.add(checkpoint.folder)
+        await self.remove_folders()
+
+    async def remove_expired(self) -> None:
+        now = self._clock()
+        for checkpoint in list(self.checkpoints.values()):
+            if checkpoint.expires is not None and checkpoint.expires < now:
+                await self.remove(checkpoint)
+        await self.remove_folders()
+
+    async def remove_surplus(self, model: str) -> None:
+        """Remove checkpoints without a name that newer ones of the model have replaced."""
+        own = [each for each in self.of_model(model) if each.passing]
+        for old in sorted(own, key=lambda each: each.created)[:-PASSING_KEPT]:
+            await self.remove(old)
+
+    async def remove_folders(self) -> None:
+        for folder in [each for each in self._unnamed if not self._is_read(each)]:
+            await asyncio.to_thread(self.on_removed, folder)
+            with contextlib.suppress(ApiError):  # then it is removed again
+                await self._store.keep(durable_store.no_fact("unnamed", folder))
+                self._unnamed.discard(folder)
+
+    def sampler(self, owner: Owner, id: str) -> SamplingSession:
+        """`Missing` for one that is not there, or another owner's."""
+        found = self.samplers.get(id)
+        if found is None or found.owner != owner.name:
+            raise Missing(f"no sampling session {id!r}")
+        return found
+
+    async def add_sampler(self, sampler: SamplingSession) -> None:
+        await self._store.keep(durable_store.fact("sampler", sampler.id, encode(sampler)))
+        self.samplers[sampler.id] = sampler
+
+    async def drop_samplers(self, sessions: Set[str]) -> None:
+        """Forget the sampling clients of these sessions."""
+        old = [id for id in self.samplers if tinker_paths.session_of(id) in sessions]
+        if old:
+            await self._store.keep(*(durable_store.no_fact("sampler", id) for id in old))
+        for id in old:
+            self.samplers.pop(id, None)
+
+    def put(self, model: Model, save: Save, size: int) -> tuple[Saved, list[Statement], Callable[[], None]]:
+        """A checkpoint that was written: the result of its save, what to have in the store, and what to do then."""
+        order = msgspec.json.decode(save.note, type=SaveNote)
+        checkpoint = SavedWeights(
+            path=order.path,
+            owner=model.owner,
+            base=model.base,
+            adapter=model.adapter,
+            folder=save.folder,
+            size=size,
+            created=self._clock(),
+            expires=None if order.ttl is None else self._clock() + order.ttl,
+            metadata=order.metadata,
+            passing=bool(order.sampler),
+        )
+        changes = [durable_store.fact("checkpoint", checkpoint.path, encode(checkpoint))]
+        sampler = SamplingSession(order.sampler, model.owner, model.base, order.path) if order.sampler else None
+        if sampler:
+            changes.append(durable_store.fact("sampler", sampler.id, encode(sampler)))
+        replaced = self.checkpoints.get(order.path)
+        dropped = replaced.folder if replaced is not None and replaced.folder != checkpoint.folder else ""
+        if dropped:
+            changes.append(durable_store.fact("unnamed", dropped, b""))
+
+        def after() -> None:
+            self.checkpoints[checkpoint.path] = checkpoint
+            if sampler:
+                self.samplers[sampler.id] = sampler
+            if dropped:
+                self._unnamed.add(dropped)
+
+        return Saved(size, order.path, order.sampler), changes, after
+
+
+def _restored(kept: Store, kind: str, form: type[F]) -> dict[str, F]:
+    return {key: msgspec.msgpack.decode(body, type=form) for key, body in kept.facts(kind)}

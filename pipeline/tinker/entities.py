@@ -1,0 +1,59 @@
+"""The facts that the store keeps: sessions, models, samplers, checkpoints.
+
+Owns their forms. Pure.
+"""
+
+import msgspec
+
+from pipeline.tinker.tinker_records import Adapter
+
+
+class Session(msgspec.Struct, frozen=True):
+    """A client's session; `ended` says why it takes nothing any more, `ended_at` since when."""
+
+    id: str
+    owner: str
+    created: float
+    ended: str = ""
+    ended_at: float = 0.0
+    metadata: dict[str, str] | None = None
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model of a session; `base` is the name that clients have for the model that it adapts."""
+
+    id: str
+    session: str
+    owner: str
+    base: str
+    adapter: Adapter
+    created: float
+    gone: bool = False
+    unloading: bool = False
+    """Its client is done with it."""
+    metadata: dict[str, str] | None = None
+
+
+class SavedWeights(msgspec.Struct, frozen=True):
+    """Saved weights; `folder` is below the store's folder of weights. Times in seconds since the epoch."""
+
+    path: str
+    owner: str
+    base: str
+    adapter: Adapter
+    folder: str
+    size: int
+    created: float
+    expires: float | None = None
+    metadata: dict[str, str] | None = None
+    passing: bool = False
+    """Made for one sampling client, without a name of its own: older ones give way to newer ones."""
+
+
+class SamplingSession(msgspec.Struct, frozen=True):
+    """What a sampling client samples from: a checkpoint's path, or the base."""
+
+    id: str
+    owner: str
+    base: str
+    path: str = ""

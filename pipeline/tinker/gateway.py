@@ -1,0 +1,53 @@
+"""The HTTP server that clients of the SDK see.
+
+Owns which routes there are. Promises that whatever is answered with success is in the store; that a client which polls
+is held for less than the SDK's own time-out; and that while no trainer is there, requests are taken all the same, and
+polls say that it is a pause. Every mistake of a client is one line. Must not know torch, nor where trainer and servers
+are: they come to it (`pipeline.tinker.trainer_routes`)."""
+
+from aiohttp import web
+
+from pipeline.tinker.api_keys import Keys
+from pipeline.tinker.gateway_settings import Settings
+from pipeline.tinker.routes.client_router import Router
+from pipeline.tinker.routes.future_routes import FutureRoutes
+from pipeline.tinker.routes.list_routes import ListRoutes
+from pipeline.tinker.routes.model_routes import ModelRoutes
+from pipeline.tinker.routes.sample_routes import SampleRoutes
+from pipeline.tinker.routes.session_routes import SessionRoutes
+from pipeline.tinker.routes.training_routes import TrainingRoutes
+from pipeline.tinker.routes.weight_routes import WeightRoutes
+from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.service_state import Registry
+
+
+class Front:
+    """The routes of the API, over a registry; `secret` signs addresses of downloads."""
+
+    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue, keys: Keys, secret: str) -> None:
+        self._keys, self._limit = keys, settings.request_bytes
+        self._futures = FutureRoutes(registry, sampling)
+        self._routes = (
+            SessionRoutes(settings, registry),
+            ModelRoutes(settings, registry),
+            TrainingRoutes(settings, registry),
+            WeightRoutes(settings, registry, secret),
+            SampleRoutes(settings, registry, sampling),
+            self._futures,
+            ListRoutes(registry),
+        )
+
+    @property
+    def attached(self) -> bool:
+        """Whether a trainer is there."""
+        return self._futures.attached
+
+    @attached.setter
+    def attached(self, there: bool) -> None:
+        self._futures.attached = there
+
+    def add_routes(self, app: web.Application) -> None:
+        router = Router(app, self._keys, self._limit)
+        for each in self._routes:
+            each.add(router)
+        router.refuse_others()

@@ -1,0 +1,110 @@
+"""What the front is told when it starts.
+
+Owns the settings of the process, and how they follow from a run's config. Pure.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import RunConfig
+from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.sampling_limits import Limits
+
+BASE = "base"
+"""The name that servers have for the model without adapters."""
+MOST_ADAPTERS = 8
+"""That a server holds at once."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one front.
+
+    Attributes:
+        root: the folder of the store, its weights and its address.
+        host, port: where it listens; port 0: any that is free.
+        held: the process that started the front holds the port for it.
+        keys: the file of API keys; empty: one key of the run's own, in `root`.
+        base_names: what clients may call the model, the first one is told to them.
+        tokenizer: what the SDK loads the tokenizer from.
+        max_samples: sequences that a server runs at once.
+        max_length, max_rank, request_bytes, session_seconds, whole_models, sampling, seed: of the config.
+    """
+
+    root: str
+    host: str
+    port: int
+    keys: str
+    base_names: tuple[str, ...]
+    tokenizer: str
+    max_length: int
+    max_samples: int
+    max_rank: int
+    request_bytes: int
+    session_seconds: float
+    whole_models: bool
+    sampling: bool
+    seed: int
+    held: bool = False
+
+    def checked_base(self, name: str) -> str:
+        """`ApiError` for a name of a model that is not served."""
+        if name not in self.base_names:
+            raise ApiError(f"base_model {name!r}; served here: {', '.join(self.base_names)}")
+        return name
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a request to sample."""
+        return Limits(self.max_length, self.max_samples)
+
+    @property
+    def store(self) -> Path:
+        return Path(self.root) / "store.sqlite"
+
+    @property
+    def weights(self) -> Path:
+        return Path(self.root) / "weights"
+
+    @property
+    def address(self) -> Path:
+        return address_file(Path(self.root))
+
+    @property
+    def own_key(self) -> Path:
+        return Path(self.root) / "key"
+
+
+def settings_of(config: RunConfig, root: Path) -> Settings:
+    """The settings that follow from a config whose model is at `model.path`."""
+    serve = config.serve
+    name = serve.base_name or Path(config.model.path).name
+    return Settings(
+        root=str(root),
+        host=serve.host,
+        port=serve.port,
+        keys=serve.keys,
+        base_names=tuple(dict.fromkeys((name, config.model.path))),
+        tokenizer=config.model.path,
+        max_length=config.model.max_length,
+        max_samples=config.inference.max_sequences,
+        max_rank=serve.max_rank,
+        request_bytes=serve.request_bytes,
+        session_seconds=serve.session_seconds,
+        whole_models=serve.whole_models,
+        sampling=serve.sampling,
+        seed=config.seed,
+    )
+
+
+def address_file(root: Path) -> Path:
+    """Where a front tells where it is."""
+    return root / "address.json"
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a front listens: `url` for clients, and what a trainer has to know to come in."""
+
+    url: str
+    secret: str
+    pid: int

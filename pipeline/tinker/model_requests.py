@@ -1,0 +1,111 @@
+"""Requests to models, as the front has them in memory.
+
+Owns what is remembered of each beside the store, and what a body means for doing it again. Pure but for events."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipeline.tinker import tinker_paths
+from pipeline.tinker.entities import Model
+from pipeline.tinker.request_queue import ModelQueue
+from pipeline.tinker.tinker_paths import WeightsPath
+from pipeline.tinker.tinker_records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Step, Unload, Work
+
+UNLOAD_SEQ = 1 << 40
+GONE = Failed("the model was unloaded, or its session has ended", "user")
+bodies: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Body)
+results: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Result)
+
+
+@dataclass(eq=False)
+class Request:
+    """One request to a model. Its body and its result are in the store; here is only what fails it.
+
+    Attributes:
+        stateful: whether doing it changes the model.
+        steps: whether doing it uses the gradients up.
+        open: its body is in the store.
+        reads: the folder that doing it reads, if any.
+        answered: when it got its result (seconds since the epoch), or when this process first saw that; 0 until then.
+        failure: the result, if that is why nothing was done.
+        deliveries: how often a trainer got it and gave no answer.
+        served: when a client got the result; 0 until then.
+    """
+
+    id: str
+    model: str
+    seq: int
+    stateful: bool = False
+    steps: bool = False
+    open: bool = True
+    reads: str = ""
+    answered: float = 0.0
+    failure: Failed | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    deliveries: int = 0
+    served: float = 0.0
+
+    def understand(self, body: Body) -> None:
+        """Note what doing this body means."""
+        self.stateful = isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
+        self.steps = isinstance(body, Step)
+        self.reads = body.folder if isinstance(body, Load) else ""
+
+    def finish(self, result: Result | None, now: float) -> None:
+        """Note that it has its result; None: one that is no failure."""
+        self.answered, self.failure = now, result if isinstance(result, Failed) else None
+        self.done.set()
+
+    @property
+    def redone(self) -> bool:
+        """Whether a trainer that lost it has to do it again, or for the first time."""
+        return not self.answered or (self.stateful and self.failure is None)
+
+
+@dataclass(eq=False)
+class Live:
+    """A model's requests, by number."""
+
+    fact: Model
+    queue: ModelQueue
+    requests: dict[int, Request] = field(default_factory=dict)
+    cursors: tuple[int, int] = (-1, -1)
+    """What the last two durable commits have behind them."""
+    settled: int = -1
+    """Up to this request nothing can be done again."""
+    lost: str = ""
+    unloading: bool = False
+    unloaded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once no trainer has it any more."""
+
+    requested: float = 0.0
+    """When its client last asked for something (seconds since the epoch), as far as is known after a start."""
+
+    def __post_init__(self) -> None:
+        self.requested = max(self.requested, self.fact.created)
+        if self.fact.gone:
+            self.unloaded.set()
+
+
+class SaveNote(msgspec.Struct, frozen=True):
+    """What the front remembers of a `Save` until it is done: the client's name for it, how long it is kept (seconds),
+    and the sampler that it is made for."""
+
+    path: str
+    ttl: int | None = None
+    metadata: dict[str, str] | None = None
+    sampler: str = ""
+
+
+def save_body(path: WeightsPath, version: int, note: SaveNote) -> Save:
+    """The request of a trainer to write a checkpoint."""
+    return Save(path.folder(version), path.kind != "weights", msgspec.json.encode(note).decode())
+
+
+def unload_work(model: str) -> Work:
+    """What has a trainer forget a model, after all its requests."""
+    return Work(tinker_paths.request_id(model, UNLOAD_SEQ), model, UNLOAD_SEQ, Unload())

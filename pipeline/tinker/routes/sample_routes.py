@@ -1,0 +1,59 @@
+"""Sampling clients and what they ask."""
+
+from aiohttp import web
+
+from pipeline.tinker import tinker_paths
+from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.api_keys import Owner
+from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.gateway_settings import Settings
+from pipeline.tinker.routes.body_fields import number, text
+from pipeline.tinker.routes.client_router import Body, Router
+from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.service_state import Registry
+
+
+class SampleRoutes:
+    """Samples of the base, and of checkpoints that were saved for it."""
+
+    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue) -> None:
+        self._settings, self._registry, self._sampling = settings, registry, sampling
+
+    def add(self, router: Router) -> None:
+        router.post("create_sampling_session", self._create)
+        router.add("GET", "samplers/{sampler}", self._get)
+        router.post("asample", self._sample)
+
+    async def _create(self, owner: Owner, body: Body) -> Body:
+        self._refuse_without_servers()
+        session = self._registry.session(owner, text(body, "session_id"))
+        id = tinker_paths.sampler_id(session.id, number(body, "sampling_session_seq_id"))
+        if id not in self._registry.shelf.samplers:
+            path = body.get("model_path") or ""
+            if path:
+                checkpoint = self._registry.shelf.checkpoint(owner, path)
+                if tinker_paths.parse_path(checkpoint.path).kind != "sampler_weights":
+                    raise ApiError(f"{path} is for training; save_weights_for_sampler makes what can be sampled from")
+                base = checkpoint.base
+            else:
+                base = self._settings.checked_base(text(body, "base_model"))
+            await self._registry.shelf.add_sampler(SamplingSession(id, owner.name, base, path))
+        return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    def _refuse_without_servers(self) -> None:
+        if not self._settings.sampling:
+            raise ApiError("nothing samples here: this server was started without serve.sampling=true")
+
+    async def _get(self, owner: Owner, request: web.Request) -> web.Response:
+        found = self._registry.shelf.sampler(owner, request.match_info["sampler"])
+        answer = {"sampler_id": found.id, "base_model": found.base, "model_path": found.path or None}
+        return web.json_response(answer)
+
+    async def _sample(self, owner: Owner, body: Body) -> Body:
+        self._refuse_without_servers()
+        sampler = self._registry.shelf.sampler(owner, text(body, "sampling_session_id"))
+        folder = self._registry.shelf.checkpoint(owner, sampler.path).folder if sampler.path else ""
+        seq = number(body, "seq_id")
+        request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, folder, seq, body)
+        ids = [f"{request}:{index}" for index in range(body.get("num_samples", 1))]
+        return {"request_id": request, "sample_sequence_ids": ids}

@@ -1,0 +1,407 @@
+"""Everything the front knows, and the rules by which it changes.
+
+Owns sessions, models and their requests, each change of which is in the store before anybody is answered. Promises that
+a request is accepted once, whatever a client retries; that a result which was given never changes; that nobody sees
+what another owner's key made; and that what a trainer lost with its memory is handed out again, in the same order,
+until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP, protobuf or how samples are
+made.
+
+A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable. What
+nobody needs any more is dropped by the rules of `pipeline.tinker.retention`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pipeline.tinker import durable_store, tinker_paths
+from pipeline.tinker.api_errors import ApiError, Full, Missing
+from pipeline.tinker.api_keys import Owner
+from pipeline.tinker.byte_lru import Recent
+from pipeline.tinker.checkpoint_catalog import Shelf
+from pipeline.tinker.durable_store import FAILURE_BYTES, Statement, Store
+from pipeline.tinker.entities import Model, Session
+from pipeline.tinker.model_requests import GONE, UNLOAD_SEQ, Live, Request, bodies, results, unload_work
+from pipeline.tinker.request_queue import ModelQueue
+from pipeline.tinker.restore import remembered
+from pipeline.tinker.retention import request_is_over, session_is_over
+from pipeline.tinker.tinker_records import (
+    Adapter,
+    Body,
+    Create,
+    Done,
+    Failed,
+    Load,
+    Pass,
+    Result,
+    Save,
+    Saved,
+    Work,
+    encode,
+)
+
+MOST_DELIVERIES = 3
+RECENT_BYTES = 1 << 26
+"""Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
+
+
+class Registry:
+    """The front's memory, from the store at its start."""
+
+    def __init__(self, kept: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = kept, clock
+        self.sessions, self.models, self.requests = remembered(kept, clock())
+        self.heard: dict[str, float] = {}
+        self.news = asyncio.Event()
+        """Set when a trainer may have something to do."""
+        self._turns: OrderedDict[str, None] = OrderedDict()
+        """The models that may have something to do, the one that had its turn last at the end."""
+        self._strangers: list[str] = []
+        """Models that the trainer has, and that are gone here."""
+        self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
+        self.shelf = Shelf(kept, clock, self._is_read)
+
+    # Sessions and models
+
+    async def open_session(self, owner: Owner, metadata: dict[str, str] | None = None) -> Session:
+        session = Session(tinker_paths.new_session_id(), owner.name, self._clock(), metadata=metadata)
+        await self._note(session)
+        return session
+
+    def known_session(self, owner: Owner, id: str) -> Session:
+        """`Missing` for one that there is not."""
+        session = self.sessions.get(id)
+        if session is None or session.owner != owner.name:
+            raise Missing(f"no session {id!r}")
+        return session
+
+    def session(self, owner: Owner, id: str) -> Session:
+        """`Missing` for one that there is not, and `ApiError` 410 for one that has ended."""
+        session = self.known_session(owner, id)
+        if session.ended:
+            raise ApiError(f"session {id} has ended: {session.ended}; make a new ServiceClient", 410)
+        return session
+
+    async def end_session(self, session: Session, why: str) -> None:
+        """Unload its models; their checkpoints stay."""
+        await self._note(msgspec.structs.replace(session, ended=why, ended_at=self._clock()))
+        for live in self.models.values():
+            if live.fact.session == session.id:
+                live.unloading = True
+                self._wake(live)
+
+    def model(self, owner: Owner, id: str) -> Live:
+        live = self.models.get(id)
+        if live is None or live.fact.owner != owner.name:
+            raise Missing(f"no model {id!r}")
+        return live
+
+    async def unload(self, live: Live) -> None:
+        """Have the trainer forget a model, after the requests that it has."""
+        fact = msgspec.structs.replace(live.fact, unloading=True)
+        await self._store.keep(_model_fact(fact))
+        live.fact, live.unloading = fact, True
+        self._wake(live)
+
+    # Requests
+
+    async def make_model(
+        self,
+        owner: Owner,
+        session: str,
+        number: int,
+        base: str,
+        body: Create | Load,
+        metadata: dict[str, str] | None = None,
+    ) -> Request:
+        """The first request of a model, which makes it; a retry finds it made."""
+        model = tinker_paths.model_id(self.session(owner, session).id, number)
+        if model not in self.models:
+            own = sum(1 for live in self.models.values() if live.fact.owner == owner.name and not live.fact.gone)
+            if owner.models and own >= owner.models:
+                raise ApiError(f"{owner.name} has {own} models, which is all it may have; end a session of it", 403)
+            fact = Model(model, session, owner.name, base, body.adapter, self._clock(), metadata=metadata)
+            self.models[model] = Live(fact, ModelQueue())
+            return await self._accept(self.models[model], 0, body, _model_fact(fact))
+        return await self._accept(self.models[model], 0, body)
+
+    async def accept(self, live: Live, seq: int, make: Callable[[], Body]) -> Request:
+        """A further request of a model. What `make` refuses fails this request alone: its number is used."""
+        self.session(Owner(live.fact.owner), live.fact.session)
+        if live.lost:
+            raise ApiError(live.lost, 410)
+        known = await self._known(live, seq)
+        if known is not None:
+            return known
+        if live.unloading or live.fact.gone:
+            raise ApiError(f"model {live.fact.id} was unloaded, or making it failed; make a new one", 410)
+        try:
+            body: Body | Failed = make()
+        except ApiError as error:
+            body = _failed(str(error), "user")
+        return await self._accept(live, seq, body)
+
+    async def _accept(self, live: Live, seq: int, body: Body | Failed, *also: Statement) -> Request:
+        known = await self._known(live, seq)
+        if known is not None:
+            return known
+        request = Request(tinker_paths.request_id(live.fact.id, seq), live.fact.id, seq)
+        live.requests[seq] = self.requests[request.id] = request
+        if isinstance(body, Failed):
+            written, failure = encode(Create(Adapter(0))), body
+        else:
+            written, failure = encode(body), None
+            request.understand(body)
+            if not live.queue.takes(seq):
+                failure = Failed(f"request {seq} came after later ones were done; submit it again", "user")
+        try:
+            result = encode(failure) if failure else None
+            await self._store.keep(*also, durable_store.request(request.id, live.fact.id, seq, written, result))
+        except BaseException:
+            live.requests.pop(seq, None)
+            self.requests.pop(request.id, None)
+            if not live.requests and not live.fact.gone and seq == 0:
+                self.models.pop(live.fact.id, None)
+            request.kept.set()
+            raise
+        live.requested = self._clock()
+        live.queue.add(seq, time.monotonic())
+        if failure:
+            request.finish(failure, self._clock())
+        else:
+            self._bodies.put(request.id, written)
+        request.kept.set()
+        self._wake(live)
+        return request
+
+    async def _known(self, live: Live, seq: int) -> Request | None:
+        """The request of that number, if it was accepted before; `Full` if the store did not take it just now."""
+        known = live.requests.get(seq)
+        if known is not None:
+            await known.kept.wait()
+            if live.requests.get(seq) is not known:
+                raise Full("the store took nothing just now; ask again")
+        return known
+
+    def result(self, request: Request) -> Result | None:
+        """What became of a request; None until it is known."""
+        if request.failure is not None:
+            return request.failure
+        if not request.answered:
+            return None
+        kept = self._results.get(request.id) or self._store.result(request.id)
+        found: Result | None = None if kept is None else results.decode(kept)
+        return found
+
+    # Work
+
+    def next_work(self) -> bytes | None:
+        """What a trainer is to do next, encoded; None while there is nothing. Models take turns; a step that waits
+        belongs to the turn of the pass before it, since gradients between two turns have to be put away."""
+        if self._strangers:
+            return encode(unload_work(self._strangers.pop()))
+        for id in list(self._turns):
+            live = self.models[id]
+            work = self._next_of(live)
+            if work is not None:
+                stays = isinstance(work.body, Pass) and self._step_waits(live)
+                self._turns.move_to_end(id, last=not stays)
+                return encode(work)
+            if live.lost or live.fact.gone or live.queue.idle:
+                del self._turns[id]
+        return None
+
+    def _step_waits(self, live: Live) -> bool:
+        request = live.requests.get(live.queue.ready) if live.queue.ready is not None else None
+        return request is not None and request.steps and request.redone
+
+    def _wake(self, live: Live) -> None:
+        """Have a model be looked at for work."""
+        self._turns.setdefault(live.fact.id)
+        self.news.set()
+
+    def _next_of(self, live: Live) -> Work | None:
+        if live.fact.gone:
+            return None
+        if live.lost:
+            return unload_work(live.fact.id) if live.unloading else None
+        while (seq := live.queue.next(time.monotonic())) is not None:
+            request = live.requests[seq]
+            if not request.redone:
+                continue
+            body = self._bodies.get(request.id) or self._store.body(request.id)
+            self._bodies.drop(request.id)
+            if body is None:
+                live.lost = f"model {live.fact.id} is lost: request {seq} is not kept any more"
+                return self._next_of(live)
+            request.deliveries += 1
+            return Work(request.id, live.fact.id, seq, bodies.decode(body), bool(request.answered))
+        if live.unloading and live.queue.idle:
+            return unload_work(live.fact.id)
+        return None
+
+    async def finish(self, done: Done) -> None:
+        """Keep the result of a request, unless it has one; then its client hears of it."""
+        model, _, seq = done.request.rpartition(":")
+        if seq == str(UNLOAD_SEQ):
+            await self._unloaded(model)
+            return
+        request = self.requests.get(done.request)
+        if request is None or request.answered:
+            return
+        result, changes, after = self._outcome(request, done.result)
+        again = [] if request.stateful else [durable_store.no_body(request.id)]  # nobody will ever do it again
+        written = encode(result)
+        await self._store.keep(*changes, durable_store.result(request.id, written), *again)
+        self._results.put(request.id, written)
+        request.open = request.open and not again
+        after()
+        request.finish(result, self._clock())
+        if request.seq == 0 and request.failure is not None:
+            await self._unloaded(request.model)
+        if changes:
+            await self.shelf.remove_surplus(request.model)
+            await self.shelf.remove_folders()
+
+    def _outcome(self, request: Request, result: Result) -> tuple[Result, list[Statement], Callable[[], None]]:
+        """The result as its client gets it, and what it changes: a checkpoint that was saved, and its sampler."""
+        if isinstance(result, Failed):
+            return _failed(result.error, result.category), [], lambda: None
+        body = self._store.body(request.id) if isinstance(result, Saved) else None
+        save = None if body is None else bodies.decode(body)
+        if not isinstance(result, Saved) or not isinstance(save, Save):
+            return result, [], lambda: None
+        return self.shelf.put(self.models[request.model].fact, save, result.size)
+
+    async def attach(self, cursors: dict[str, int]) -> None:
+        """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
+        there = {id: live for id, live in self.models.items() if not live.fact.gone}
+        self._strangers = [id for id in cursors if id not in there]
+        for live in there.values():
+            cursor = cursors.get(live.fact.id, -1)
+            later = [seq for seq in sorted(live.requests) if seq > cursor]
+            live.queue.restart(cursor + 1, later)
+            live.lost = ""
+            if cursor < live.settled:
+                live.lost = f"model {live.fact.id} is lost: the trainer has an older commit than is kept here"
+            for seq in later:
+                await self._give_up_poison(live.requests[seq])
+            self._wake(live)
+        self.news.set()
+
+    async def _give_up_poison(self, request: Request) -> None:
+        """A request that several trainers took and none survived is failed, lest it end all others too."""
+        if not request.answered and request.deliveries >= MOST_DELIVERIES:
+            error = f"the trainer ended {request.deliveries} times while it worked on this request"
+            await self.finish(Done(request.id, Failed(error, "server")))
+
+    async def committed(self, cursors: dict[str, int]) -> None:
+        """A commit with these cursors is durable: drop what only earlier ones needed."""
+        changes: list[Statement] = []
+        for id, cursor in cursors.items():
+            live = self.models.get(id)
+            if live is None or cursor <= live.cursors[1]:
+                continue
+            live.cursors = (live.cursors[1], cursor)
+            if live.cursors[0] >= 0:
+                live.settled = live.cursors[0]
+                changes += [
+                    durable_store.settled(id, live.settled),
+                    durable_store.fact("settled", id, encode(live.settled)),
+                ]
+                for seq, request in live.requests.items():
+                    request.open = request.open and (seq > live.settled or not request.answered)
+        if changes:
+            await self._store.keep(*changes)
+
+    async def _unloaded(self, model: str) -> None:
+        live = self.models.get(model)
+        if live is None or live.fact.gone:
+            return
+        fact = msgspec.structs.replace(live.fact, gone=True)
+        await self._store.keep(_model_fact(fact))
+        live.fact = fact
+        live.unloaded.set()
+        for request in live.requests.values():
+            request.open = False
+            if not request.answered:
+                request.finish(GONE, self._clock())
+
+    # What is dropped
+
+    async def note_served(self, request: Request) -> None:
+        """Remember that a client got the result, though it may ask again."""
+        self._results.drop(request.id)
+        if not request.served:
+            request.served = self._clock()
+            with contextlib.suppress(ApiError):  # then it is kept for longer
+                await self._store.keep(durable_store.served(request.id, request.served))
+
+    async def sweep(self, silent_seconds: float) -> None:
+        """End sessions that nobody was heard of for so long, and drop what nobody needs any more."""
+        now = self._clock()
+        for session in list(self.sessions.values()):
+            if not session.ended and now - self.heard.setdefault(session.id, now) > silent_seconds:
+                await self.end_session(session, f"no heartbeat for {silent_seconds:.0f} s")
+        await self._drop_requests(now)
+        await self._drop_sessions(now)
+        await self._drop_models()
+        await self.shelf.remove_expired()
+
+    async def _drop_requests(self, now: float) -> None:
+        gone = {id for id, live in self.models.items() if live.fact.gone}
+        old = [each for each in self.requests.values() if request_is_over(each, now, gone=each.model in gone)]
+        if old:
+            await self._store.keep(*durable_store.no_requests([each.id for each in old]))
+        for request in old:
+            self.requests.pop(request.id, None)
+            self.models[request.model].requests.pop(request.seq, None)
+
+    async def _drop_sessions(self, now: float) -> None:
+        """Sessions that ended a while ago, with their sampling clients, once no trainer has a model of them."""
+        busy = {live.fact.session for live in self.models.values() if not live.fact.gone}
+        old = {each.id for each in self.sessions.values() if session_is_over(each, now) and each.id not in busy}
+        if old:
+            await self._store.keep(*(durable_store.no_fact("session", id) for id in old))
+            await self.shelf.drop_samplers(old)
+        for id in old:
+            self.sessions.pop(id, None)
+            self.heard.pop(id, None)
+
+    async def _drop_models(self) -> None:
+        """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
+        named = {tinker_paths.parse_path(path).model for path in self.shelf.checkpoints}
+        old = [
+            id
+            for id, live in self.models.items()
+            if live.fact.gone and not live.requests and live.fact.session not in self.sessions and id not in named
+        ]
+        if old:
+            await self._store.keep(*(durable_store.no_fact(kind, id) for id in old for kind in ("model", "settled")))
+        for id in old:
+            self.models.pop(id, None)
+            self._turns.pop(id, None)
+
+    def _is_read(self, folder: str) -> bool:
+        """Whether a trainer may yet be asked to read a folder."""
+        return any(each.reads == folder and each.open and each.failure is None for each in self.requests.values())
+
+    # The store
+
+    async def _note(self, session: Session) -> None:
+        await self._store.keep(durable_store.fact("session", session.id, encode(session)))
+        self.sessions[session.id] = session
+
+
+def _model_fact(fact: Model) -> Statement:
+    return durable_store.fact("model", fact.id, encode(fact))
+
+
+def _failed(error: str, category: Any) -> Failed:
+    """A failure that is short enough to be kept in memory."""
+    return Failed(error[: FAILURE_BYTES // 8], category)

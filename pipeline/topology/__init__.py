@@ -1,0 +1,9 @@
+"""Who does what where: the plan that a config asks for, and the assignment of its roles to ranks. Pure.
+
+| module | owns |
+|---|---|
+| `plan` | the seats that a config asks for, and the words of the rendezvous |
+| `assignment` | which rank gets which seat |
+| `gpu_split` | how many GPUs should train and serve, from measured idle fractions |
+| `gpu_memory` | what the roles need of a GPU's memory |
+"""

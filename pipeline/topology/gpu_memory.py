@@ -1,0 +1,420 @@
+"""What the roles of a run need of a GPU's memory.
+
+Owns the arithmetic, from a model's sizes and a config, part by part, and the refusal of what cannot fit. Promises upper
+bounds that lie near what was measured (docs/gpus.md says how near). Pure: what a model's sizes are is told by
+`pipeline.train.model.model_size`.
+
+    trainer_need(config, sizes).total       # bytes of the GPU of a trainer process
+    check_memory(config, sizes)             # `ConfigError` if resources.gpu_memory is known and too small
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pipeline.config import RunConfig
+from pipeline.config.value_types import memory_bytes
+from pipeline.errors import ConfigError
+
+GIB = 1 << 30
+_MIB = 1 << 20
+
+CONTEXT = 3 << 29
+"""What CUDA, its libraries and nccl take of each GPU for a process, 1.5 GiB."""
+COMPILED = 0.75
+"""Of the activations that eager layers keep, what compiled ones do: they compute again what is cheap."""
+ENGINE = 3 << 30
+"""What vLLM takes beside weights and cache: the pass that it sizes them by, and its graphs."""
+
+_MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
+_PUBLISHED = 2
+"""Versions that lie on rank 0 while one is packed: it, and the one before, which servers may still ask for."""
+WEIGHT_CHUNK = 1 << 27
+"""Most bytes of the weights that are brought together at a time for a process of a server; twice that for each server.
+"""
+_LOGIT = 12
+"""Bytes a logit in the backward pass: itself, its slope, one of the two once more while it is made."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the arithmetic needs to know of a model.
+
+    Attributes:
+        parameters, trained: all, and those that have gradients.
+        outside_layers: parameters of embedding, head and last norm; `layer` those of the largest layer, of `layers`.
+        hidden, vocabulary: sizes of a hidden state and of the head's rows.
+        head_trained: whether the head has a gradient.
+        logits: most logits that exist at a time.
+        activations: bytes a token that eager layers keep for the backward pass; 0 where that is not known.
+        kv: numbers a token in a server's cache, over `kv_heads` heads, of layers that keep all tokens; `kv_window` of
+            those that keep the last `window` tokens alone. Both 0 where that is not known.
+        width: bytes of a number in compute type.
+    """
+
+    parameters: int
+    trained: int
+    outside_layers: int
+    layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    head_trained: bool
+    logits: int
+    activations: float
+    kv: int
+    kv_heads: int
+    width: int
+    kv_window: int = 0
+    window: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all parameters in compute type: what is sent and served."""
+        return self.parameters * self.width
+
+    @property
+    def head(self) -> int:
+        """Parameters of the head."""
+        return self.hidden * self.vocabulary
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Bytes of one GPU, by what they are for."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """As `34.6 GiB (parameters and moments 22.5, …)`, the largest first."""
+        parts = sorted(((size, name) for name, size in self.parts.items() if size >= GIB // 20), reverse=True)
+        named = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts)
+        return f"{self.total / GIB:.1f} GiB ({named})" if named else f"{self.total / GIB:.1f} GiB"
+
+
+def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
+    """The most that rank 0 of the trainer holds at a time, of `ranks` (0: as many as the config has)."""
+    ranks = ranks or trainer_ranks(config)
+    tokens = micro_batch_tokens(config, ranks)
+    always = {
+        "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks),
+        "other models": _others(config, sizes, ranks),
+        "weights for the servers": _waiting(config, sizes) if _sends(config) else 0,
+        "copies in compute type": _copies(config, sizes),
+        "gradients": _shard(_GRADIENT * sizes.trained, ranks if config.training.reshard else 1),
+        "CUDA": CONTEXT,
+    }
+    peaks: list[dict[str, int]] = [
+        {"activations": _kept(config, sizes, tokens), "head": _head(sizes, tokens)},
+        {"activations": _kept(config, sizes, tokens) + _recomputed(config, sizes, tokens)}
+        | {"gradients of a layer": _passing(sizes.layer, sizes)},
+        {"gradients of embedding and head": _passing(sizes.outside_layers, sizes)},
+    ]
+    return Need(always | max(peaks, key=lambda parts: sum(parts.values())))
+
+
+def least_need(sizes: Sizes, ranks: int) -> int:
+    """Bytes on each of so many ranks that a trained model takes at the very least: parameters, moments, gradients."""
+    return _shard(_MASTER * sizes.parameters + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
+
+
+def guest_need(sizes: Sizes, ranks: int) -> int:
+    """As `least_need`, for a further adapter on a model that is there, and for what a commit makes of one at a time."""
+    return _shard((2 * _MASTER + _MOMENTS) * sizes.trained, ranks)
+
+
+def server_need(config: RunConfig, sizes: Sizes) -> Need:
+    """The least that a server must have of each of its GPUs: room for one sequence of `model.max_length`."""
+    return Need(
+        {
+            "weights": _shard(sizes.weights, _server_gpus(config)),
+            "weights that arrive": _arriving(config, sizes) if _sends(config) else 0,
+            "one sequence": sequence_bytes(config, sizes),
+            "vLLM": ENGINE,
+            "CUDA": CONTEXT,
+        }
+    )
+
+
+def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes that a token takes in the cache of each GPU of a server, as long as it is in every layer's window; 0 where
+    that is not known."""
+    return _shard((sizes.kv + sizes.kv_window) * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+
+
+def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes that a sequence of `model.max_length` takes in the cache of each GPU of a server; 0 where that is unknown.
+
+    vLLM keeps some more of layers with windows while a long prompt is computed.
+    """
+    length = config.model.max_length
+    numbers = length * sizes.kv + min(length, sizes.window) * sizes.kv_window
+    return _shard(numbers * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+
+
+def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
+    """Sequences of `model.max_length` that fit in a server's cache on GPUs of so many bytes; 0 or less for too few, or
+    unknown."""
+    each = sequence_bytes(config, sizes)
+    mine = config.inference.gpu_memory * memory / config.resources.inference.per_gpu
+    room = mine - _shard(sizes.weights, _server_gpus(config)) - ENGINE
+    return int(room // each) if each else 0
+
+
+def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
+    """The most that `inference.gpu_memory` may be, in hundredths: that part is vLLM's, and the rest for what is beside
+    it."""
+    return max(0, math.floor(100 * (1 - _beside_vllm(config, sizes) / memory))) / 100
+
+
+def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
+    """Bytes that a trainer process may allocate of a GPU of so many bytes that servers share: what they leave, less
+    what CUDA takes for the process itself. `ConfigError` where it would not fit; for clients' adapters, of which
+    nothing is known, where nothing is left."""
+    placed = on_gpus_of(config, memory)
+    if not config.serve.enabled:
+        check_memory(placed, sizes)
+    left = int((1 - config.inference.gpu_memory) * memory) - _outside_vllm(config, sizes) - CONTEXT
+    if left <= 0:
+        raise _too_small(
+            placed, "a trainer beside its servers", trainer_need(config, sizes), "lower inference.gpu_memory"
+        )
+    return left
+
+
+def on_gpus_of(config: RunConfig, memory: int) -> RunConfig:
+    """The same run on GPUs of so many bytes, whatever it says of them."""
+    resources = config.resources.model_copy(update={"gpu_memory": f"{memory // _MIB}M"})
+    return config.model_copy(update={"resources": resources})
+
+
+def host_need(config: RunConfig, sizes: Sizes) -> Need:
+    """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
+    ranks = trainer_ranks(config)
+    state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks)
+    moved = state + _others(config, sizes, ranks) if config.training.offload else 0
+    published = _PUBLISHED * _sent(config, sizes) if _sends(config) and config.training.publish_from == "host" else 0
+    return Need(
+        {"a commit that is being written": state, "models that wait": moved, "weights for the servers": published}
+    )
+
+
+def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
+    """A line for each kind of process that computes on GPUs, and one for what trainers take of their node."""
+    lines = [f"GPU of a trainer process: {trainer_need(config, sizes)}"]
+    if not sizes.activations:
+        lines.append("  without activations, which cannot be told of this model")
+    if config.has_rollouts:
+        lines += _describe_servers(config, sizes)
+    lines.append(f"host memory of a trainer process: {host_need(config, sizes)}, and what its libraries take")
+    return tuple(lines)
+
+
+def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
+    yield f"GPU of a server, at least: {server_need(config, sizes)}"
+    if config.resources.share_gpus:
+        shared = _least_vllm(config, sizes) + _beside_vllm(config, sizes)
+        yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
+    if each := kv_bytes(config, sizes):
+        memory = memory_bytes(config.resources.gpu_memory)
+        room = f"; {sequences(config, sizes, memory)} sequences of {config.model.max_length} fit" if memory else ""
+        yield f"  a token takes {each / 1024:.1f} KiB of its cache{room}"
+
+
+def trainer_ranks(config: RunConfig) -> int:
+    """Trainer processes over all nodes."""
+    return config.resources.trainer.nodes * config.resources.trainer.processes
+
+
+def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
+    """Most tokens of a micro-batch: its budget, or all that a rank gets of the largest batch if that is less. Of the
+    batches of jobs that stand alone, which are in their files, and of clients, nothing is known here."""
+    training = config.training
+    if training.jobs or config.serve.enabled:
+        return training.micro_batch_tokens
+    rl = training.prompts_per_step * config.rollout.samples if config.has_rollouts else 0
+    rows = math.ceil(max(rl, training.warm_start.batch if config.has_sft else 0) / ranks)
+    return min(training.micro_batch_tokens, rows * config.model.max_length)
+
+
+def check_memory(config: RunConfig, sizes: Sizes) -> None:
+    """`ConfigError` for a role that GPUs of `resources.gpu_memory` cannot hold, with what would make it fit."""
+    memory = memory_bytes(config.resources.gpu_memory)
+    if not memory or config.resources.device != "cuda":
+        return
+    trainer = trainer_need(config, sizes)
+    if trainer.total > memory:
+        raise _too_small(config, "a trainer process", trainer, _mend_trainer(config, sizes, memory))
+    if config.has_rollouts:
+        _check_servers(config, sizes, memory)
+
+
+def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
+    inside, beside = _least_vllm(config, sizes), _beside_vllm(config, sizes)
+    if inside + beside > memory and config.resources.share_gpus:
+        trainer = trainer_need(config, sizes)
+        servers = inside + beside - trainer.total
+        mend = _mend_trainer(config, sizes, memory - servers)
+        raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, mend)
+    if inside + beside > memory:
+        need = server_need(config, sizes)
+        raise _too_small(config, "each GPU of a server", need, _mend_server(config, sizes, memory))
+    share, most = config.inference.gpu_memory, most_share(config, sizes, memory)
+    if share > most:
+        expected = f"at most {most}: {_BESIDE[config.resources.share_gpus]} take {beside / GIB:.1f} GiB beside vLLM"
+        raise ConfigError("inference.gpu_memory", share, expected, "lower it")
+    if share * memory < inside:
+        expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
+        raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
+
+
+_BESIDE = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
+"""What is on a server's GPU, by whether it is shared with the trainer."""
+
+
+def _least_vllm(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a GPU that vLLM needs inside of `inference.gpu_memory`, for all servers there."""
+    parts = server_need(config, sizes).parts
+    return config.resources.inference.per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
+
+
+def _beside_vllm(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
+    trainer = trainer_need(config, sizes).total if config.resources.share_gpus else 0
+    return trainer + _outside_vllm(config, sizes)
+
+
+def _outside_vllm(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: weights that arrive, and CUDA."""
+    parts = server_need(config, sizes).parts
+    return config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
+
+
+def _sends(config: RunConfig) -> bool:
+    """Whether weights lie on GPUs while they travel."""
+    return config.has_rollouts and config.weights_backend == "nccl"
+
+
+def _sent(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a version of the weights: of adapters these alone, in float32."""
+    return _MASTER * sizes.trained if config.model.lora.rank else sizes.weights
+
+
+def _arriving(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of it that each GPU of a server takes: its part of a whole model, or all of an adapter."""
+    return _shard(_sent(config, sizes), 1 if config.model.lora.rank else _server_gpus(config))
+
+
+def _server_gpus(config: RunConfig) -> int:
+    return max(1, config.resources.inference.gpus)
+
+
+def _too_small(config: RunConfig, who: str, need: Need, mend: str) -> ConfigError:
+    return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {who}, {need}", mend)
+
+
+def _mend_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
+    """The first change that makes a trainer process fit, the cheapest first."""
+    for changes in _SAVINGS:
+        saved = _changed(config, changes)
+        if trainer_need(saved, sizes).total <= memory:
+            return f"set {' '.join(f'training.{key}={_text(value)}' for key, value in changes.items())}"
+    saved, ranks = _changed(config, _SAVINGS[-1]), trainer_ranks(config)
+    more = next((n for n in _powers(ranks) if trainer_need(saved, sizes, n).total <= memory), 0)
+    if not more:
+        return "no number of trainer processes would do: choose GPUs of more memory, or adapters (model.lora.rank)"
+    keys = " ".join(f"training.{key}={_text(value)}" for key, value in _SAVINGS[-1].items())
+    return f"set {keys} and spread the trainer over {more} processes"
+
+
+def _mend_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
+    resources = config.resources
+    for gpus in (2, 4, 8):
+        wider = resources.model_copy(update={"inference": resources.inference.model_copy(update={"gpus": gpus})})
+        wide = config.model_copy(update={"resources": wider})
+        if gpus > resources.inference.gpus and _least_vllm(wide, sizes) + _beside_vllm(wide, sizes) <= memory:
+            return f"set resources.inference.gpus={gpus}"
+    return "choose GPUs of more memory"
+
+
+_SAVINGS: Sequence[dict[str, Any]] = (
+    {"publish_from": "host"},
+    {"reshard": True},
+    {"activation_checkpointing": True},
+    {"reshard": True, "activation_checkpointing": True},
+    {"publish_from": "host", "reshard": True, "activation_checkpointing": True},
+)
+
+
+def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def _powers(first: int) -> Iterable[int]:
+    return (first << power for power in range(1, 11))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower()
+
+
+def _shard(size: int, ranks: int) -> int:
+    return -(-size // ranks)
+
+
+def _waiting(config: RunConfig, sizes: Sizes) -> int:
+    """What lies on rank 0's GPU for the servers: versions that wait there, and chunks that are brought together for
+    servers which do not take a version as it lies."""
+    on_host = config.training.publish_from == "host"
+    servers = config.resources.inference.nodes * config.resources.inference.servers
+    gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
+    return gathering + (0 if on_host else _PUBLISHED * _sent(config, sizes))
+
+
+def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:
+    """Models beside the policy: a reference without gradients, a critic with all that a trained one has.
+
+    With `training.offload` only the one that computes is on the device, and none of them is larger than the policy.
+    """
+    if config.training.offload:
+        return 0
+    reference = _MASTER * sizes.parameters if config.has_reference else 0
+    trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage == "gae" else 0
+    return _shard(reference + trained, ranks)
+
+
+def _copies(config: RunConfig, sizes: Sizes) -> int:
+    """Whole parameters in compute type: all, or embedding, head and two layers at a time."""
+    if not config.training.reshard:
+        return sizes.weights
+    return (sizes.outside_layers + 2 * sizes.layer) * sizes.width
+
+
+def _kept(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+    """Activations that wait for the backward pass."""
+    if config.training.activation_checkpointing:
+        return tokens * sizes.layers * sizes.hidden * sizes.width
+    return int(tokens * sizes.activations * (COMPILED if config.training.compile else 1))
+
+
+def _recomputed(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+    """Activations of the one layer that is computed again."""
+    if not config.training.activation_checkpointing:
+        return 0
+    return int(tokens * sizes.activations / sizes.layers * (COMPILED if config.training.compile else 1))
+
+
+def _head(sizes: Sizes, tokens: int) -> int:
+    """Logits of a chunk, and the gradient of the head: its sum over chunks and what is added to that, in float32."""
+    logits = min(max(sizes.logits, sizes.vocabulary), tokens * sizes.vocabulary)
+    return _LOGIT * logits + (2 * _GRADIENT * sizes.head if sizes.head_trained else 0)
+
+
+def _passing(parameters: int, sizes: Sizes) -> int:
+    """Gradients on their way to their shards: in compute type, and in float32 as they cross the ranks."""
+    return parameters * (sizes.width + _GRADIENT) if sizes.trained == sizes.parameters else 0

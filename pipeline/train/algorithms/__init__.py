@@ -1,0 +1,136 @@
+"""Losses: pure functions of flat token tensors.
+
+| module | owns |
+|---|---|
+| `loss_specs` | what a model can be trained for |
+| `policy_losses` | policy losses, token by token |
+| `kl_penalties`, `importance_correction` | terms added to a policy loss; what it owes to the policy that sampled |
+| `value_losses`, `summed_losses` | the loss of a critic; plain sums over tokens |
+| `loss_tokens` | the tensors that every loss reads |
+| `loss_metrics`, `token_statistics` | from sums to metrics; from what was watched of each token to sums |
+
+Owns the one place where the terms of an objective become a number. Promises that `total` and `total_value` return a
+plain weighted SUM over the counted tokens of a micro-batch: the normalisation lies in the weights, which the controller
+decided over the global batch, so the sum over micro-batches and ranks is the loss itself, however the batch was cut.
+Must not know models, ranks, or how rows were packed.
+
+    loss, sums = total(tokens, config)      # backward() on `loss`; add up `sums` over micro-batches and ranks
+    metrics = measures.means(sums, counted)
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from pipeline.config import LossConfig
+from pipeline.errors import TrainingError
+from pipeline.train.algorithms.importance_correction import corrected
+from pipeline.train.algorithms.kl_penalties import ESTIMATORS, k3
+from pipeline.train.algorithms.loss_specs import (
+    SFT,
+    Level,
+    Objective,
+    PolicyObjective,
+    SupervisedObjective,
+    ValueObjective,
+)
+from pipeline.train.algorithms.loss_tokens import LossTokens, ValueTokens
+from pipeline.train.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Terms
+from pipeline.train.algorithms.token_statistics import sums_of
+from pipeline.train.algorithms.value_losses import clipped_value
+
+__all__ = [
+    "POLICY_LOSSES",
+    "SFT",
+    "Level",
+    "LossTokens",
+    "Objective",
+    "PolicyObjective",
+    "SupervisedObjective",
+    "ValueObjective",
+    "ValueTokens",
+    "total",
+    "total_value",
+]
+
+
+def total(tokens: LossTokens, objective: PolicyObjective, level: Level = "basic") -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one micro-batch and what to watch.
+
+    loss = Σ_N weight · (correction · policy loss + kl · KL(policy ‖ reference) − entropy · H)
+
+    with the KL term only for `kl_in="loss"`; supervised, Σ_N weight · −logprob. Returns the scalar loss, to be
+    differentiated, and detached scalars for `measures`: `loss` is the weighted sum, names in `_max` and `_min` are
+    extremes over the tokens, every other one is a plain sum over the counted tokens. At level `none` there is only
+    `loss`; `with_entropy` needs `entropy_N`, which is watched wherever it is there.
+    """
+    loss_N, watched = (
+        _supervised(tokens) if isinstance(objective, SupervisedObjective) else _reinforced(tokens, objective)
+    )
+    if level == "with_entropy":
+        _entropy(tokens)
+    if tokens.entropy_N is not None:
+        watched["entropy"] = tokens.entropy_N
+    loss = (tokens.weights_N * loss_N).sum()
+    return loss, sums_of(loss, {} if level == "none" else watched)
+
+
+def total_value(
+    tokens: ValueTokens, objective: ValueObjective, level: Level = "basic"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a critic on one micro-batch, Σ_N weight · `clipped_value`, and sums as those of `total`."""
+    loss_N, watched = clipped_value(tokens, objective)
+    loss = (tokens.weights_N * loss_N).sum()
+    return loss, sums_of(loss, {} if level == "none" else watched)
+
+
+def _supervised(tokens: LossTokens) -> Terms:
+    """Cross-entropy −logprob of each token (nats): [N]. Advantages and behaviour are not read."""
+    return -tokens.logprobs_N, {"logprob": tokens.logprobs_N}
+
+
+def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
+    """All terms of an RL loss, of each token: [N]. Tokens without a proximal policy that are to have one are on the
+    first optimizer step of theirs: the policy is still what it was."""
+    if config.proximal == "recompute" and tokens.proximal_N is None:
+        tokens = replace(tokens, proximal_N=tokens.logprobs_N.detach())
+    loss_N, watched = _policy_loss(config.name)(tokens, config)
+    loss_N, mismatch = corrected(loss_N, tokens, config)
+    watched |= mismatch | _basics(tokens)
+    in_loss = config.kl > 0 and config.kl_in == "loss"
+    if in_loss or tokens.reference_N is not None:
+        kl_N = _reference_kl(tokens, config)
+        loss_N = loss_N + config.kl * kl_N if in_loss else loss_N
+        watched["reference_kl"] = kl_N
+    if config.entropy:
+        loss_N = loss_N - config.entropy * _entropy(tokens)
+    return loss_N, watched
+
+
+def _policy_loss(name: str) -> PolicyLoss:
+    if name not in POLICY_LOSSES:
+        raise TrainingError(f"unknown loss {name!r}; there are {', '.join(POLICY_LOSSES)}")
+    return POLICY_LOSSES[name]
+
+
+def _reference_kl(tokens: LossTokens, config: LossConfig) -> Tensor:
+    if tokens.reference_N is None:
+        raise TrainingError(f"loss.kl={config.kl} needs reference log-probabilities, and the rows have none")
+    return ESTIMATORS[config.kl_estimator](tokens.logprobs_N - tokens.reference_N)
+
+
+def _entropy(tokens: LossTokens) -> Tensor:
+    if tokens.entropy_N is None:
+        raise TrainingError("the entropy of the tokens is asked for, and the forward pass did not compute it")
+    return tokens.entropy_N
+
+
+def _basics(tokens: LossTokens) -> dict[str, Tensor]:
+    """How far the policy is from the one that the ratio is taken over: |log ratio| and KL(proximal ‖ policy) by k3."""
+    log_ratio_N = tokens.log_ratio_N.detach()
+    return {
+        "logprob": tokens.logprobs_N,
+        "log_ratio": log_ratio_N.abs(),
+        "ratio_kl": k3(-log_ratio_N),
+        "advantage": tokens.advantages_N,
+    }

@@ -1,0 +1,47 @@
+"""What the trainer's policy at the start of the step owes to the one that sampled.
+
+Owns the correction of the mismatch between two programs (or two ages) of one policy: with w = exp(proximal − behaviour)
+of each token, the policy loss is multiplied by a bounded weight, which has no gradient. KL and entropy terms are not.
+"""
+
+import torch
+from torch import Tensor
+
+from pipeline.config import LossConfig
+from pipeline.errors import TrainingError
+from pipeline.train.algorithms.kl_penalties import k3
+from pipeline.train.algorithms.loss_tokens import LossTokens
+from pipeline.train.algorithms.policy_losses import Terms, ratio
+
+
+def corrected(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
+    """The loss of each token times the weight that `correction` gives it: [N], and what to watch.
+
+    - `none`: 1.
+    - `truncate`: min(w, correction_cap), truncated importance sampling (Yao et al. 2025).
+    - `mask`: w, or 0 outside of 1 / correction_cap … correction_cap: masked importance sampling.
+
+    Raises `TrainingError` when there is something to correct and the rows have no proximal log-probabilities.
+    """
+    if tokens.proximal_N is None:
+        if config.correction != "none":
+            raise TrainingError(
+                f"loss.correction={config.correction} needs proximal log-probabilities, and the rows have none"
+            )
+        return loss_N, {}
+    log_w_N = tokens.proximal_N - tokens.behaviour_N
+    watched = {"mismatch": log_w_N.abs(), "mismatch_kl": k3(-log_w_N)}
+    if config.correction == "none":
+        return loss_N, watched
+    w_N = ratio(log_w_N)
+    weight_N = _truncated(w_N, config) if config.correction == "truncate" else _masked(w_N, config)
+    return loss_N * weight_N, watched | {"correction": weight_N, "correction_fraction": weight_N != w_N}
+
+
+def _truncated(w_N: Tensor, config: LossConfig) -> Tensor:
+    return w_N.clamp(max=config.correction_cap)
+
+
+def _masked(w_N: Tensor, config: LossConfig) -> Tensor:
+    inside_N = (w_N >= 1 / config.correction_cap) & (w_N <= config.correction_cap)
+    return torch.where(inside_N, w_N, 0)

@@ -1,0 +1,70 @@
+"""Losses that are plain sums over tokens, with what each token brings given with it.
+
+Owns the formulas of the losses that clients of the API name (`pipeline.config.tinker_losses`). Promises that the loss
+is a sum, never divided by a count; that weights and advantages may have any sign; and that bounds of a ratio are
+absolute. Must not know models or ranks; of rows it knows how many tokens each has.
+
+| name | loss, summed over the tokens | reads |
+|---|---|---|
+| `cross_entropy` | −w · lp | `weights` w |
+| `importance_sampling` | −exp(lp − q) · A | `logprobs` q, `advantages` A |
+| `ppo` | −min(r · A, clip(r, low, high) · A) | the same |
+| `cispo` | −sg(clip(r, low, high)) · lp · A | the same |
+| `dro` | −(lp · A − ½ β (lp − q)²) | the same |
+| `gspo` | −min(s · A, clip(s, low, high) · A) | the same, `sequence_ratio_mask` m |
+
+lp is the log-probability of a token under the policy, q that under the policy that sampled it (nats), r = exp(lp − q),
+and sg(·) stops the gradient. s = exp(sg(mean of lp − q over the row's tokens with m ≠ 0) + lp − sg(lp)): all tokens of
+a row have the ratio of the sequence, each with the gradient of that token's lp alone (GSPO-token, Zheng et al. 2025).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pipeline.config.tinker_losses import TokenSum
+from pipeline.train.algorithms.kl_penalties import LARGEST
+
+
+def token_losses(
+    objective: TokenSum, logprobs_N: Tensor, columns: Mapping[str, Tensor], counts: Sequence[int]
+) -> Tensor:
+    """The loss of each token, [N]; `columns` has those that `pipeline.config.tinker_losses.COLUMNS` names, each [N],
+    and
+    `counts` is the number of tokens of each row, in order."""
+    if objective.name == "cross_entropy":
+        return -columns["weights"] * logprobs_N
+    behaviour_N, advantages_N = columns["logprobs"], columns["advantages"]
+    if objective.name == "dro":
+        distance_N = logprobs_N - behaviour_N
+        return -(advantages_N * logprobs_N - objective.settings["beta"] / 2 * distance_N.square())
+    log_ratio_N = logprobs_N - behaviour_N
+    if objective.name == "gspo":
+        mean_N = _row_means(log_ratio_N.detach(), columns["sequence_ratio_mask"] != 0, counts)
+        log_ratio_N = mean_N + logprobs_N - logprobs_N.detach()
+    ratio_N = log_ratio_N.clamp(max=LARGEST).exp()
+    if objective.name == "importance_sampling":
+        return -ratio_N * advantages_N
+    bounds = objective.settings["clip_low_threshold"], objective.settings["clip_high_threshold"]
+    if objective.name == "cispo":
+        return -ratio_N.detach().clamp(*bounds) * logprobs_N * advantages_N
+    return -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(*bounds) * advantages_N)
+
+
+def _row_means(values_N: Tensor, marked_N: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each token the mean over the marked tokens of its row, [N]. Rows are padded and summed, which gives the same
+    bits every time; adding by index does not on GPUs."""
+    if not counts:
+        return values_N
+    sizes = torch.tensor(counts, device=values_N.device)
+    sums_R = _row_sums(torch.where(marked_N, values_N, 0.0), counts)
+    marked_R = _row_sums(marked_N.to(values_N.dtype), counts)
+    return (sums_R / marked_R.clamp(min=1.0)).repeat_interleave(sizes, output_size=len(values_N))
+
+
+def _row_sums(values_N: Tensor, counts: Sequence[int]) -> Tensor:
+    starts = list(accumulate(counts))[:-1]
+    return pad_sequence(list(values_N.tensor_split(starts)), batch_first=True).sum(1)

@@ -1,0 +1,1 @@
+"""From samples and conversations to batches of token sequences: sequences, packing, demonstrations."""

@@ -1,0 +1,185 @@
+"""What is trained: rows, and batches of rows with their share in the loss.
+
+Owns `Row` (one token sequence with what the losses need beside it) and `Batch` (the rows of one optimizer step or of
+one call). Promises that every denominator is decided here, once, over the whole batch: each row carries the weight that
+its tokens have in the global loss, so that no rank and no micro-batch ever divides by a count of its own. Numpy only,
+cheap to pickle; must not know torch, ranks or models.
+
+    batch = Batch.of(rows, normalise="token")
+    dispatch.forward_backward("policy", batch, config.loss)
+
+Notation: T tokens of a row, R rows of a batch.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import TrainingError
+from pipeline.train.batching.packing import Kin, Packing, kin_of
+
+Normalise = Literal["token", "sequence", "prompt", "fixed"]
+Column = Literal["advantages", "behaviour", "proximal", "reference", "values", "returns"]
+"""A field of `Row` with a number for each token."""
+COLUMNS: tuple[Column, ...] = ("advantages", "behaviour", "proximal", "reference", "values", "returns")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One sequence.
+
+    Attributes:
+        tokens: int32[T].
+        mask: bool or uint8 [T], 1 for the tokens that the loss counts. The first token has no prediction: its mask is
+            0.
+        advantages: one number for the whole row, or float32[T].
+        behaviour: float32[T], log-probability (nats, at the sampling temperature) of each counted token under the
+            policy that sampled it; None for supervised rows.
+        proximal: float32[T], the same under the policy that the ratio is taken over; None: what `LossConfig.proximal`
+            says, `behaviour` or the policy's own in the pass that trains the row.
+        reference: float32[T], the same under the reference model; None when no KL is asked for.
+        values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
+            a critic.
+        returns: float32[T], what those values should be; None without a critic.
+        prompt: key of the prompt (group) that the row belongs to.
+        episode: which of its prompt's episodes the row belongs to; −1: it is an episode alone.
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8] | NDArray[np.bool_]
+    advantages: float | NDArray[np.float32] = 1.0
+    behaviour: NDArray[np.float32] | None = None
+    reference: NDArray[np.float32] | None = None
+    prompt: int = 0
+    proximal: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+    episode: int = -1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def counted(self) -> int:
+        """Tokens that the loss counts."""
+        return int(np.count_nonzero(self.mask))
+
+    def check(self, name: str = "row") -> None:
+        """Raise `TrainingError` unless shapes agree, the first token is masked and every counted number is finite."""
+        if not len(self):
+            raise TrainingError(f"{name} has no tokens")
+        if len(self.mask) != len(self) or self.mask[0]:
+            raise TrainingError(f"{name}: the mask needs {len(self)} entries, the first of them 0")
+        for field in COLUMNS:
+            self._check_values(name, field)
+
+    def _check_values(self, name: str, field: str) -> None:
+        values = getattr(self, field)
+        if values is None:
+            return
+        values = np.asarray(values)
+        if values.shape not in ((), (len(self),)) or (values.shape == () and field != "advantages"):
+            raise TrainingError(f"{name}: {field} has shape {values.shape}, expected ({len(self)},)")
+        counted = values if values.shape == () else values[np.asarray(self.mask, bool)]
+        if not np.isfinite(counted).all():
+            raise TrainingError(f"{name}: {field} holds a value that is not finite")
+
+
+def episodes_of(rows: Sequence[Row]) -> list[int]:
+    """The episode of each row, as the place of its first row."""
+    first: dict[tuple[int, int], int] = {}
+    return [
+        place if row.episode < 0 else first.setdefault((row.prompt, row.episode), place)
+        for place, row in enumerate(rows)
+    ]
+
+
+def refuse_unsampled(rows: Sequence[Row], name: str = "row") -> None:
+    """Raise `TrainingError` unless every row says what the policy that sampled it gave its tokens.
+
+    Every policy loss is held to it: without them each ratio would be 1, however old the samples are.
+    """
+    for index, row in enumerate(rows):
+        if row.behaviour is None:
+            raise TrainingError(
+                f"{name} {index} has no behaviour, which a policy loss needs: the log-probabilities of its tokens "
+                "under the policy that sampled them"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows with their weights in the global loss.
+
+    Attributes:
+        rows: the rows, in the caller's order.
+        weights: for each row, the factor of each of its counted tokens in the loss sum.
+        temperature: the logits are divided by it before log-probabilities are taken.
+    """
+
+    rows: tuple[Row, ...]
+    weights: tuple[float, ...]
+    temperature: float = 1.0
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], normalise: Normalise = "token", *, temperature: float = 1.0, max_length: int = 0
+    ) -> "Batch":
+        """The batch whose loss is the mean over what `normalise` names; every row is checked.
+
+        - `token`: over all counted tokens.
+        - `sequence`: over the episodes that have counted tokens, each first averaged over its counted tokens.
+        - `prompt`: over the prompts that have counted tokens, each first averaged over all its counted tokens.
+        - `fixed`: the sum divided by E × `max_length`, with E episodes (Dr. GRPO, Liu et al. 2025): no length bias.
+
+        An episode is a row, but for those with several.
+        """
+        for index, row in enumerate(rows):
+            row.check(f"row {index}")
+        for field in COLUMNS[1:]:
+            missing = [index for index, row in enumerate(rows) if getattr(row, field) is None]
+            if 0 < len(missing) < len(rows):
+                raise TrainingError(f"row {missing[0]} has no {field}, others of its batch do")
+        counts = [row.counted for row in rows]
+        weights = _weights(rows, counts, normalise, max_length)
+        return cls(tuple(rows), tuple(weights), temperature)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+    def kin(self, packing: Packing) -> list[Kin]:
+        """Which rows begin alike, where `packing` shares that."""
+        return kin_of([row.tokens for row in self.rows], packing)
+
+    @property
+    def counted(self) -> int:
+        """Tokens that the loss counts, over all rows."""
+        return sum(row.counted for row in self.rows)
+
+    def take(self, indices: Sequence[int]) -> "Batch":
+        """The rows at `indices` with the weights they have in this batch."""
+        rows = tuple(self.rows[i] for i in indices)
+        return Batch(rows, tuple(self.weights[i] for i in indices), self.temperature)
+
+
+def _weights(rows: Sequence[Row], counts: list[int], normalise: Normalise, max_length: int) -> list[float]:
+    if normalise == "fixed":
+        if max_length <= 0:
+            raise TrainingError(f"normalise='fixed' divides by rows × max_length; max_length is {max_length}")
+        return [1.0 / (len(set(episodes_of(rows))) * max_length)] * len(rows)
+    if normalise == "prompt":
+        groups = [row.prompt for row in rows]
+    elif normalise == "sequence":
+        groups = episodes_of(rows)
+    else:
+        groups = [0] * len(rows)
+    totals: Counter[int] = Counter()
+    for group, count in zip(groups, counts, strict=True):
+        totals[group] += count
+    live = sum(total > 0 for total in totals.values())
+    return [1.0 / (live * totals[group]) if totals[group] else 0.0 for group in groups]

@@ -1,0 +1,52 @@
+"""The beginning and the end of a trainer's processes: one leads, the others serve it.
+
+Owns who makes the `Dispatch`, and what of a config it and its world are made from. Must not know what is trained.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from pipeline.config import RunConfig
+from pipeline.topology.gpu_memory import trainer_allowance
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Allowance, Deadlines, Device, joined_world
+from pipeline.train.model.model_size import sizes_of
+
+
+def lead_or_serve(
+    algorithm: Callable[[Dispatch], None],
+    budget: Budget,
+    *,
+    device: Device = "cpu",
+    patience: Deadlines | None = None,
+    colocated: bool = False,
+    secret: str = "",
+    allowance: Allowance | None = None,
+) -> None:
+    """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
+
+    `secret` is what strangers do not know, `allowance` what each process may have of its device: see `joined_world`.
+    """
+    with joined_world(device, patience or Deadlines(), secret, allowance) as site:
+        if site.rank != 0:
+            site.serve()
+            return
+        dispatch = Dispatch(site, budget, colocated)
+        try:
+            algorithm(dispatch)
+        finally:
+            dispatch.close()
+
+
+def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispatch], None]) -> None:
+    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
+    share, each process keeps to what they leave: `ConfigError` if that is too little."""
+    training, resources = config.training, config.resources
+    most = training.micro_batch_tokens, training.micro_batch_rows or None
+    budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
+    shared = resources.share_gpus and config.has_servers
+    allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
+    lead_or_serve(
+        algorithm, budget, device=resources.device, colocated=training.offload, secret=secret, allowance=allowance
+    )

@@ -1,0 +1,79 @@
+"""A commit of a run as a model directory.
+
+Owns the way from a commit's shards to what transformers, peft and vLLM load. Promises that a directory with the name of
+the target is whole, and that the run it comes from may go on meanwhile: nothing of it is written but the target.
+
+    python -m pipeline.train.loop.checkpoint_export <run directory> rl-50 <target>
+
+One process on the CPU does it, with memory for the model's weights in float32, twice; no optimizer is read.
+"""
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from pipeline.checkpoints import Checkpoint, committed, kept_root
+from pipeline.config import RunConfig
+from pipeline.config.frozen_config import kept_config
+from pipeline.config.model_directory import model_directory
+from pipeline.errors import CheckpointError, RollcallError
+from pipeline.run.paths import RunPaths
+from pipeline.utils import atomic_dirs
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What torchrun would set for a world of one process, which nobody else looks for."""
+
+
+def find_commit(run: RunPaths, name: str) -> Checkpoint:
+    """The commit `<job>-<step>` of a run, or its newest for `latest`; `CheckpointError` names those there are."""
+    found = list(committed(kept_root(run)))
+    chosen = next((each for each in found if name in (each.name, "latest")), None)
+    if chosen is None:
+        there = ", ".join(each.name for each in found) or "none"
+        raise CheckpointError(f"{run.root.name} has no commit {name}; there are: {there}")
+    return chosen
+
+
+def export_command(run: RunPaths, name: str, target: Path) -> list[str]:
+    """The process that writes the commit `name` as `target`. What it has not finished is the part that
+    `pipeline.utils.atomic_dirs` names by its pid."""
+    return [sys.executable, "-P", "-m", "pipeline.train.loop.checkpoint_export", str(run.root), name, str(target)]
+
+
+def export_commit(config: RunConfig, checkpoint: Checkpoint, target: Path) -> None:
+    """Write the policy of a commit as `target`; of a run with adapters, its adapter."""
+    from pipeline.train.batching.packing import Budget
+    from pipeline.train.controller.lead_or_serve import lead_or_serve
+    from pipeline.train.controller.model_saving import load_models
+    from pipeline.train.controller.rank_group import Dispatch
+    from pipeline.train.worker_spec import ModelSpec
+
+    def lead(dispatch: Dispatch) -> None:
+        dispatch.init_model("policy", ModelSpec("policy", config.model, seed=config.seed))
+        load_models(dispatch, checkpoint, ["policy"])
+        part = atomic_dirs.unfinished(target, str(os.getpid()))
+        dispatch.save_hf_model("policy", part)
+        atomic_dirs.replace(target, part)
+
+    os.environ.update(_ALONE)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lead_or_serve(lead, Budget(config.model.max_length), secret=secrets.token_hex(16))
+
+
+def main(arguments: list[str]) -> int:
+    run, name, target = RunPaths(Path(arguments[0])), arguments[1], Path(arguments[2])
+    try:
+        config = kept_config(run)
+        if config is None:
+            raise CheckpointError(f"{run.config} cannot be read")
+        located = config.model.model_copy(update={"path": str(model_directory(config.model))})
+        export_commit(config.model_copy(update={"model": located}), find_commit(run, name), target)
+    except RollcallError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Supervised fine-tuning: one optimizer step a step, on the rows that its number names.
+
+Owns what such a step is: which model, which loss, normalised over the counted tokens of the step. Where rows come from
+is given to it, a dataset, the task's demonstrations, or packed files, and so is what measures the model. Promises that
+step s asks for rows by s alone, so that a resumed job goes on as if it had not stopped, and that a fresh job starts
+with an optimizer that knows nothing of the job before. Must not know ranks, checkpoints or files.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pipeline.train.algorithms import SFT, Level
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.compile_warmup import WarmUp
+from pipeline.train.loop.eval_loss import HeldOutLoss
+from pipeline.train.loop.group_batches import Pulse
+from pipeline.train.loop.step_metrics import Skips
+from pipeline.train.train_jobs import SftJob
+
+Demonstrate = Callable[[int, int], Sequence[Row]]
+"""(step, count) → the `count` rows of a step; always the same ones for the same step."""
+
+
+class SupervisedFineTuning:
+    """The `Algorithm` of an `SftJob`: minimises the cross-entropy of the counted tokens.
+
+    Attributes:
+        intact: False while the optimizer steps: what a step that fails on one rank leaves is none that a checkpoint may
+            keep.
+    """
+
+    def __init__(
+        self,
+        job: SftJob,
+        dispatch: Dispatch,
+        demonstrate: Demonstrate,
+        pulse: Pulse,
+        level: Level = "basic",
+        held_out: HeldOutLoss | None = None,
+        warm_up: WarmUp | None = None,
+    ) -> None:
+        """`held_out` measures the model on rows that are never trained; None: nothing does. Without `warm_up` the first
+        step compiles."""
+        self.job, self._held_out, self._warm_up = job, held_out, warm_up
+        self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
+        self._skips = Skips()
+        self.intact = True
+
+    def begin(self, step: int) -> None:
+        if step == 0:
+            self._dispatch.reset_optimizer("policy", self.job.optim, steps=self.job.steps)
+        if self._warm_up and step < self.job.steps:
+            self._warm_up.run({"policy": SFT}, ["policy"] if self._held_out else [])
+        self._measure(step)
+
+    def step(self, step: int) -> Mapping[str, float]:
+        self._pulse()
+        batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
+        cut = self._dispatch.cut(["policy"], batch)
+        metrics = self._dispatch.forward_backward("policy", cut, SFT, level=self._level)
+        self.intact = False
+        metrics |= self._dispatch.optim_step("policy")
+        self.intact = True
+        self._skips.note(metrics)
+        size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(cut.spared)}
+        return metrics | size | {"steps": float(self.job.steps)}
+
+    def follow_up(self, done: int) -> Mapping[str, float]:
+        """Measure it if that is due. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        self._skips.check()
+        self._measure(done)
+        return {}
+
+    def end(self) -> None:
+        """Measure the final model."""
+        self._measure(self.job.steps, last=True)
+
+    def _measure(self, step: int, *, last: bool = False) -> None:
+        if self._held_out:
+            self._held_out.at(step, last=last)

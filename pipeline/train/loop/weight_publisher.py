@@ -1,0 +1,50 @@
+"""The trainer's weights on their way to the servers.
+
+Owns gathering the policy's parameters and handing them to the sender after every step. Promises that the
+trainer goes on while the servers take a version; that they took it, or are evicted, before the next one is handed over;
+and that the actor can see which server has what. Must not know how the bytes travel, nor where the servers are.
+"""
+
+import logging
+import time
+
+from pipeline.inference.weight_sync.weight_sender import WeightSender
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Pulse
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes the policy of `dispatch`.
+
+    publisher.start(version)      # after a step: the servers take the weights from now on
+    …the next step…
+    publisher.settle()            # before the next `start`, or when the version has to be everywhere
+    """
+
+    def __init__(self, dispatch: Dispatch, sender: WeightSender, pulse: Pulse) -> None:
+        self._dispatch, self._sender, self._pulse = dispatch, sender, pulse
+        self._under_way = False
+
+    def start(self, version: int) -> dict[str, float]:
+        """Hand the policy as it is now to the servers, as `version`; what it took."""
+        started = time.monotonic()
+        self._sender.start(version, self._dispatch.full_parameters("policy"), self._dispatch.layout("policy"))
+        self._dispatch.finish_weight_sync("policy")
+        self._under_way = True
+        return {"sync/start_seconds": time.monotonic() - started}
+
+    def settle(self) -> dict[str, float]:
+        """Wait until the servers have what was started; what became of it, nothing if all was settled before.
+
+        Raises `WeightSyncError` when no server could be brought there, `Interrupted` when the attempt is ending.
+        """
+        if not self._under_way:
+            return {}
+        report = self._sender.settle(self._pulse)
+        self._under_way = False
+        for server, failure in report.failures.items():
+            log.warning("evicted %s: %s", server, failure)
+        parts = {f"sync/{phase}_seconds": seconds for phase, seconds in report.slowest().items()}
+        return {"sync/seconds": report.seconds, "sync/servers": float(len(report.servers))} | parts

@@ -1,0 +1,17 @@
+"""One model on one rank: it knows shards and devices, and nothing of the algorithm.
+
+| module | owns |
+|---|---|
+| `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
+| `models`, `lm_head`, `packed_attention` | what the model answers, and attention kept inside each row |
+| `supported_architectures`, `rope` | which architectures are computed right; rotary frequencies that the servers use as well |
+| `fsdp`, `row_shards` | the model spread over ranks; one tensor's rows, filled and gathered |
+| `collate` | a micro-batch as tensors |
+| `optimizer` | AdamW, its schedule, clipping, skipped steps |
+| `cpu_offload` | parts that leave the device and come back |
+| `weight_loading`, `checkpoint_layout`, `safetensors_files` | a model's first weights; which tensors of files make which of the network |
+| `lora`, `hf_export` | adapters; model directories that others load |
+| `adapter_swap`, `token_queries` | several adapters that take turns on a model; answers about given tokens |
+| `model_size`, `tiny_config`, `packing_probe` | a model's size; a small copy of it; whether its rows come out packed as alone |
+| `to_device` | numbers from the host to the device |
+"""

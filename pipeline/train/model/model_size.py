@@ -1,0 +1,170 @@
+"""How large a model is, told from its config alone.
+
+Owns the counting: a network without numbers is made, in compute type, and a line of tokens is put through its decoder
+while what autograd would keep for the backward pass is added up. Promises that no weight is read or made, and that what
+cannot be told of an architecture is 0, not a guess. Must not know ranks, devices, or what the sizes are for
+(`pipeline.topology.gpu_memory`).
+
+    sizes_of(config.model)          # Sizes(parameters=4022468096, …)
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from pipeline.config import ModelConfig
+from pipeline.config.model_directory import model_directory
+from pipeline.errors import ConfigError, one_line
+from pipeline.topology.gpu_memory import Sizes
+from pipeline.train.model.lm_head import CHUNK
+
+log = logging.getLogger(__name__)
+
+ATTENTION = "rollcall_sizes"
+_TOKENS = 256
+
+
+def sizes_of(config: ModelConfig) -> Sizes:
+    """The sizes of the policy; `ConfigError` for a directory that holds no model that can be told."""
+    directory = model_directory(config)
+    try:
+        return _count(_outline(directory, config))
+    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        expected = "a model that transformers knows, with a list of layers"
+        raise ConfigError("model.path", config.path, expected, one_line(error)[:200]) from None
+
+
+def _count(network: Any) -> Sizes:
+    settings, head = network.config.get_text_config(), network.get_output_embeddings().weight
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in network.get_decoder().layers]
+    parameters = sum(p.numel() for p in network.parameters())
+    return Sizes(
+        parameters=parameters,
+        trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
+        outside_layers=parameters - sum(of_layers),
+        layer=max(of_layers),
+        layers=len(of_layers),
+        hidden=settings.hidden_size,
+        vocabulary=head.shape[0],
+        head_trained=head.requires_grad,
+        logits=CHUNK,
+        activations=_activations(network),
+        **_cache(settings, len(of_layers)),
+        kv_heads=_kv_heads(settings),
+        width=head.dtype.itemsize,
+    )
+
+
+def _outline(directory: Path, config: ModelConfig) -> Any:
+    """The network in compute type on the meta device, with the adapters that are asked for."""
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory), dtype=getattr(torch, config.dtype), attn_implementation=ATTENTION
+        )
+        if config.lora.rank:
+            from pipeline.train.model import lora  # peft takes a second, and runs without adapters do without it
+
+            lora.add_adapters(network, config.lora.model_copy(update={"adapter": ""}))  # one to go on from is as large
+    return network.train()
+
+
+def _activations(network: Any) -> float:
+    """Bytes for each token that a backward pass through the decoder needs, parameters left out; 0 where a network
+    cannot be run without numbers, as one that looks at them to choose experts."""
+    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in parameters:
+            kept[storage] = tensor  # held, so that no other gets its place
+        return tensor
+
+    tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    try:
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            answer = network.get_decoder()(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
+    except Exception as error:  # noqa: BLE001 (any family may refuse in its own way)
+        log.info("the activations of %s cannot be told: %s", type(network).__name__, one_line(error)[:200])
+        return 0.0
+    del answer
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / _TOKENS
+
+
+def _cache(settings: Any, layers: int) -> dict[str, int]:
+    """`kv`, `kv_window` and `window` of `Sizes`: numbers for each token in the cache of all layers that have one."""
+    kinds = getattr(settings, "layer_types", None) or [_usual_kind(settings)] * layers
+    window = _window(settings)
+    near = sum(kind in _WINDOWS for kind in kinds) if window else 0
+    caching = sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    each = _kv_of_layer(settings)
+    return {"kv": (caching - near) * each, "kv_window": near * each, "window": window if near else 0}
+
+
+_WINDOWS = ("sliding_attention", "chunked_attention")
+
+
+def _usual_kind(settings: Any) -> str:
+    """Of all layers, where a config does not tell them apart."""
+    everywhere = getattr(settings, "sliding_window", None) and getattr(settings, "use_sliding_window", True)
+    return "sliding_attention" if everywhere else "full_attention"
+
+
+def _window(settings: Any) -> int:
+    """Tokens that a layer of `_WINDOWS` keeps; 0 if the config does not say."""
+    names = ("sliding_window", "attention_chunk_size")
+    return next((size for name in names if isinstance(size := getattr(settings, name, None), int)), 0)
+
+
+def _kv_of_layer(settings: Any) -> int:
+    """Numbers for each token in the cache of one layer."""
+    latent = int(getattr(settings, "kv_lora_rank", None) or 0)
+    if latent:
+        return latent + int(getattr(settings, "qk_rope_head_dim", 0))
+    own = getattr(settings, "attention_head_dim", None) or getattr(settings, "head_dim", None)
+    return 2 * _kv_heads(settings) * int(own or settings.hidden_size // max(1, _heads(settings)))
+
+
+def _kv_heads(settings: Any) -> int:
+    """Key and value heads, over which the servers' tensor parallelism spreads the cache."""
+    if getattr(settings, "kv_lora_rank", None):
+        return 1
+    return int(getattr(settings, "num_key_value_heads", None) or _heads(settings))
+
+
+def _heads(settings: Any) -> int:
+    return int(getattr(settings, "num_attention_heads", 0) or 0)
+
+
+class _Kept(torch.autograd.Function):
+    """What the attention kernel keeps: its three inputs, its output, and one number a head and token."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
+        B, H, T, _ = query_BHTD.shape
+        attended_BHTD = value_BHTD.new_empty(B, T, H, value_BHTD.shape[-1]).transpose(1, 2)  # as the kernel lays it out
+        logsums_BHT = torch.empty(query_BHTD.shape[:3], dtype=torch.float32, device=query_BHTD.device)
+        ctx.save_for_backward(query_BHTD, key_BHTD, value_BHTD, attended_BHTD, logsums_BHT)
+        return attended_BHTD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError("sizes are counted in a forward pass")
+
+
+def _attend(
+    module: nn.Module, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, attention_mask: Any, **others: Any
+) -> tuple[Tensor, None]:
+    """As transformers calls it. Grouped heads are repeated, as where the kernel does not take them."""
+    heads = query_BHTD.shape[1]
+    key_BHTD, value_BHTD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key_BHTD, value_BHTD))
+    attended_BHTD: Tensor = _Kept.apply(query_BHTD, key_BHTD, value_BHTD)  # type: ignore[no-untyped-call]
+    return attended_BHTD.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)

@@ -1,0 +1,394 @@
+"""One model with its optimizer, on one rank.
+
+Owns the loop over micro-batches, the optimizer step, and the state that checkpoints and servers need. Promises sum
+semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the weights that the
+controller put into the batch are the only normalisation. Every method is a collective operation: all ranks call it with
+the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from pipeline.config import LoraConfig, OptimConfig
+from pipeline.errors import TrainingError
+from pipeline.inference.weight_sync.transports.gloo import WeightLayout
+from pipeline.train.algorithms import Level, Objective, ValueObjective, loss_metrics, total, total_value
+from pipeline.train.batching.packing import Packing
+from pipeline.train.batching.sequences import Batch
+from pipeline.train.model.collate import MicroBatch, collate
+from pipeline.train.model.cpu_offload import Memory, Movable, Part, allocated, empty_cache, local
+from pipeline.train.model.fsdp import shard_model
+from pipeline.train.model.hf_export import adapter_parameter_name, refuse_unwritable, write_model
+from pipeline.train.model.models import (
+    DecoderModel,
+    PolicyModel,
+    compile_layers,
+    fill_model,
+    outline,
+    recompute_activations,
+    stored,
+)
+from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
+from pipeline.train.model.row_shards import gathered
+from pipeline.train.model.weight_loading import Weights
+from pipeline.train.worker_spec import ModelSpec
+from pipeline.utils import heartbeat
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the controller may know of a model.
+
+    Attributes:
+        parameters: all of them, adapters included.
+        vocabulary: tokens 0 … vocabulary − 1 are known.
+        flops_per_token: see `DecoderModel.flops_per_token`.
+    """
+
+    parameters: int
+    vocabulary: int
+    flops_per_token: int
+
+
+class ModelWorker:
+    """A sharded model and, if it is trained, its AdamW.
+
+    Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
+    whenever no method runs. What has no gradient (below adapters, the whole model) is neither trained nor part of
+    `full_parameters` and `state`. No method but `load` minds whether a part is offloaded. A model that broke off in the
+    middle of a pass answers, trains and is saved no more.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
+        """Make the model's shapes, shard them over the one dimension of `mesh`, and fill the shards on the device.
+
+        Raises what `outline`, `Weights` and `fill_model` raise.
+        """
+        self.device = torch.device(mesh.device_type)
+        self._config = spec.model
+        self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
+        self.model = outline(spec.model, spec.kind)
+        if spec.optim is not None and spec.kind == "policy":
+            refuse_unwritable(self.model.network, spec.model)
+        if spec.activation_checkpointing:
+            recompute_activations(self.model)
+        self.compiled = spec.compile
+        if spec.compile:
+            compile_layers(self.model)
+        self._reshard, self._broken = spec.reshard, False
+        shard_model(self.model, mesh, self.compute, spec.reshard)
+        weights = Weights(spec.model)
+        fill_model(self.model, weights, spec.model, spec.seed, self.device)
+        self._form = weights.form
+        self.group, self.ranks = mesh.get_group(), mesh.size()
+        self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
+        self._parts: dict[Part, Movable] = {
+            "model": Movable(self._model_tensors),
+            "optimizer": Movable(self._moments),
+        }
+
+    @property
+    def adapters(self) -> LoraConfig:
+        """The settings of its adapters; of rank 0 without any."""
+        return self._config.lora
+
+    @property
+    def info(self) -> ModelInfo:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return ModelInfo(parameters, self.model.vocabulary, self.model.flops_per_token)
+
+    def forward(self, micro_batches: Sequence[Batch], how: Packing) -> list[NDArray[np.float32]]:
+        """The answer about each row's counted tokens, 0 elsewhere: float32[T] in the order of the rows.
+
+        Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
+        """
+        with torch.no_grad(), self.passes():
+            answers = [self._answer(collate(batch, how, self.device), batch.temperature) for batch in micro_batches]
+        return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Batch],
+        how: Packing,
+        objective: Objective,
+        loss_weight: float = 1.0,
+        level: Level = "basic",
+    ) -> dict[str, float]:
+        """Add the gradient of `loss_weight` × loss; returns this rank's sums (see
+        `pipeline.train.algorithms.total`)."""
+        self._trainer()
+        self._refuse_loss(objective)
+        parts: list[dict[str, Tensor]] = []
+        with self.passes():
+            for number, batch in enumerate(micro_batches):
+                self.reduce_after(number == len(micro_batches) - 1)
+                loss, sums = self._loss(collate(batch, how, self.device), batch.temperature, objective, level)
+                (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
+                parts.append(sums)
+        return loss_metrics.combine(_numbers(sums) for sums in parts)
+
+    def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
+        """One step of AdamW with clipping; see `Optimizer.step`."""
+        self._refuse_if_broken()
+        return self._trainer().step(settings)
+
+    def set_lr(self, lr: float) -> None:
+        """Step at this rate from now on; see `Optimizer.set_lr`."""
+        self._trainer().set_lr(lr)
+
+    def reset_optimizer(self, optim: OptimConfig, steps: int) -> None:
+        """Forget moments, gradients and progress: the next job's optimizer starts fresh."""
+        self._trainer()
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer = self._fresh_optimizer(optim, steps)
+        self._parts["optimizer"] = Movable(self._moments)
+
+    def restart_optimizer(self) -> None:
+        """`reset_optimizer` with the settings that it has."""
+        own = self._trainer()
+        self.reset_optimizer(own.config, own.steps)
+
+    def copy_from(self, other: "ModelWorker") -> None:
+        """Take the parameters of another model of the same architecture, sharded alike.
+
+        A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
+        """
+        whole = isinstance(self.model, PolicyModel) and isinstance(other.model, PolicyModel)
+        targets, sources = (dict(_copied(each.model, whole)) for each in (self, other))
+        missing = [name for name, p in targets.items() if name not in sources or _shape(sources[name]) != _shape(p)]
+        if missing:
+            raise TrainingError(f"parameters cannot be copied: the other model has no {missing[0]} of the same shape")
+        with torch.no_grad():
+            for name, target in targets.items():
+                local(target).copy_(local(sources[name]))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """All that was or could be trained, whole, in compute type, as the tensors of a Hugging Face checkpoint: in the
+        form that the model's directory has, and of a tied head the embedding alone. Buffers that such a checkpoint
+        holds keep their type. Of a policy with adapters, theirs alone, as the tensors of a peft checkpoint.
+        A critic's have the names that they have in memory.
+
+        Each item may be a collective operation: every rank must take all items.
+        """
+        return self._gathered(self.compute)
+
+    @property
+    def layout(self) -> WeightLayout:
+        """What `full_parameters` yields, told without gathering anything."""
+        return self._layout(self.compute)
+
+    def state(self) -> dict[str, Any]:
+        """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
+        the optimizer's progress.
+
+        Tensors are the live ones, so a loader may fill them in place; then call `load_state` with the same tree.
+        """
+        self._refuse_if_broken()
+        model = states.get_model_state_dict(self.model, options=self._options)
+        if self.optimizer is None:
+            return {"model": model}
+        moments = states.get_optimizer_state_dict(self.model, self.optimizer.adamw, options=self._options)
+        return {"model": model, "optimizer": moments, "progress": self.optimizer.progress()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of the form of `state()`. Betas, epsilon and weight decay stay those of the spec, though
+        they lie beside the moments."""
+        states.set_model_state_dict(self.model, state["model"], options=self._options)
+        if self.optimizer is not None:
+            adamw = self.optimizer.adamw
+            own = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in adamw.param_groups]
+            states.set_optimizer_state_dict(self.model, adamw, state["optimizer"], options=self._options)
+            for group, settings in zip(adamw.param_groups, own, strict=True):
+                group.update(settings)
+            self.optimizer.load_progress(state["progress"])
+
+    def save_hf_model(self, path: Path) -> None:
+        """Write a directory that transformers and vLLM load, with the tokenizer of the model it came from.
+
+        Of a policy with adapters, the directory of its adapter, for peft and vLLM; always in float32, so that a job
+        which goes on from it loses nothing. Whole models are written in compute type.
+        """
+        if not isinstance(self.model, PolicyModel):
+            raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
+        dtype = torch.float32 if self._config.lora.rank else self.compute
+        tensors = self._gathered(dtype)
+        try:
+            if dist.get_rank() == 0:
+                layout, untrained = self._layout(dtype), self._form.untrained
+                write_model(path, self.model.network, layout, tensors, self._config, untrained)
+        finally:
+            for _ in tensors:  # of which every rank gathers its part, even of those that were not written
+                pass
+        dist.barrier()
+
+    def offload(self, part: Part) -> None:
+        """Give the device memory of a part back; see `Movable`. Gradients go with the model."""
+        self._parts[part].offload()
+
+    def load(self, part: Part) -> None:
+        """Bring an offloaded part back."""
+        self._parts[part].load()
+
+    def discard(self) -> None:
+        """Give the memory of all parts back, for a model that nobody needs any more: nothing is kept of it."""
+        for part in self._parts.values():
+            part.discard()
+        empty_cache(self.device)
+
+    def memory(self) -> Memory:
+        """What this process holds, and what this model does."""
+        return Memory(allocated(self.device), self._parts["model"].resident, self._parts["optimizer"].resident)
+
+    def empty_cache(self) -> None:
+        """Give memory that is free, but held by the allocator, back to the device."""
+        empty_cache(self.device)
+
+    def _layout(self, dtype: torch.dtype) -> WeightLayout:
+        def shape(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+        return WeightLayout.of(self._public(dtype, shape))
+
+    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for each in self._public(dtype, gathered):
+            heartbeat.beat()
+            yield each
+
+    def _public(
+        self, dtype: torch.dtype, whole: Callable[[Tensor, torch.dtype], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that leaves the trainer, by its public name; `whole` makes it of what this rank has."""
+        adapted = self._config.lora.rank > 0
+        if adapted or not isinstance(self.model, PolicyModel):
+            for name, parameter in self.model.named_parameters():
+                own_name = name.removeprefix("network.")
+                if parameter.requires_grad:
+                    yield adapter_parameter_name(own_name) if adapted else own_name, whole(parameter, dtype)
+            return
+        own = stored(self.model, self._form)
+        for names in self._form.groups:
+            made = {
+                name: whole(own[name], dtype if isinstance(own[name], nn.Parameter) else own[name].dtype)
+                for name in names
+            }
+            yield from self._form.public(made).items()
+            del made  # before the next are gathered
+
+    @property
+    def _options(self) -> states.StateDictOptions:
+        adapted = self._config.lora.rank > 0
+        return states.StateDictOptions(ignore_frozen_params=adapted, strict=not adapted)
+
+    def _trainer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise TrainingError("this model is never trained: its spec has no optimizer (ModelSpec.optim)")
+        return self.optimizer
+
+    def _fresh_optimizer(self, optim: OptimConfig, steps: int) -> Optimizer:
+        return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
+
+    def _model_tensors(self) -> Iterator[Tensor]:
+        """Gradients, which come and go, after all parameters."""
+        parameters = list(self.model.parameters())
+        yield from (p.detach() for p in parameters)
+        yield from (p.grad for p in parameters if p.grad is not None)
+
+    def _moments(self) -> list[Tensor]:
+        return [] if self.optimizer is None else self.optimizer.moments()
+
+    def _answer(self, micro: MicroBatch, temperature: float) -> Tensor:
+        if isinstance(self.model, PolicyModel):
+            return self._logprobs(micro, temperature, False)[0]
+        return self._values(micro)
+
+    def _loss(
+        self, micro: MicroBatch, temperature: float, objective: Objective, level: Level
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if isinstance(objective, ValueObjective):
+            return total_value(micro.value_tokens(self._values(micro)), objective, level)
+        entropy = objective.entropy > 0 or level == "with_entropy"
+        logprobs_N, entropy_N = self._logprobs(micro, temperature, entropy)
+        return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
+
+    def _refuse_loss(self, objective: Objective) -> None:
+        if isinstance(objective, ValueObjective) == isinstance(self.model, PolicyModel):
+            kind = "policy" if isinstance(self.model, PolicyModel) else "critic"
+            raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
+
+    def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        heartbeat.beat()
+        where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N
+        answer = self.model(*where, micro.targets_N, temperature, entropy)
+        return cast(tuple[Tensor, Tensor | None], answer)
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        heartbeat.beat()
+        return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N))
+
+    def _refuse_if_broken(self) -> None:
+        """FSDP keeps gradients of a call that broke off, and adds them to those of the next."""
+        if self._broken:
+            raise TrainingError("this model broke off in the middle of a pass: make it anew, from its checkpoint")
+
+    def reduce_after(self, last: bool) -> None:
+        """Unless all is sharded again after every pass, gradients cross ranks once a call, after the last micro-batch;
+        until then they add up whole."""
+        module = cast(FSDPModule, self.model)
+        module.set_requires_gradient_sync(last or self._reshard)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Forward and backward passes; parameters that they left whole are sharded again, as a step changes shards."""
+        self._refuse_if_broken()
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """What `copy_from` copies: all, or the decoder without adapters, under names that are alike in both models."""
+    if whole:
+        yield from model.named_parameters()
+        return
+    for name, parameter in model.decoder.named_parameters():
+        if "lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter
+
+
+def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
+    return parameter.shape, local(parameter).shape
+
+
+def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:
+    """All scalars in one transfer from the device."""
+    values = torch.stack([value.double() for value in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def _by_row(batch: Batch, answer_N: Tensor) -> list[NDArray[np.float32]]:
+    flat = answer_N.float().cpu().numpy()
+    rows: list[NDArray[np.float32]] = []
+    used = 0
+    for row in batch.rows:
+        whole = np.zeros(len(row), np.float32)
+        whole[np.asarray(row.mask, bool)] = flat[used : used + row.counted]
+        used += row.counted
+        rows.append(whole)
+    return rows

@@ -1,0 +1,139 @@
+"""AdamW, its schedule, and the clipping of gradients.
+
+Owns the optimizer of one model on one rank. Promises that the gradient norm is that of the whole model, the same on
+every rank, and that a gradient which is not finite skips the step, is counted, and leaves parameters and moments alone.
+Must not know batches or losses.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config import OptimConfig
+from pipeline.errors import TrainingError
+from pipeline.train.model.cpu_offload import local
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What an optimizer step did: the gradient norm before clipping, the learning rate, whether it was skipped."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of step `step` (0, 1, …) of `steps`: linear warm-up from 0, then constant, or decay to 0 at `steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    if config.schedule == "linear":
+        return config.lr * (1 - progress)
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * progress)) / 2
+    return config.lr
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """All settings of one step, in place of those of the optimizer: as torch's AdamW has them, every parameter decays,
+    vectors too. `clip_norm` 0: no clipping."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) over the shards of a model; matrices decay, vectors do not."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], config: OptimConfig, steps: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Of these trained parameters, which are sharded over the ranks of `group` (None: over all)."""
+        self.config, self.steps, self._group = config, steps, group
+        self.taken, self.skipped = 0, 0
+        self._rate: float | None = None
+        self._parameters = list(parameters)
+        matrices = [p for p in self._parameters if p.ndim > 1]
+        vectors = [p for p in self._parameters if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [each for each in groups if each["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self._make_moments()
+
+    def set_lr(self, lr: float) -> None:
+        """Step at this rate from now on, whatever the schedule says; a checkpoint does not keep it."""
+        if not lr >= 0 or math.isinf(lr):
+            raise TrainingError(f"a learning rate of {lr}; expected a finite number that is not negative")
+        self._rate = lr
+
+    def step(self, settings: AdamSettings | None = None) -> OptimizerStep:
+        """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters.
+
+        With `settings`, this step has them; the optimizer's own are not read, nor is its schedule.
+        """
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if not gradients:
+            raise TrainingError("optim_step without gradients: call forward_backward first")
+        norm = self._global_norm(gradients)
+        lr = learning_rate(self.config, self.taken, self.steps) if self._rate is None else self._rate
+        clip = self.config.clip_norm
+        if settings is not None:
+            lr, clip = settings.lr, settings.clip_norm
+            for group in self.adamw.param_groups:
+                group.update(
+                    betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay
+                )
+        finite = math.isfinite(norm)
+        if finite:
+            if clip:
+                torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self.taken += 1
+        else:
+            self.skipped += 1
+        self.adamw.zero_grad(set_to_none=True)
+        return OptimizerStep(norm, lr, not finite)
+
+    def moments(self) -> list[Tensor]:
+        """Every tensor that the optimizer keeps."""
+        return [tensor for state in self.adamw.state.values() for tensor in state.values()]
+
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint keeps beside the moments."""
+        return {"taken": self.taken, "skipped": self.skipped}
+
+    def load_progress(self, progress: dict[str, int]) -> None:
+        self.taken, self.skipped = progress["taken"], progress["skipped"]
+
+    def _make_moments(self) -> None:
+        """Zero moments at step 0, from the start: torch would make those that a checkpoint asks for by a step of its
+        own, which counts in the bias correction of all later ones."""
+        for p in self._parameters:
+            self.adamw.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+
+    def _global_norm(self, gradients: list[Tensor]) -> float:
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)  # one launch for all of them
+        whole = torch.stack(norms).square().sum()
+        dist.all_reduce(whole, group=self._group)
+        return math.sqrt(whole.item())

@@ -1,0 +1,238 @@
+"""Causal attention that stays inside each row.
+
+Owns the one attention function that the policy uses, padded or packed, and its registration with transformers under the
+name `ATTENTION`. Promises that a token attends to itself and to the earlier tokens of its own row, to nothing else,
+exactly, also where rows share their first tokens, which then lie in the line only once. Packed rows go through a kernel
+that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else, with the same result, through rectangles of
+one row a line: one for each size of rows, so that a long row does not make short ones as long. Must not know losses,
+ranks or micro-batches.
+
+Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens and R in all, as each of them
+is read, H heads of D numbers; A places in all rectangles.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from pipeline.errors import ConfigError
+from pipeline.train.model.to_device import to_device
+
+ATTENTION = "rollcall"
+_NO_MATTER = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
+SHORT = 32
+"""Tokens of rows that are not told apart by their size."""
+_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether the kernel takes fewer key heads than query heads; before torch 2.12 it does not."""
+
+
+class Ragged(NamedTuple):
+    """Rows of several lengths laid end to end.
+
+    Attributes:
+        bounds: int32[S + 1], index of each row's first token, and at last how many there are in all.
+        longest: tokens of the longest.
+    """
+
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths_S: Tensor, device: torch.device) -> "Ragged":
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]).to(torch.int32)
+        return cls(to_device(bounds, device), int(lengths_S.max()))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the rows of a packed line lie, and index tables between the line and rectangles of one row a line.
+
+    Rows come in the order in which the line has what is their own: a row that begins as one before it has fewer tokens
+    there than it reads; one that is all of another has none, and is left out.
+
+    Attributes:
+        rectangles: for the rows of each size, shortest first, int64[S, L], index in the line of each token of their
+            rectangle; padding points at the row's last token. The longest row has less than twice the tokens of the
+            shortest, so less than half of a rectangle is padding, but for rows of up to `SHORT` tokens.
+        rectangle_P: int64, index in the flattened rectangles, one after another, of each token of the line, in the row
+            whose own it is.
+        own: the rows as they lie in the line.
+        whole: the rows as attention reads them; the same as `own` if they share nothing.
+        line_R: int64, index in the line of each token of the whole rows; None if these are the line.
+    """
+
+    rectangles: tuple[Tensor, ...]
+    rectangle_P: Tensor
+    own: Ragged
+    whole: Ragged
+    line_R: Tensor | None = None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device, where: NDArray[np.int64] | None = None) -> "Segments":
+        """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
+        which place of the line each of their tokens has. As `packing.overlap` lays them: what is a row's own is the end
+        of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other places.
+
+        The host makes what is as long as the line, or as the rows; the rectangles, which are larger, are filled in on
+        the device, where 16 bits never read them.
+        """
+        own_S = lengths_S = torch.tensor(lengths)
+        line_R = None
+        if where is not None:
+            rows = np.split(where, np.cumsum(lengths)[:-1])
+            lasts, order = np.unique([row[-1] for row in rows], return_index=True)
+            line_R = to_device(np.concatenate([rows[index] for index in order]), device)
+            lengths_S, own_S = lengths_S[order], torch.from_numpy(np.diff(lasts, prepend=-1))
+        whole = Ragged.of(lengths_S, device)
+        own = whole if line_R is None else Ragged.of(own_S, device)
+        rectangles, first_S = _rectangles(lengths_S, whole.bounds)
+        before_S = first_S + lengths_S - own_S.cumsum(0)
+        rectangle_P = torch.arange(int(own_S.sum())) + before_S.repeat_interleave(own_S)
+        if line_R is not None:
+            rectangles = [line_R[each] for each in rectangles]
+        return cls(tuple(rectangles), to_device(rectangle_P, device), own, whole, line_R)
+
+
+def _rectangles(lengths_S: Tensor, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Rows by their size (the power of two that they do not exceed), as `Segments.rectangles` of rows that share
+    nothing, where `bounds` is; and int64[S], the place of each row's first token in the flattened rectangles."""
+    sizes_S = torch.frexp((lengths_S - 1).clamp(min=SHORT - 1).double()).exponent
+    order_S = sizes_S.argsort(stable=True)
+    starts_S = bounds[to_device(order_S, bounds.device)]
+    lasts_S = to_device(lengths_S[order_S] - 1, bounds.device)
+    rectangles, widths, done = [], [], 0
+    for rows in filter(None, torch.bincount(sizes_S).tolist()):
+        part = slice(done, done + rows)
+        longest = int(lengths_S[order_S[part]].max())
+        column_L = torch.arange(longest, device=bounds.device)
+        rectangles.append(torch.minimum(column_L, lasts_S[part, None]).add_(starts_S[part, None]))
+        widths += [longest] * rows
+        done += rows
+    first_S = torch.empty_like(lengths_S)
+    first_S[order_S] = torch.tensor([0, *widths[:-1]]).cumsum(0)
+    return rectangles, first_S
+
+
+def attend(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: returns [B, T, H, D]. Grouped key and value heads are fewer than H.
+
+    Without `segments` each line is one row, padded on the right; causality alone keeps its tokens from the padding.
+    Never drops out, and keeps no cache. Raises `ConfigError` for any other argument that a model passes, such as
+    `softcap`, `s_aux` or a mask of its own: to ignore it would be to train another model than the one that samples.
+    """
+    given = others | {"attention_mask": attention_mask}
+    unknown = sorted(name for name, value in given.items() if value is not None and name not in _NO_MATTER)
+    if unknown:
+        found = f"{type(module).__name__} with {', '.join(unknown)}"
+        raise ConfigError("model.path", found, "a model with plain causal attention", "choose another model")
+    tensors = query_BHTD, key_BHTD, value_BHTD
+    if segments is None:
+        attended = _attend(*tensors, scaling, sliding_window)
+    elif _kernel_takes(query_BHTD):
+        attended = _attend_lengths(*tensors, segments, scaling, sliding_window)
+    else:
+        attended = _attend_packed(*tensors, segments, scaling, sliding_window)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _kernel_takes(query: Tensor) -> bool:
+    size = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
+
+
+def _attend_lengths(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if segments.line_R is not None:
+        key, value = (_repeat(x, segments.line_R, 0) for x in (key, value))
+    heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
+    if grouped and not _GROUPS:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    options: dict[str, Any] = {"enable_gqa": grouped} if _GROUPS else {}
+    # With fewer queries than keys, the last query of a row belongs to its last key.
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        segments.own.bounds,
+        segments.whole.bounds,
+        segments.own.longest,
+        segments.whole.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dim = table.shape, dim
+        return table.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        (index,), (slope,) = ctx.saved_tensors, slopes
+        exact = slope.to(torch.promote_types(slope.dtype, torch.float32))
+        total = exact.new_zeros(ctx.shape).index_add_(ctx.dim, index, exact)
+        return total.to(slope.dtype), None, None
+
+
+def _repeat(table: Tensor, index: Tensor, dim: int) -> Tensor:
+    """`table.index_select(dim, index)`, whose gradients add up in float32: many rows may read one token."""
+    return cast(Tensor, _Repeat.apply(table, index, dim))  # type: ignore[no-untyped-call]
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    """[1, H, P, D] → [1, H, P, D], through rectangles of one row a line."""
+    shapes = [each.shape for each in segments.rectangles]
+    line_A = torch.cat([each.flatten() for each in segments.rectangles])
+    parts = [_unpack(x, line_A, shapes) for x in (query, key, value)]
+    attended = [_attend(q, k, v, scaling, window) for q, k, v in zip(*parts, strict=True)]  # each [S, H, L, D]
+    heads_first = torch.cat([each.transpose(0, 1).flatten(1, 2) for each in attended], 1)  # [H, A, D]
+    return heads_first[:, segments.rectangle_P].unsqueeze(0)
+
+
+def _unpack(packed: Tensor, line_A: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """[1, H, P, D] → of each rectangle [S, H, L, D]."""
+    heads, _, size = packed.shape[1:]
+    parts = torch.split(_repeat(packed[0], line_A, 1), [rows * longest for rows, longest in shapes], 1)
+    return [part.view(heads, *shape, size).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Causal attention along each line, at most `window` tokens back: [B, H, T, D] → [B, H, T, D]."""
+    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    near = ones.tril() & ones.triu(1 - window)
+    return scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling, enable_gqa=grouped)
+
+
+AttentionInterface.register(ATTENTION, attend)

@@ -1,0 +1,97 @@
+"""Answers about given tokens, and the gradient of a sum over them, on one rank.
+
+Owns the pass over rows that ask (`pipeline.train.batching.logprob_queries`), as a function that the dispatch passes
+through to every rank. Promises the same numbers however the rows are cut, up to rounding, and to the last bit where
+they are cut alike: every rank gets all rows, and takes its share by a pure rule. Must not know who asks.
+
+Notation: Q questions of a micro-batch, in the order of its rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.config.tinker_losses import COLUMNS, TokenSum
+from pipeline.train.algorithms.summed_losses import token_losses
+from pipeline.train.batching import packing
+from pipeline.train.batching.logprob_queries import QueryRow
+from pipeline.train.batching.packing import Budget, Packing
+from pipeline.train.model.collate import model_input
+from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.to_device import to_device
+from pipeline.utils import heartbeat
+
+_NOTHING = QueryRow(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
+"""For a rank that has fewer micro-batches than others: it takes part in their collective operations."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one rank has to say.
+
+    Attributes:
+        rows: its rows, by their numbers in the call.
+        logprobs: float32[Q] (nats) of each of them.
+        loss: the sum of the loss over its questions; 0 without one.
+    """
+
+    rows: list[int]
+    logprobs: list[NDArray[np.float32]]
+    loss: float
+
+
+def answer_queries(
+    worker: ModelWorker, rows: Sequence[QueryRow], objective: TokenSum, budget: Budget, backward: bool
+) -> Answers:
+    """The log-probabilities that the rows ask for and the loss over them; with `backward`, add its gradient to those
+    that the model has. Collective: every rank has all rows."""
+    kin = packing.kin_of([row.tokens for row in rows], budget.packing)
+    shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget, kin)
+    bins = shares[dist.get_rank(worker.group)]
+    answers, loss = Answers([index for one in bins for index in one], [], 0.0), 0.0
+    with torch.set_grad_enabled(backward), worker.passes():
+        for number, indices in enumerate(bins):
+            heartbeat.beat()
+            if backward:
+                worker.reduce_after(number == len(bins) - 1)
+            micro = [rows[index] for index in indices]
+            logprobs_Q = _logprobs(worker, micro or [_NOTHING], budget.packing)
+            total = _loss(objective, micro, logprobs_Q)
+            if backward:
+                total.backward()  # type: ignore[no-untyped-call]
+            loss += total.item()
+            flat = logprobs_Q.detach().float().cpu().numpy()
+            ends = np.cumsum([len(row.at) for row in micro])
+            answers.logprobs.extend(np.split(flat, ends[:-1]) if micro else [])
+    return Answers(answers.rows, answers.logprobs, loss)
+
+
+def _logprobs(worker: ModelWorker, rows: Sequence[QueryRow], how: Packing) -> Tensor:
+    lengths = [len(row) for row in rows]
+    starts = np.cumsum([0, *lengths[:-1]])
+    layout = packing.lay(lengths, how, packing.kin_of([row.tokens for row in rows], how))
+    tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    asked = np.concatenate([start + row.at for row, start in zip(rows, starts, strict=True)])
+    targets = np.concatenate([row.targets for row in rows]).astype(np.int64)
+    before_Q, targets_Q = (to_device(each, worker.device) for each in (layout.where[asked], targets))
+    answer = worker.model(*model_input(layout, tokens_R, worker.device), before_Q, targets_Q, 1.0, False)
+    return cast(Tensor, answer[0])
+
+
+def _loss(objective: TokenSum, rows: Sequence[QueryRow], logprobs_Q: Tensor) -> Tensor:
+    """In double precision once it is summed, so that a large batch rounds no worse than a small one."""
+    columns = {
+        name: to_device(
+            np.concatenate([np.zeros(0, np.float32), *(row.columns[name] for row in rows)]),
+            logprobs_Q.device,
+            logprobs_Q.dtype,
+        )
+        for name in COLUMNS[objective.name]
+    }
+    return token_losses(objective, logprobs_Q, columns, [len(row.at) for row in rows]).double().sum()

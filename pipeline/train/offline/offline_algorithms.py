@@ -1,0 +1,95 @@
+"""The algorithms of jobs that stand alone.
+
+Owns where such a job's rows come from: packed files, or the task's demonstrations. The learning itself is that of a
+run: `pipeline.train.loop.sft` and `pipeline.train.loop.policy_update`.
+"""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+
+from pipeline.config import RunConfig
+from pipeline.errors import TrainingError
+from pipeline.train.algorithms import Level
+from pipeline.train.batching.demonstrations import TaskDemonstrations
+from pipeline.train.batching.sequences import Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.loop.group_batches import Pulse
+from pipeline.train.loop.policy_update import PolicyUpdate
+from pipeline.train.loop.sft import Demonstrate, SupervisedFineTuning
+from pipeline.train.loop.step_metrics import Skips
+from pipeline.train.loop.train_loop import Algorithm
+from pipeline.train.offline.job_resume import JobState
+from pipeline.train.offline.packed_dataset import PackedRows
+from pipeline.train.train_jobs import Job, RlJob, SftJob
+
+
+def algorithm_of(
+    job: Job, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows | None, pulse: Pulse
+) -> Algorithm:
+    """What trains the job: on the packed rows, or without them on the task's demonstrations. Each step begins with a
+    `pulse`, which may raise `Interrupted`."""
+    if isinstance(job, SftJob):
+        rows = partial(_in_turn, packed) if packed else TaskDemonstrations(config)
+        return FineTuningAlone(job, dispatch, rows, config.training.metrics, state, pulse)
+    if packed is None:
+        raise TrainingError("a job of RL that stands alone trains packed rows")
+    return LearningAlone(job, config, dispatch, state, packed, pulse)
+
+
+def _in_turn(packed: PackedRows, step: int, count: int) -> list[Row]:
+    return packed.rows(packed.cycle(step, count))
+
+
+class FineTuningAlone(SupervisedFineTuning):
+    """The `Algorithm` of an `SftJob` that stands alone: a fresh one goes on with the moments of the one before."""
+
+    def __init__(
+        self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, level: Level, state: JobState, pulse: Pulse
+    ) -> None:
+        super().__init__(job, dispatch, rows, pulse, level)
+        self._state = state
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        if step == 0:
+            self._state.inherit()
+
+
+class LearningAlone:
+    """The `Algorithm` of an `RlJob` on packed rows, whose advantages (or rewards) they bring."""
+
+    def __init__(
+        self, job: RlJob, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows, pulse: Pulse
+    ) -> None:
+        self.job, self._pulse = job, pulse
+        self._state, self._packed = state, packed
+        self._update = PolicyUpdate(dispatch, config)
+        self._skips = Skips()
+
+    @property
+    def intact(self) -> bool:
+        """See `PolicyUpdate.intact`."""
+        return self._update.intact
+
+    def begin(self, step: int) -> None:
+        self._update.begin(self.job.optim, self.job.steps, step)
+        if step == 0:
+            self._state.inherit()
+
+    def step(self, step: int) -> Mapping[str, float]:
+        self._pulse()
+        started = time.monotonic()
+        rows = self._packed.rows(self._packed.of_prompts(step, self.job.prompts))
+        metrics = self._update.run(rows, step)
+        self._skips.note(metrics)
+        timing = {"seconds/train": time.monotonic() - started}
+        return metrics | timing | {"tokens/batch": float(sum(map(len, rows)))}
+
+    def follow_up(self, done: int) -> Mapping[str, float]:
+        """Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        self._skips.check()
+        return {}
+
+    def end(self) -> None:
+        """Nothing is left to do."""

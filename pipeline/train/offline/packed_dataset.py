@@ -1,0 +1,296 @@
+"""Rows in a folder, mapped into memory and not read until they are used.
+
+Owns the form of the folder and its checks. Promises that a folder without its manifest is not one, that what is torn,
+not finite or of another version is named before a row of it is trained, and that no file of it stays mapped once
+`close` has returned. The folder itself is only read. Must not know models, jobs or ranks.
+
+    write_packed(folder, rows, vocabulary=len(tokenizer))
+    with PackedRows(folder) as packed:
+        packed.check(vocabulary=model.vocabulary, longest=config.model.max_length)
+        batch = packed.rows(packed.of_prompts(0, 32))
+        …
+        del batch                # rows are views of the maps: none may outlive them
+
+Notation: R rows of T₁ … T_R tokens. Each array is a file of little-endian numbers without a header.
+
+    lengths     int64[R]             tokens of each row
+    prompts     int64[R]             key of the prompt that the row answers
+    tokens      int32[Σ T]
+    mask        uint8[Σ T]           1 for the tokens that the loss counts
+    advantages  float32[R or Σ T]    one for each row, or one for each token
+    behaviour, proximal, reference, values, returns    float32[Σ T], each there for all rows or for none
+    manifest.json                    version, vocabulary, rows, tokens, and form, size and SHA-256 of each array; last
+"""
+
+import gc
+import hashlib
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import TrainingError
+from pipeline.train.batching.sequences import COLUMNS, Row, refuse_unsampled
+from pipeline.utils import shared_files
+
+PACKED_VERSION = 1
+MANIFEST = "manifest.json"
+_TYPES = {"lengths": "<i8", "prompts": "<i8", "tokens": "<i4", "mask": "u1"} | dict.fromkeys(COLUMNS, "<f4")
+_ALWAYS = ("lengths", "prompts", "tokens", "mask", "advantages")
+
+
+class Array(msgspec.Struct, frozen=True):
+    """One file: numpy's name of its type, its size in bytes, the hex SHA-256 of its content."""
+
+    dtype: str
+    size: int
+    sha256: str
+
+
+class PackedManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`manifest.json`: what the folder holds; it is written last."""
+
+    version: int
+    vocabulary: int
+    rows: int
+    tokens: int
+    arrays: dict[str, Array]
+
+
+def write_packed(folder: Path, rows: Sequence[Row], vocabulary: int) -> PackedManifest:
+    """Write the rows, whose tokens are below `vocabulary`, to a folder that is not there yet, or has no manifest.
+
+    Raises `TrainingError` for a row that could not be trained; then nothing was written.
+    """
+    if (folder / MANIFEST).exists():
+        raise TrainingError(f"{folder} holds packed rows already; write these to another folder")
+    if not rows:
+        raise TrainingError(f"there are no rows to write to {folder}")
+    for index, row in enumerate(rows):
+        row.check(f"row {index}")
+    arrays = _arrays(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = PackedManifest(
+        version=PACKED_VERSION,
+        vocabulary=vocabulary,
+        rows=len(rows),
+        tokens=len(arrays["tokens"]),
+        arrays={name: _write(folder / f"{name}.bin", name, array) for name, array in arrays.items()},
+    )
+    shared_files.write_document(folder / MANIFEST, manifest)
+    return manifest
+
+
+def _arrays(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {
+        "lengths": np.array([len(row) for row in rows]),
+        "prompts": np.array([row.prompt for row in rows]),
+        "tokens": np.concatenate([row.tokens for row in rows]),
+        "mask": np.concatenate([np.asarray(row.mask, np.uint8) for row in rows]),
+    }
+    for column in COLUMNS:
+        values = [getattr(row, column) for row in rows]
+        if all(value is None for value in values):
+            continue
+        if any(value is None for value in values):
+            index = next(index for index, value in enumerate(values) if value is None)
+            raise TrainingError(f"row {index} has no {column}, others do")
+        if column == "advantages" and all(np.ndim(value) == 0 for value in values):
+            arrays[column] = np.array(values)
+        else:
+            arrays[column] = np.concatenate([_for_tokens(v, len(row)) for v, row in zip(values, rows, strict=True)])
+    return arrays
+
+
+def _for_tokens(value: float | NDArray[np.float32], tokens: int) -> NDArray[np.float32]:
+    return np.broadcast_to(np.asarray(value, np.float32), (tokens,))
+
+
+def _write(path: Path, name: str, array: NDArray[Any]) -> Array:
+    data = array.astype(_TYPES[name]).tobytes()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Array(_TYPES[name], len(data), hashlib.sha256(data).hexdigest())
+
+
+class PackedRows:
+    """The rows of a folder, as views of its files. Everything but their content is checked when it opens."""
+
+    def __init__(self, folder: Path) -> None:
+        """Map the folder; `TrainingError` if it is none of this version, or torn."""
+        self.folder = folder
+        self.manifest = _read_manifest(folder)
+        self._maps: dict[str, mmap.mmap] = {}
+        self._views: dict[str, NDArray[Any]] = {}
+        try:
+            for name, array in self.manifest.arrays.items():
+                self._maps[name] = _map(folder / f"{name}.bin", array)
+                self._views[name] = np.frombuffer(self._maps[name], array.dtype)
+            self._check_counts()
+        except BaseException:
+            self._abandon()
+            raise
+        self._starts = np.concatenate([[0], np.cumsum(self._views["lengths"])])
+        self._prompts = _by_prompt(self._views["prompts"])
+
+    def __enter__(self) -> "PackedRows":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts the rows answer."""
+        return len(self._prompts)
+
+    def cycle(self, step: int, count: int) -> list[int]:
+        """Rows `step · count` and those after it, in the folder's order, from its beginning again after the last."""
+        return [number % len(self) for number in range(step * count, (step + 1) * count)]
+
+    def of_prompts(self, step: int, count: int) -> list[int]:
+        """All rows of prompt `step · count` and of those after it, in the same way; a prompt comes once in a step."""
+        if count > self.prompts:
+            raise TrainingError(f"a step of {count} prompts is more than the {self.prompts} of {self.folder}")
+        chosen = [number % self.prompts for number in range(step * count, (step + 1) * count)]
+        return [row for number in chosen for row in self._prompts[number]]
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """These rows; views that must be gone before `close`."""
+        return [self._row(index) for index in indices]
+
+    def check(self, vocabulary: int, longest: int, sampled: bool = False) -> None:
+        """Raise `TrainingError` unless every row can be trained by a model of this vocabulary and length, and if they
+        must be `sampled`, by a policy loss.
+
+        Names the first row that cannot: a number that is not finite, a token that the model does not know, more tokens
+        than `longest`.
+        """
+        if sampled:
+            refuse_unsampled([self._row(0)], f"{self.folder}: row")
+        if self.manifest.vocabulary != vocabulary:
+            raise TrainingError(
+                f"{self.folder} was packed for a vocabulary of {self.manifest.vocabulary}; the model has {vocabulary}"
+            )
+        for index in range(len(self)):
+            row = self._row(index)
+            name = f"{self.folder}: row {index}"
+            row.check(name)
+            if len(row) > longest:
+                raise TrainingError(f"{name} has {len(row)} tokens; the longest that can be trained has {longest}")
+            if int(row.tokens.min()) < 0 or int(row.tokens.max()) >= vocabulary:
+                raise TrainingError(f"{name} has a token outside of the vocabulary of {vocabulary}")
+
+    def close(self) -> None:
+        """Unmap all files. `TrainingError` if a row of them is still in use; then those files stay mapped."""
+        self._views.clear()
+        for name in list(self._maps):
+            try:
+                self._maps[name].close()
+            except BufferError:
+                self._close_unreferenced(name)
+            del self._maps[name]
+
+    def _abandon(self) -> None:
+        """Close after an error. What the frames of its traceback hold is unmapped when they are gone."""
+        with suppress(TrainingError):
+            self.close()
+
+    def _close_unreferenced(self, name: str) -> None:
+        """Rows in a reference cycle, such as that of an exception, live until they are collected."""
+        gc.collect()
+        try:
+            self._maps[name].close()
+        except BufferError:
+            raise TrainingError(f"rows of {self.folder} are still in use ({name}); drop them before closing") from None
+
+    def _row(self, index: int) -> Row:
+        part = slice(int(self._starts[index]), int(self._starts[index + 1]))
+        views = self._views
+        columns: Mapping[str, Any] = {name: views[name][part] for name in COLUMNS[1:] if name in views}
+        of_rows = len(views["advantages"]) == len(self)
+        advantages = float(views["advantages"][index]) if of_rows else views["advantages"][part]
+        prompt = int(views["prompts"][index])
+        return Row(views["tokens"][part], views["mask"][part], advantages, prompt=prompt, **columns)
+
+    def _check_counts(self) -> None:
+        """Sizes agree with the manifest already; here the numbers in it agree with each other."""
+        manifest, lengths = self.manifest, self._views["lengths"]
+        if int(lengths.sum()) != manifest.tokens or int(lengths.min()) < 1:
+            raise TrainingError(f"{self.folder}: lengths add up to {lengths.sum()}, not to {manifest.tokens} tokens")
+        for name, view in self._views.items():
+            expected = {manifest.rows} if name in ("lengths", "prompts") else {manifest.tokens}
+            if name == "advantages":
+                expected.add(manifest.rows)
+            if len(view) not in expected:
+                raise TrainingError(f"{self.folder}: {name} has {len(view)} numbers for {manifest.rows} rows")
+
+
+def _by_prompt(prompts: NDArray[np.int64]) -> list[list[int]]:
+    """The rows of each prompt, prompts in the order in which they first appear."""
+    found: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts.tolist()):
+        found.setdefault(prompt, []).append(index)
+    return list(found.values())
+
+
+def _read_manifest(folder: Path) -> PackedManifest:
+    path = folder / MANIFEST
+    if not path.exists():
+        raise TrainingError(f"{folder} holds no packed rows: there is no {MANIFEST}, which is written last")
+    header = shared_files.read_document(path, dict[str, Any])
+    if header is None:
+        raise TrainingError(f"{path} is torn")
+    if header.get("version") != PACKED_VERSION:
+        raise TrainingError(f"{path} has version {header.get('version')}; this code reads version {PACKED_VERSION}")
+    try:
+        manifest = msgspec.convert(header, PackedManifest)
+    except msgspec.ValidationError as error:
+        raise TrainingError(f"{path} is of another form: {error}") from None
+    types = {name: array.dtype for name, array in manifest.arrays.items()}
+    if manifest.rows < 1 or not set(_ALWAYS) <= types.keys() or any(_TYPES.get(n) != t for n, t in types.items()):
+        raise TrainingError(f"{path} is of another form: it lists {manifest.rows} rows with {', '.join(sorted(types))}")
+    return manifest
+
+
+def _map(path: Path, array: Array) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != array.size:
+                raise TrainingError(f"{path} has {size} bytes; its manifest says {array.size}: it is truncated or torn")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError) as error:
+        raise TrainingError(f"{path} cannot be mapped: {error}") from None
+    if hashlib.sha256(mapped).hexdigest() != array.sha256:
+        mapped.close()
+        raise TrainingError(f"{path} has not the content that its manifest says (SHA-256 differs)")
+    return mapped
+
+
+def remove_packed(folder: Path) -> None:
+    """Remove packed rows, the manifest first, and their folder unless something else is in it.
+
+    What is gone already is no error: a removal that was cut short is ended by the next.
+    """
+    for path in (folder / MANIFEST, *(folder / f"{name}.bin" for name in _TYPES)):
+        path.unlink(missing_ok=True)
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()

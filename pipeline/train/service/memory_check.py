@@ -1,0 +1,53 @@
+"""Whether a model can be made.
+
+Owns the look before a model is made: an error on a rank ends the trainer, and with it what all others were doing.
+Promises that nothing is made by looking, and that the need which it tells is a lower bound: what is refused could not
+have worked."""
+
+import psutil
+import torch
+
+from pipeline.config import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.topology.gpu_memory import GIB, Sizes, guest_need, least_need
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Site
+from pipeline.train.model.model_size import sizes_of
+
+
+class Room:
+    """The memory of a dispatch's ranks, and what models would take of it."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+        self._sizes: dict[str, Sizes] = {}
+
+    def why_not(self, model: ModelConfig, *, shares: bool) -> str:
+        """Why there can be no such model, in one line; empty if it seems that there can. `shares`: its base is there
+        already, and only its adapter is new."""
+        try:
+            sizes = self._sizes_of(model)
+        except ConfigError as error:
+            return str(error)
+        free = self._dispatch.on_sites(_free)
+        need = guest_need(sizes, len(free)) if shares else least_need(sizes, len(free))
+        if need <= min(free):
+            return ""
+        return (
+            f"there is no room for this model: it needs {need / GIB:.2f} GiB on each of {len(free)} ranks, "
+            f"{min(free) / GIB:.2f} are free; end a session, or use rank and layers of a model that is there"
+        )
+
+    def _sizes_of(self, model: ModelConfig) -> Sizes:
+        key = model.model_dump_json()
+        if key not in self._sizes:
+            self._sizes[key] = sizes_of(model)
+        return self._sizes[key]
+
+
+def _free(site: Site) -> int:
+    """On every rank: bytes that it may yet take where it computes. Ranks on one node of CPUs share them."""
+    if site.device == "cuda":
+        unused: int = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + unused
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,86 @@
+"""How fast a trainer is, and how much of its hardware that is.
+
+Owns the figures that follow from a step's tokens and seconds. Must not know models or ranks, and needs torch only to
+ask what a CUDA device is called.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.train.train_jobs import Job, RlJob
+
+PEAKS: Mapping[str, float] = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "A40": 150e12,
+    "A10": 125e12,
+}
+"""Dense bf16 FLOP/s by a part of the device's name, the first that fits; from the makers' data sheets."""
+
+
+def peak_flops(device: str) -> float:
+    """Dense bf16 FLOP/s of a CUDA device of this name; 0 where that is not known."""
+    words = f" {device.replace('-', ' ')} "
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), 0.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What trains.
+
+    Attributes:
+        processes: of the trainer, over all nodes.
+        flops_per_token: floating-point operations that one token of a batch costs, each of its epochs counted.
+        peak: FLOP/s of one process's device; 0 if it is not known.
+    """
+
+    processes: int = 1
+    flops_per_token: float = 0.0
+    peak: float = 0.0
+
+
+def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dict[str, float]:
+    """What only the whole step tells, from its `tokens/batch`, `tokens/left_out`, `tokens/shared` and `seconds/data`;
+    see docs/metrics.md.
+
+    `mfu`, model FLOPs utilisation (Chowdhery et al. 2022), is the share of the devices' peak that forward and backward
+    passes of the policy take: recomputed activations, other models and attention between tokens are not counted.
+    """
+    found = {"seconds/step": seconds}
+    if "tokens/batch" in metrics:
+        trained = metrics["tokens/batch"] - metrics.get("tokens/left_out", 0.0)
+        found["tokens_per_second"] = trained / seconds
+        found["tokens_per_second_per_process"] = found["tokens_per_second"] / machine.processes
+        if machine.peak:
+            computed = (trained - metrics.get("tokens/shared", 0.0)) / seconds / machine.processes
+            found["mfu"] = computed * machine.flops_per_token / machine.peak
+    if "seconds/data" in metrics:
+        found["idle/trainer"] = metrics["seconds/data"] / seconds
+    return found
+
+
+def machine_of(config: RunConfig, job: Job, flops_per_token: int) -> Machine:
+    """What trains a policy of which one pass over a token takes `flops_per_token` operations, forward and backward.
+
+    On a CPU, and on a device that is not in `PEAKS`, no peak is known.
+    """
+    epochs = config.training.update_epochs if isinstance(job, RlJob) else 1
+    trainer = config.resources.trainer
+    return Machine(trainer.nodes * trainer.processes, flops_per_token * epochs, _peak(config.resources.device))
+
+
+def _peak(device: str) -> float:
+    if device != "cuda":
+        return 0.0
+    import torch
+
+    return peak_flops(torch.cuda.get_device_name())

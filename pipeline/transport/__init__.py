@@ -1,0 +1,96 @@
+"""How the roles talk: topics of records, read once, and small values that only matter now.
+
+| module | owns |
+|---|---|
+| `streams` | the protocol, and the waiting that both backends share |
+| `redis_streams`, `redis_scripts` | streams in Redis; what runs inside it, each script one atomic step |
+| `redis_persistence`, `redis_repair` | which data the Redis of an attempt starts from; mending what it would not load |
+| `file_streams`, `topic_segments`, `topic_cursors` | streams in files; how a topic lies on disk; how far its reader has come |
+| `async_streams` | the streams inside an event loop |
+| `ending_patience` | how long an attempt that is ending waits for a backend that is away |
+| `shared_state` | the few values that the trainer posts and the actor watches |
+
+Owns the streams between the roles. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
+default) and files in the run directory (`files`, no Redis node). Promises:
+
+- A record is safe when `publish` has returned: it survives its writer, its reader and a restart of the backend, and is
+  delivered until it is acknowledged. Nothing unread is ever dropped. (A Redis that is killed may lose its last two
+  seconds, `appendfsync everysec`. The positions in them are unsettled: the next actor issues them again, or the same
+  one when Redis comes back under it, see `Streams.generation`.)
+- `publish` waits while what the topic's reader has not acknowledged would exceed `streams.budget_bytes`: a slow reader
+  slows its writer. A reader that has read everything always gets one entry more, so it may need more than the budget.
+- A reader that is opened again gets everything it read but did not acknowledge, first and in the same order. The one
+  opened last is the reader; an earlier one, of a process that was replaced and goes on, settles nothing any more.
+- A topic has one reader. On Redis it may have several writers; on files it has one.
+
+Topics outlive an attempt; values (`put`, `get`) belong to the attempt that wrote them, so no attempt ever sees a stale
+version. Knows nothing of what the records mean, nor who runs where.
+
+    streams = connect(context)
+    reader = streams.reader("groups", Group, "preprocessor")
+    for entry in reader.read(limit=16, seconds=1.0):
+        prepared = prepare(entry.record)
+        streams.publish("prepared", prepared, acknowledging=(reader, [entry.id]))
+"""
+
+from typing import Protocol
+
+from pipeline.config import RunConfig, StreamsConfig
+from pipeline.errors import StreamError
+from pipeline.run.events import Events, Listener
+from pipeline.run.paths import AttemptPaths
+from pipeline.topology.plan import World
+from pipeline.transport.async_streams import AsyncStreams
+from pipeline.transport.ending_patience import Ending
+from pipeline.transport.streams import Depth, Entry, Reader, Rejected, Streams
+
+__all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
+
+
+class StreamsPlace(Protocol):
+    """What `connect` needs to know of a role's place; `pipeline.roles.role_context.RoleContext` is one."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def paths(self) -> AttemptPaths: ...
+    @property
+    def world(self) -> World: ...
+
+
+def connect(place: StreamsPlace) -> Streams:
+    """The streams of the attempt that `place` belongs to; `StreamError` when the backend does not answer."""
+    cluster = place.config.cluster
+    startup, grace = cluster.startup_seconds, cluster.grace_seconds
+    return open_streams(place.config.streams, place.paths, place.world, startup, grace)
+
+
+def open_streams(
+    config: StreamsConfig, paths: AttemptPaths, world: World, startup: float = 30.0, grace: float = 0.0
+) -> Streams:
+    """The streams of an attempt: in Redis at the world's `redis` placement, or in the run directory.
+
+    A Redis that still starts, or loads, is waited for `startup` seconds; one that is away is not waited for any more
+    once the attempt has failed, so that a trainer can commit instead. In one that was told to end within `grace`
+    seconds it is waited for as `pipeline.transport.ending_patience` says.
+    """
+    if config.backend == "files":
+        from pipeline.transport.file_streams import FileStreams
+
+        return FileStreams(paths, config.budget_bytes)
+    servers = world.of_role("redis")
+    if not servers:
+        raise StreamError(f"the world of attempt {world.attempt} has no redis role; set streams.backend=files")
+    from pipeline.transport.redis_streams import RedisStreams
+
+    address, port = servers[0].address, servers[0].ports[0]
+    ending = Ending(Listener(Events(paths), ranks=len(world.placements)), grace)
+    return RedisStreams(
+        address,
+        port,
+        world.password,
+        budget=config.budget_bytes,
+        attempt=world.attempt,
+        startup=startup,
+        time_left=ending.time_left,
+    )

@@ -1,0 +1,117 @@
+"""The streams inside an event loop.
+
+Owns the bridge from asyncio to `Streams`: every exchange with the backend runs in a small pool of threads, every wait
+(for room, for an entry) sleeps in the loop. So a full topic holds up only the task that publishes, never the loop nor
+another task's exchange. Stop a wait by cancelling its task. Must not know the backends.
+
+    async with AsyncStreams(connect(context)) as streams:
+        await streams.publish("groups", group)
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+from pipeline.transport.sample_records import R, Record
+from pipeline.transport.streams import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    PATIENCE,
+    Acknowledging,
+    Depth,
+    Entry,
+    Reader,
+    Sending,
+    Streams,
+)
+from pipeline.utils.waiting import Deadline, growing_pauses
+
+T = TypeVar("T")
+
+
+class AsyncStreams:
+    """`Streams` for coroutines; the same words and promises. Closes `streams` with itself."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="streams")
+
+    @property
+    def generation(self) -> int:
+        """See `Streams.generation`."""
+        return self._streams.generation
+
+    async def publish(
+        self, topic: str, record: Record, *, acknowledging: Acknowledging | None = None, seconds: float = PATIENCE
+    ) -> None:
+        """Append a record; returns once it is safe. Waits for room; raises as `Streams.publish_many`.
+
+        When its task is cancelled, the record may or may not have been published.
+        """
+        sending = Sending(self._streams, topic, [record], acknowledging)
+        deadline = Deadline(sending.awaited, seconds)
+        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
+        while not await self._call(sending.push):
+            if deadline.passed:
+                raise deadline.error(sending.missing())
+            await asyncio.sleep(min(next(pauses), deadline.left))
+
+    async def read(self, reader: Reader[R], limit: int, seconds: float) -> list[Entry[R]]:
+        """The next entries of `reader`, or none within `seconds`; one task a reader."""
+        deadline = Deadline(f"an entry in {reader.topic!r}", seconds)
+        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
+        while True:
+            entries = await self._call(lambda: reader.read(limit, 0))
+            if entries or deadline.passed:
+                return entries
+            await asyncio.sleep(min(next(pauses), deadline.left))
+
+    async def acknowledge(self, reader: Reader[R], ids: Iterable[str]) -> None:
+        """See `Reader.acknowledge`."""
+        await self._call(lambda: reader.acknowledge(ids))
+
+    async def reader(self, topic: str, kind: type[R], name: str) -> Reader[R]:
+        """See `Streams.reader`."""
+        return await self._call(lambda: self._streams.reader(topic, kind, name))
+
+    async def scan(self, topic: str, kind: type[R]) -> list[Entry[R]]:
+        """See `Streams.scan`; all at once."""
+        return await self._call(lambda: list(self._streams.scan(topic, kind)))
+
+    async def depth(self, topic: str) -> Depth:
+        """See `Streams.depth`."""
+        return await self._call(lambda: self._streams.depth(topic))
+
+    async def put(self, key: str, value: bytes) -> None:
+        """See `Streams.put`."""
+        await self._call(lambda: self._streams.put(key, value))
+
+    async def get(self, key: str) -> bytes | None:
+        """See `Streams.get`."""
+        return await self._call(lambda: self._streams.get(key))
+
+    async def get_all(self, prefix: str) -> Mapping[str, bytes]:
+        """See `Streams.get_all`."""
+        return await self._call(lambda: self._streams.get_all(prefix))
+
+    async def get_json(self, key: str, kind: type[T]) -> T | None:
+        """See `Streams.get_json`."""
+        return await self._call(lambda: self._streams.get_json(key, kind))
+
+    async def put_json(self, key: str, value: object) -> None:
+        """See `Streams.put_json`."""
+        await self._call(lambda: self._streams.put_json(key, value))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._call(self._streams.close)
+        self._threads.shutdown(wait=False)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,0 +1,273 @@
+"""Streams in files of the run directory, for runs without a Redis node.
+
+Owns what a topic's folder holds and the exchanges with it:
+
+    streams/<topic>/000000001.log          entries, see `segments`
+    streams/<topic>/cursor.000000001.json  how far the reader is, see `cursors`
+    streams/<topic>/rejected/<id>.json     an entry set aside
+    streams/state/<attempt>/<key>          a value
+
+A topic has one writer and one reader, on any machines that share the filesystem; who opens last wins, and the one
+before is refused. Promises that an entry is on disk when `publish` returned; that segments whose entries are all
+acknowledged are deleted; and that reads, values and a reader's state bear a filesystem that fails for a while. A
+waiting reader polls with a growing pause, so an entry arrives some milliseconds late (on NFS up to its attribute
+cache's seconds). Errors of the filesystem leave as `StreamError`.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, takewhile
+from pathlib import Path
+from typing import Generic, TypeVar
+from urllib.parse import quote, unquote
+
+from pipeline.errors import DeadlineError, RecordError, StreamError
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.transport import topic_cursors, topic_segments
+from pipeline.transport.sample_records import R, decode_record
+from pipeline.transport.streams import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    REJECTED_BYTES,
+    Acknowledging,
+    Depth,
+    Entry,
+    Reader,
+    Rejected,
+    Streams,
+)
+from pipeline.transport.topic_cursors import Cursor, CursorFile
+from pipeline.transport.topic_segments import Frame, SegmentPosition, SegmentWriter, frame_bytes
+from pipeline.utils import shared_files
+from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
+from pipeline.utils.waiting import wait_for
+
+T = TypeVar("T")
+
+_SEGMENTS_PER_BUDGET = 8
+_SMALLEST_SEGMENT = 1 << 16
+
+
+class FileStreams(Streams):
+    """The streams of an attempt below its run directory. `budget` counts entries with their 8 bytes of framing."""
+
+    def __init__(self, paths: AttemptPaths, budget: int) -> None:
+        self._root = RunPaths(paths.run).streams
+        self._values = self._root / "state" / paths.attempt
+        self._budget = budget
+        self._lock, self._putting = threading.Lock(), threading.Lock()
+        self._writers: dict[str, SegmentWriter] = {}
+        self._room: dict[str, int] = {}
+
+    @property
+    def budget(self) -> int:
+        return self._budget
+
+    def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
+        with self._lock, translated(topic):
+            writer = self._writer(topic)
+            fitting = _patiently(topic, lambda: self._fitting(topic, payloads))
+            if fitting:
+                writer.append(fitting)
+                self._room[topic] -= sum(map(frame_bytes, fitting))
+        if acknowledging and len(fitting) == len(payloads):
+            reader, ids = acknowledging
+            reader.acknowledge(ids)
+        return len(fitting)
+
+    def reader(self, topic: str, kind: type[R], name: str) -> "FileReader[R]":
+        with translated(topic):
+            return FileReader(self._folder(topic), topic, kind, name)
+
+    def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
+        with translated(topic):
+            for frame in self._held(topic):
+                try:
+                    yield _entry(frame, kind)
+                except RecordError:
+                    continue
+
+    def rejected(self, topic: str) -> list[Rejected]:
+        with translated(topic):
+            found = (shared_files.read_document(path, Rejected) for path in _rejections(self._folder(topic)))
+            return [rejected for rejected in found if rejected is not None]
+
+    def depth(self, topic: str) -> Depth:
+        with translated(topic):
+            return _patiently(topic, lambda: self._depth(topic))
+
+    def put(self, key: str, value: bytes) -> None:
+        path, sealed = self._values / quote(key, safe=""), shared_files.seal(value)
+        with self._putting, translated(key):  # one at a time, so that no earlier value comes after a later one
+            _patiently(key, lambda: shared_files.write_atomic(path, sealed))
+
+    def get(self, key: str) -> bytes | None:
+        with translated(key):
+            return _patiently(key, lambda: _value(self._values / quote(key, safe="")))
+
+    def get_all(self, prefix: str) -> Mapping[str, bytes]:
+        with translated(prefix):
+            return _patiently(prefix, lambda: self._get_all(prefix))
+
+    def close(self) -> None:
+        with self._lock:
+            for writer in self._writers.values():
+                writer.close()
+            self._writers.clear()
+
+    def _depth(self, topic: str) -> Depth:
+        folder = self._folder(topic)
+        read = topic_cursors.newest_cursor(folder).read
+        held = [(frame.start, len(frame.data)) for frame in self._held(topic)]
+        unread = sum(size for start, size in held if start >= read)
+        return Depth(len(held), sum(size for _, size in held), unread, len(_rejections(folder)))
+
+    def _get_all(self, prefix: str) -> Mapping[str, bytes]:
+        names = (path for path in sorted(self._values.glob("[!.]*")) if unquote(path.name).startswith(prefix))
+        found = {unquote(path.name): _value(path) for path in names}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _folder(self, topic: str) -> Path:
+        return self._root / topic
+
+    def _writer(self, topic: str) -> SegmentWriter:
+        if topic not in self._writers:
+            size = max(self._budget // _SEGMENTS_PER_BUDGET, _SMALLEST_SEGMENT)
+            self._writers[topic] = SegmentWriter(self._folder(topic), size)
+            self._room[topic] = 0
+        return self._writers[topic]
+
+    def _fitting(self, topic: str, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        """The first of `payloads` that fit; one alone always fits into a topic without unread bytes."""
+        ends = list(accumulate(map(frame_bytes, payloads)))
+        if not ends or ends[-1] <= self._room[topic]:
+            return payloads
+        folder = self._folder(topic)
+        cursor = topic_cursors.newest_cursor(folder)
+        if cursor.beyond:
+            held = sum(frame_bytes(frame.data) for frame in self._held(topic))
+        else:
+            held = topic_segments.size_after(folder, cursor.settled)
+        self._room[topic] = room = self._budget - held
+        fitting = payloads[: sum(1 for _ in takewhile(lambda end: end <= room, ends))]
+        return fitting or payloads[: int(topic_segments.size_after(folder, cursor.read) == 0)]
+
+    def _held(self, topic: str) -> Iterator[Frame]:
+        cursor = topic_cursors.newest_cursor(self._folder(topic))
+        settled = set(cursor.beyond)
+        return (
+            frame for frame in topic_segments.walk(self._folder(topic), cursor.settled) if frame.start not in settled
+        )
+
+
+class FileReader(Reader[R], Generic[R]):
+    """The reader of one topic; made by `FileStreams.reader`."""
+
+    def __init__(self, folder: Path, topic: str, kind: type[R], name: str) -> None:
+        self.topic = topic
+        self._folder, self._kind = folder, kind
+        self._file = CursorFile(folder, name)
+        self._at = self._settled = self._file.cursor.settled
+        self._acknowledged = set(self._file.cursor.beyond)
+        self._delivered: dict[SegmentPosition, SegmentPosition] = {}
+        self._state = threading.Lock()
+
+    def read(self, limit: int, seconds: float) -> list[Entry[R]]:
+        awaited = f"an entry in {self.topic!r}"
+        try:
+            return wait_for(
+                awaited, lambda: self._take(limit) or None, seconds, pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE
+            )
+        except DeadlineError:
+            return []
+
+    def acknowledge(self, ids: Iterable[str]) -> None:
+        positions = [_position(id) for id in ids]
+        with self._state, translated(self.topic):
+            self._acknowledged.update(position for position in positions if position >= self._settled)
+            _patiently(self.topic, self._save)
+
+    def _take(self, limit: int) -> list[Entry[R]]:
+        with self._state, translated(self.topic):
+            while True:
+                take = partial(topic_segments.take_entries, self._folder, self._at, limit)
+                taken, self._at = _patiently(self.topic, take)
+                entries = [entry for frame in taken for entry in self._accept(frame)]
+                _patiently(self.topic, self._save)
+                if entries or not taken:
+                    return entries
+
+    def _accept(self, frame: Frame) -> list[Entry[R]]:
+        """The frame's entry; none when it is settled already, or is no record of this topic: then it is set aside."""
+        self._delivered[frame.start] = frame.end
+        if frame.start in self._acknowledged:
+            return []
+        try:
+            return [_entry(frame, self._kind)]
+        except RecordError as error:
+            rejected = Rejected(id=_id(frame), reason=str(error), data=frame.data[:REJECTED_BYTES])
+            path = self._folder / "rejected" / f"{rejected.id}.json"
+            _patiently(self.topic, lambda: shared_files.write_document(path, rejected))
+            self._acknowledged.add(frame.start)
+            return []
+
+    def _save(self) -> None:
+        """Move `settled` over all that is acknowledged in a row, make the state durable, free what is behind it.
+
+        It may be called again when it failed half way.
+        """
+        while self._delivered and (first := next(iter(self._delivered))) in self._acknowledged:
+            self._acknowledged.discard(first)
+            self._settled = self._delivered.pop(first)
+        if not self._delivered:
+            self._settled = self._at
+        old = self._file.cursor
+        beyond = tuple(sorted(self._acknowledged))
+        read = max(old.read, self._at)
+        self._file.save(Cursor(reader=old.reader, settled=self._settled, read=read, beyond=beyond))
+        for number in topic_segments.segments(self._folder)[:-1]:
+            if number < self._settled.segment:
+                topic_segments.segment_path(self._folder, number).unlink(missing_ok=True)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Turn an error of the filesystem into a `StreamError` that names the topic or key."""
+    try:
+        yield
+    except OSError as error:
+        raise StreamError(f"stream files of {what!r}: {error}") from error
+
+
+def _patiently(what: str, act: Callable[[], T]) -> T:
+    """What `act` returns, which may be called again, once the filesystem lets it."""
+    return retry_transient(f"the stream files of {what!r}", act, LAST_SECONDS)
+
+
+def _value(path: Path) -> bytes | None:
+    try:
+        return shared_files.unseal(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _rejections(folder: Path) -> list[Path]:
+    return sorted((folder / "rejected").glob("[!.]*"))
+
+
+def _id(frame: Frame) -> str:
+    return f"{frame.start.segment}-{frame.start.offset}"
+
+
+def _position(id: str) -> SegmentPosition:
+    try:
+        segment, offset = map(int, id.split("-"))
+    except ValueError:
+        raise StreamError(f"{id!r} is no entry id of a file stream") from None
+    return SegmentPosition(segment, offset)
+
+
+def _entry(frame: Frame, kind: type[R]) -> Entry[R]:
+    return Entry(_id(frame), decode_record(frame.data, kind), len(frame.data))

@@ -1,0 +1,122 @@
+"""Which data the Redis of an attempt starts from.
+
+Owns the inheritance of Redis's persistence between the attempts of a run. Each attempt has its own folder, so a
+Redis of an earlier attempt that still lives (a cut-off node) can write only where nobody looks any more. A new attempt
+copies the newest earlier data first. Promises that a copy is taken whole or not at all; that a Redis that restarts
+within its attempt finds its own data untouched, whatever became of the document that says so; and that the data of an
+attempt stays until its successor's successor has a whole copy of its own.
+
+Newest is the highest *generation*: a number that an attempt writes into its folder, one above its predecessor's, when
+its copy is complete and before its Redis runs. Not the newest file time: a zombie goes on writing. Not the name: job
+ids do not grow everywhere. Knows neither the client nor how the server is started.
+"""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from pipeline.errors import StreamError
+from pipeline.utils import shared_files
+
+SEVERAL_FILES = "appendonlydir"
+ONE_FILE = "appendonly.aof"
+
+_MARK = "generation.json"
+_TRIES = 5
+
+log = logging.getLogger(__name__)
+
+
+class DataGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of an attempt's data in the run's history, and the attempt it was copied from (empty: none)."""
+
+    number: int
+    origin: str = ""
+
+
+def inherit(folder: Path) -> DataGeneration:
+    """Make `folder` (of one attempt) ready for its Redis: with its own data, else with the newest of its siblings.
+
+    The siblings before that one are removed.
+    """
+    if (folder / _MARK).exists():
+        own = _generations(folder.parent)[folder.name]
+        shared_files.write_document(folder / _MARK, own)
+        return own
+    _empty(folder)  # of a copy that was cut short
+    earlier = _generations(folder.parent)
+    origin = max(earlier, key=lambda name: earlier[name].number, default="")
+    number = earlier[origin].number if origin else 0
+    if origin:
+        _copy(folder.parent / origin, folder)
+    made = DataGeneration(number=number + 1, origin=origin)
+    shared_files.write_document(folder / _MARK, made)
+    for name, generation in earlier.items():
+        if generation.number < number:
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
+    return made
+
+
+def needs_redis_7(folder: Path) -> bool:
+    """Whether the data is in the layout of Redis 7, which an older Redis would silently take for no data."""
+    return (folder / SEVERAL_FILES).is_dir()
+
+
+def data_bytes(folder: Path) -> int:
+    """Size of the data on disk: about what it takes in memory, or more, since it names what is gone by now too."""
+    return sum((folder / name).stat().st_size for name in _listing(folder))
+
+
+def _generations(root: Path) -> dict[str, DataGeneration]:
+    """The generation of every attempt whose data is whole.
+
+    One whose document cannot be read has the number that the others leave for it: that before the attempt which was
+    copied from it, or, if none was, that after all.
+    """
+    read = {mark.parent.name: shared_files.read_document(mark, DataGeneration) for mark in root.glob(f"*/{_MARK}")}
+    known = {name: generation for name, generation in read.items() if generation is not None}
+    newest = max((generation.number for generation in known.values()), default=0)
+    before = {generation.origin: generation.number - 1 for generation in known.values()}
+    for name in read.keys() - known.keys():
+        log.error("%s cannot be read; the data beside it is used all the same", root / name / _MARK)
+        known[name] = DataGeneration(number=before.get(name, newest + 1))
+    return known
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy the append-only data; its Redis may still write, or even rewrite its files, while we read."""
+    for _ in range(_TRIES):
+        _empty(target)
+        before = _listing(source)
+        try:
+            for name in before:
+                _copy_file(source / name, target / name)
+        except FileNotFoundError:
+            continue
+        if _listing(source) == before:
+            return
+    raise StreamError(f"the data in {source} changed {_TRIES} times while it was copied; stop the job that writes it")
+
+
+def _empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, mode=0o700)
+
+
+def _listing(folder: Path) -> list[str]:
+    """The files of the data; the manifest first, so that what it names is copied after it."""
+    several = sorted((folder / SEVERAL_FILES).glob("*"), key=lambda path: (path.suffix != ".manifest", path.name))
+    found = [path for path in [folder / ONE_FILE, *several] if path.is_file() and not path.name.startswith("temp-")]
+    return [str(path.relative_to(folder)) for path in found]
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, 1 << 20)
+        written.flush()
+        os.fsync(written.fileno())

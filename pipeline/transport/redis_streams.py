@@ -1,0 +1,348 @@
+"""Streams in Redis.
+
+Owns every exchange with the Redis of an attempt. A topic is a Redis stream from which acknowledged entries are deleted,
+so what is still there is exactly what a reopened reader must get: its durable position. See `redis_scripts` for the
+layout. Promises that Redis's errors leave this module as `StreamError` only; that a lost connection is tried again for
+`patience` seconds, and so is a Redis that cannot write to its disk; that a step whose answer was lost is not done
+twice; that only the reader opened last gets on; that the password goes to nobody who has not proved to know it; and
+that a Redis which was restarted, and may have lost its last writes, is noticed: every connection asks which process
+answers. Then `generation` grows, values are posted again, and readers begin again with what there is.
+"""
+
+import logging
+import math
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import ConnectionError as Disconnected
+from redis.exceptions import TimeoutError as TimedOut
+from redis.retry import Retry
+
+from pipeline.errors import ImpostorError, RecordError, StreamError, one_line
+from pipeline.transport import redis_scripts as scripts
+from pipeline.transport.sample_records import R, decode_record
+from pipeline.transport.streams import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
+from pipeline.utils import heartbeat
+from pipeline.utils.fs_retry import OUTAGE_SECONDS
+from pipeline.utils.mutual_auth import introduce
+from pipeline.utils.waiting import CLOCK, Deadline, growing_pauses
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Raw = tuple[bytes, dict[bytes, bytes]]
+
+_BLOCK_SECONDS = 1.0
+_SOCKET_SECONDS = 10.0
+_PAGE = 64
+_OUT_OF_MEMORY = "command not allowed when used memory > 'maxmemory'"
+"""What every version says of it; before Redis 7 inside the error of a script, which has no type of its own."""
+_CANNOT_WRITE = "MISCONF"
+"""Begins the refusal of a Redis whose disk is full or fails. It refuses before anything of the command or script is
+done, goes on trying to write, and takes commands again once that succeeds."""
+_TOLD_AFTER = 2.0
+"""Seconds after which a wait is reported: a connection that is made again at once is not worth a line."""
+MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
+
+
+class RedisStreams(Streams):
+    """The streams of the Redis at `address:port`; `StreamError` when it does not answer within `patience` seconds, or
+    within `startup` the first time: it may have much to load."""
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        password: str,
+        *,
+        budget: int,
+        attempt: str,
+        patience: float = OUTAGE_SECONDS,
+        startup: float = 30.0,
+        time_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """`time_left` are the seconds for which the attempt lets anybody wait on for a Redis that is away; it is asked
+        before each further try."""
+        self._time_left = time_left
+        self._budget, self._patience = budget, patience
+        self._name, self._password = f"redis at {address}:{port}", password
+        self._client = redis.Redis(
+            host=address,
+            port=port,
+            password=password,
+            protocol=2,
+            socket_timeout=_SOCKET_SECONDS,
+            socket_connect_timeout=_SOCKET_SECONDS,
+            socket_read_size=1 << 18,
+            retry=Retry(NoBackoff(), 0),
+            redis_connect_func=cast(Any, self._meet),
+        )
+        self._process, self._generation = b"", 0
+        self._posted: dict[str, bytes] = {}
+        self._posting = threading.RLock()  # never held from one try to the next: others post meanwhile
+        self._values = f"rollcall:state:{attempt}"
+        self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
+        self._step = 0
+        self._waits = False
+        self._publishing = threading.Lock()
+        self._scripts = {text: self._client.register_script(text) for text in _SCRIPTS}
+        self.exchange(self._client.ping, startup)
+
+    @property
+    def budget(self) -> int:
+        return self._budget
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
+        source, ids = acknowledging or (None, ())
+        reader = source if isinstance(source, RedisReader) else None
+        opening = reader.opening if reader else ""
+        settled = [part for id in ids for part in _split(id)]
+        keys = [*_keys(topic), self._writer, *_keys(source.topic if source else topic)]
+        with self._publishing:
+            self._step += 1
+            arguments = [self._budget, self._step, opening, len(settled), *settled, *payloads]
+            return int((reader or self).run(scripts.PUBLISH, keys, arguments))
+
+    def reader(self, topic: str, kind: type[R], name: str) -> "RedisReader[R]":
+        return RedisReader(self, topic, kind, name)
+
+    def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
+        for id, fields in self._range(_keys(topic)[0]):
+            try:
+                yield _entry(id, fields, kind)
+            except RecordError:
+                continue
+
+    def rejected(self, topic: str) -> list[Rejected]:
+        found = (fields for _, fields in self._range(_rejected(topic)))
+        return [Rejected(id=f[b"id"].decode(), reason=f[b"reason"].decode(), data=f[b"d"]) for f in found]
+
+    def depth(self, topic: str) -> Depth:
+        stream, meta = _keys(topic)
+        pipeline = self._client.pipeline()
+        pipeline.xlen(stream)
+        pipeline.hmget(meta, "held", "published", "read", "rejected")
+        entries, numbers = self.exchange(pipeline.execute)
+        held, published, read, rejected = (int(number or 0) for number in numbers)
+        return Depth(entries, held, max(0, published - read), rejected)
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._posting:
+            self._posted[key] = value
+        self.exchange(lambda: self._post(key))
+
+    def get(self, key: str) -> bytes | None:
+        value: bytes | None = self.exchange(lambda: self._client.hget(self._values, key))
+        return value
+
+    def get_all(self, prefix: str) -> Mapping[str, bytes]:
+        keys = sorted(key for key in self.exchange(lambda: self._client.hkeys(self._values)) if _begins(key, prefix))
+        values = self.exchange(lambda: self._client.hmget(self._values, keys)) if keys else []
+        return {key.decode(): value for key, value in zip(keys, values, strict=True) if value is not None}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def next_entries(self, stream: str, after: bytes, limit: int, seconds: float) -> list[Raw]:
+        """Entries behind the id `after`; waits at most `seconds`, in Redis."""
+        block = {"block": max(1, int(1000 * seconds))} if seconds > 0 else {}
+        reply = self.exchange(lambda: self._client.xread({stream: after}, count=limit, **block))
+        return reply[0][1] if reply else []
+
+    def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """Run one of `redis_scripts`."""
+        return self.exchange(lambda: self._scripts[script](keys, arguments))
+
+    def exchange(self, step: Callable[[], Any], patience: float | None = None) -> Any:
+        """The result of `step`, done again while Redis is away or cannot write; `StreamError` for any other failure.
+
+        Each try is a heartbeat: who waits here does not hang.
+        """
+        deadline = Deadline(self._name, self._patience if patience is None else patience)
+        pauses = growing_pauses(0.02, 1.0)
+        while True:
+            try:
+                result = step()
+            except RedisError as error:
+                left = min(deadline.left, self._time_left()) if _may_pass(error) else 0.0
+                if left <= 0:
+                    raise self._failure(error, deadline) from error
+                self._report_wait(error, deadline)
+            else:
+                self._report_end()
+                return result
+            heartbeat.beat()
+            CLOCK.sleep(min(next(pauses), left))
+
+    def _report_wait(self, error: RedisError, deadline: Deadline) -> None:
+        """One line for each outage, whichever thread notices it first."""
+        if not self._waits and deadline.seconds - deadline.left >= _TOLD_AFTER:
+            self._waits = True
+            trouble = "cannot write to its disk" if _CANNOT_WRITE in str(error) else "does not answer"
+            log.warning("%s %s, waiting up to %.0f s: %s", self._name, trouble, deadline.seconds, one_line(error))
+
+    def _report_end(self) -> None:
+        if self._waits:
+            self._waits = False
+            log.warning("%s answers again", self._name)
+
+    def _post(self, key: str) -> None:
+        """Once. What is posted is what `put` took last, also where an earlier one of another thread comes later."""
+        with self._posting:
+            self._client.hset(self._values, key, self._posted[key])
+
+    def _meet(self, connection: Any) -> None:
+        """Called by the client on each new connection, before it is used and before the password is sent."""
+        self._introduce(connection)
+        connection.on_connect()
+        connection.send_command("INFO", "server")
+        told = re.search(rb"run_id:(\w+)", connection.read_response())
+        process = told[1] if told else b""
+        with self._posting:
+            if process == self._process:
+                return
+            for key, value in self._posted.items():
+                connection.send_command("HSET", self._values, key, value)
+                connection.read_response()
+            if self._process:
+                self._generation += 1
+                log.warning("%s was restarted and may have lost its last writes; going on with what it has", self._name)
+            self._process = process
+
+    def _introduce(self, connection: Any) -> None:
+        try:
+            introduce(connection._sock, self._password, "redis")
+        except ImpostorError as error:
+            raise AuthenticationError(str(error)) from error
+        except OSError as error:
+            raise Disconnected(f"no proof from its gate: {one_line(error)}") from error
+
+    def _failure(self, error: RedisError, deadline: Deadline) -> StreamError:
+        advice = MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
+        waited = deadline.seconds - deadline.left
+        lasting = f", for {waited:.0f} s" if waited >= _TOLD_AFTER and _may_pass(error) else ""
+        return StreamError(f"{self._name}: {one_line(error)}{lasting}{advice}")
+
+    def _range(self, stream: str) -> Iterator[Raw]:
+        page = self._page(stream, "-")
+        while page:
+            yield from page
+            page = self._page(stream, f"({page[-1][0].decode()}")
+
+    def _page(self, stream: str, start: str) -> list[Raw]:
+        return list(self.exchange(lambda: self._client.xrange(stream, start, "+", _PAGE)))
+
+
+class RedisReader(Reader[R], Generic[R]):
+    """The reader of one topic; made by `RedisStreams.reader`."""
+
+    def __init__(self, streams: RedisStreams, topic: str, kind: type[R], name: str) -> None:
+        """Take the topic over; `StreamError` when its reader has another name."""
+        self.topic, self.opening = topic, ""
+        self._streams, self._kind, self._name = streams, kind, name
+        self._stream, self._meta = _keys(topic)
+        self._refused = ""
+        self._begin()
+
+    def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """Run one of `redis_scripts` as this reader. Once refused it stays so, whatever a Redis forgets."""
+        self._refuse()
+        try:
+            return self._streams.run(script, keys, arguments)
+        except StreamError as error:
+            self._refused = str(error) if scripts.REPLACED in str(error) else ""
+            raise
+
+    def _refuse(self) -> None:
+        if self._refused:
+            raise StreamError(self._refused)
+
+    def _begin(self) -> None:
+        """Read from the first entry that is not acknowledged; the first time, take the topic over."""
+        self._after, self._generation = b"0-0", self._streams.generation
+        owner, opening = self.run(scripts.OPEN, [self._meta], [self._name, self.opening])
+        if owner != self._name.encode():
+            raise StreamError(
+                f"topic {self.topic!r} is read by {owner!r}; a second reader {self._name!r} would lose entries"
+            )
+        self.opening = opening.decode()
+
+    def read(self, limit: int, seconds: float) -> list[Entry[R]]:
+        self._refuse()
+        deadline = Deadline(f"an entry in {self.topic!r}", seconds)
+        while True:
+            wait = min(deadline.left, _BLOCK_SECONDS)
+            found = self._streams.next_entries(self._stream, self._after, limit, wait)
+            if self._generation != self._streams.generation:
+                self._begin()
+                continue
+            entries = self._accept(found) if found else []
+            if entries or (deadline.passed and not found):
+                return entries
+
+    def acknowledge(self, ids: Iterable[str]) -> None:
+        parts = [part for id in ids for part in _split(id)]
+        if parts:
+            self.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], [self.opening, *parts])
+
+    def _accept(self, found: list[Raw]) -> list[Entry[R]]:
+        entries = []
+        for id, fields in found:
+            try:
+                entries.append(_entry(id, fields, self._kind))
+            except RecordError as error:
+                self._reject(id, fields, str(error))
+        last, fields = found[-1]
+        self.run(scripts.MARK_READ, [self._meta], [self.opening, fields.get(b"e", b"0")])
+        self._after = last
+        return entries
+
+    def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
+        data = fields.get(b"d", b"")
+        keys = [self._stream, self._meta, _rejected(self.topic)]
+        self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data[:REJECTED_BYTES]])
+
+
+_SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)
+
+
+def _may_pass(error: RedisError) -> bool:
+    """Whether the same step may succeed a little later: Redis is away, or cannot write for the time being."""
+    if isinstance(error, AuthenticationError):
+        return False
+    return isinstance(error, Disconnected | TimedOut) or _CANNOT_WRITE in str(error)
+
+
+def _keys(topic: str) -> tuple[str, str]:
+    return f"rollcall:{topic}", f"rollcall:{topic}:meta"
+
+
+def _rejected(topic: str) -> str:
+    return f"rollcall:{topic}:rejected"
+
+
+def _entry(id: bytes, fields: dict[bytes, bytes], kind: type[R]) -> Entry[R]:
+    data = fields.get(b"d", b"")
+    return Entry(f"{id.decode()}/{len(data)}", decode_record(data, kind), len(data))
+
+
+def _split(id: str) -> tuple[str, str]:
+    """Redis's id and the size in bytes of an entry's id."""
+    number, slash, size = id.partition("/")
+    if not slash:
+        raise StreamError(f"{id!r} is no entry id of a Redis stream")
+    return number, size
+
+
+def _begins(key: bytes, prefix: str) -> bool:
+    return key.startswith(prefix.encode())

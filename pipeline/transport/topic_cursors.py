@@ -1,0 +1,78 @@
+"""How far the reader of a file topic has come, kept beside the topic.
+
+Owns the cursor documents and who may write them. Each opening of the reader makes a new document that takes over from
+the one before: the reader opened last is the reader, and an earlier one (a zombie) is refused at its next save.
+The check and the save are two steps; a zombie between them writes only its own document, which nobody reads any more.
+"""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from pipeline.errors import StreamError
+from pipeline.transport.topic_segments import SegmentPosition
+from pipeline.utils import shared_files
+
+_ORIGIN = SegmentPosition(0, 0)
+
+
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a reader.
+
+    Attributes:
+        reader: its name.
+        settled: every entry before it is acknowledged; a reopened reader starts here.
+        read: every entry before it was delivered to some reader.
+        beyond: entries at or behind `settled` that are acknowledged already, in no order.
+    """
+
+    reader: str = ""
+    settled: SegmentPosition = _ORIGIN
+    read: SegmentPosition = _ORIGIN
+    beyond: tuple[SegmentPosition, ...] = ()
+
+
+def newest_cursor(folder: Path) -> Cursor:
+    """The state of the topic's reader; an empty one when it was never opened."""
+    for number in reversed(_numbers(folder)):
+        cursor = shared_files.read_document(_path(folder, number), Cursor)
+        if cursor is not None:
+            return cursor
+    return Cursor()
+
+
+class CursorFile:
+    """The cursor document of one opening of a reader."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Take the topic over; `StreamError` when its reader has another name."""
+        self._folder = folder
+        found = newest_cursor(folder)
+        if found.reader not in ("", name):
+            raise StreamError(f"{folder} is read by {found.reader!r}; a second reader {name!r} would lose entries")
+        self.cursor = msgspec.structs.replace(found, reader=name)
+        self._number = max(_numbers(folder), default=0) + 1
+        if not shared_files.create_document(_path(folder, self._number), self.cursor):
+            raise StreamError(f"two processes open the reader of {folder} at once")
+        for number in _numbers(folder):
+            if number < self._number - 1:
+                _path(folder, number).unlink(missing_ok=True)
+
+    def save(self, cursor: Cursor) -> None:
+        """Replace the state durably; `StreamError` when the reader was opened again elsewhere."""
+        if cursor == self.cursor:
+            return
+        if _numbers(self._folder)[-1:] != [self._number]:
+            raise StreamError(f"another process reads {self._folder} now; this one belongs to an earlier attempt")
+        shared_files.write_document(_path(self._folder, self._number), cursor)
+        self.cursor = cursor
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"cursor.{number:09d}.json"
+
+
+def _numbers(folder: Path) -> list[int]:
+    names = (re.fullmatch(r"cursor\.(\d{9})\.json", path.name) for path in folder.glob("cursor.*.json"))
+    return sorted(int(found[1]) for found in names if found)

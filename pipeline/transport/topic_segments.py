@@ -1,0 +1,184 @@
+"""Append-only files of entries: how a topic lies on a shared filesystem.
+
+Owns the framing (length, CRC-32, bytes), the numbering of segments, and the rules that make them safe to read while
+they are written:
+
+- A segment is written by the one process that created it, exclusively, and never after a failed write. Who opens a
+  topic for writing starts a new segment, so nothing is ever appended behind a torn entry.
+- A segment ends for good where its successor exists: a torn tail is then skipped, and so is what a writer of an earlier
+  attempt still adds.
+- A successor is looked for before the segment is read to its end, so that no entry is missed.
+
+Knows nothing of records, readers or budgets.
+"""
+
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.errors import StreamError
+from pipeline.utils import atomic_dirs
+
+HEADER = struct.Struct("<II")
+
+log = logging.getLogger(__name__)
+
+
+class SegmentPosition(NamedTuple):
+    """A place in a topic: segment number and byte offset. Ordered as the entries are."""
+
+    segment: int
+    offset: int
+
+
+class Frame(NamedTuple):
+    """An entry where it lies; `end` is where the next one begins."""
+
+    start: SegmentPosition
+    data: bytes
+
+    @property
+    def end(self) -> SegmentPosition:
+        return SegmentPosition(self.start.segment, self.start.offset + HEADER.size + len(self.data))
+
+
+def frame_bytes(payload: bytes) -> int:
+    """What an entry of `payload` takes in its segment."""
+    return HEADER.size + len(payload)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:09d}.log"
+
+
+def segments(folder: Path) -> list[int]:
+    """Numbers of the segments there, oldest first."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d{9})\.log", name)))
+
+
+def frames(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
+    """The whole entries of one segment from `start` on; ends at its end or at an entry that is not complete (yet).
+
+    Opens the file anew, because NFS shows the growth of a file to those who open it.
+    """
+    try:
+        file = segment_path(folder, start.segment).open("rb", buffering=1 << 18)
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(start.offset)
+        while len(header := file.read(HEADER.size)) == HEADER.size:
+            length, checksum = HEADER.unpack(header)
+            data = file.read(length)
+            if len(data) < length or zlib.crc32(data) != checksum:
+                return
+            frame = Frame(start, data)
+            yield frame
+            start = frame.end
+
+
+def walk(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
+    """The whole entries of all segments from `start` on, as they are now."""
+    for number in segments(folder):
+        if number >= start.segment:
+            yield from frames(folder, start if number == start.segment else SegmentPosition(number, 0))
+
+
+def take_entries(folder: Path, start: SegmentPosition, limit: int) -> tuple[list[Frame], SegmentPosition]:
+    """Up to `limit` entries from `start` on, and where to go on; follows the segments as they end."""
+    taken: list[Frame] = []
+    while len(taken) < limit:
+        successor = next((number for number in segments(folder) if number > start.segment), None)
+        for frame in frames(folder, start):
+            taken.append(frame)
+            start = frame.end
+            if len(taken) == limit:
+                return taken, start
+        if successor is None:
+            break
+        _tell_of_torn_tail(folder, start)
+        start = SegmentPosition(successor, 0)
+    return taken, start
+
+
+def size_after(folder: Path, start: SegmentPosition) -> int:
+    """Bytes in the segments from `start` on, torn tails included."""
+    total = 0
+    for number in segments(folder):
+        if number >= start.segment:
+            size = _size(segment_path(folder, number))
+            total += max(0, size - start.offset) if number == start.segment else size
+    return total
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _tell_of_torn_tail(folder: Path, end: SegmentPosition) -> None:
+    path = segment_path(folder, end.segment)
+    if (torn := _size(path) - end.offset) > 0:
+        log.warning("%s: its last %d bytes are no whole entry; its writer was stopped there", path, torn)
+
+
+class SegmentWriter:
+    """Appends entries to a topic; makes a new segment when it is opened, when one is full, and after a failed write.
+
+    Whoever opened the topic last is its writer: an earlier one gets a `StreamError` at its next append.
+    """
+
+    def __init__(self, folder: Path, segment_bytes: int) -> None:
+        self._folder, self._segment_bytes = folder, segment_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._number, self._written = 0, 0
+        self._file = -1
+        self._open_next()
+
+    def append(self, payloads: Sequence[bytes]) -> None:
+        """Write the entries; when it returns they are on disk. An `OSError` leaves none or some of them."""
+        if segments(self._folder)[-1:] != [self._number]:
+            raise StreamError(f"another process writes {self._folder} now; this one belongs to an earlier attempt")
+        if self._file < 0 or self._written >= self._segment_bytes:
+            self._open_next()
+        try:
+            self._write(b"".join(HEADER.pack(len(data), zlib.crc32(data)) + data for data in payloads))
+            os.fdatasync(self._file)
+        except OSError:
+            self.close()  # never write behind an entry that may be torn
+            raise
+
+    def close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            written = os.write(self._file, left)
+            self._written += written
+            left = left[written:]
+
+    def _open_next(self) -> None:
+        self.close()
+        number = max(segments(self._folder), default=0) + 1
+        while True:
+            try:
+                self._file = os.open(segment_path(self._folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                break
+            except FileExistsError:
+                number += 1
+        self._number, self._written = number, 0
+        atomic_dirs.flush(self._folder)

@@ -1,0 +1,46 @@
+"""aiohttp's connections, opened only to servers that prove to know a secret (`pipeline.utils.authenticated_http`)."""
+
+import asyncio
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from pipeline.errors import ImpostorError
+from pipeline.utils.authenticated_http import LONGEST_ANSWER, ROUTE, check_answer
+from pipeline.utils.mutual_auth import HANDSHAKE_SECONDS, new_nonce
+
+
+class ProvenConnector(aiohttp.TCPConnector):
+    """Opens connections to servers that know the secret; to others, `aiohttp.ClientConnectorError`."""
+
+    def __init__(self, secret: Callable[[], str], **options: Any) -> None:
+        super().__init__(**options)
+        self._secret = secret
+
+    async def _create_connection(self, req: Any, *arguments: Any) -> Any:
+        handler = await super()._create_connection(req, *arguments)
+        try:
+            await asyncio.wait_for(self._prove(handler), HANDSHAKE_SECONDS)
+        except BaseException as error:
+            handler.close()
+            if isinstance(error, (ImpostorError, OSError, EOFError, ValueError, asyncio.LimitOverrunError)):
+                told = OSError(errno.ECONNREFUSED, str(error) or type(error).__name__)
+                raise aiohttp.ClientConnectorError(req.connection_key, told) from error
+            raise
+        return handler
+
+    async def _prove(self, handler: Any) -> None:
+        """Ask on the connection before aiohttp's handler of answers gets it back."""
+        transport, nonce = handler.transport, new_nonce()
+        host, port = transport.get_extra_info("peername")[:2]
+        reader = asyncio.StreamReader(limit=LONGEST_ANSWER)
+        transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+        transport.write(f"GET {ROUTE}?nonce={nonce.hex()} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        fields = dict(line.lower().partition(":")[::2] for line in lines)
+        body = await reader.readexactly(min(int(fields.get("content-length", 0)), LONGEST_ANSWER))
+        _, _, status = status.partition(" ")
+        check_answer(self._secret(), host, port, nonce, int(status[:3]), status[4:], body)
+        transport.set_protocol(handler)

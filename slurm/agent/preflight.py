@@ -1,0 +1,141 @@
+"""Is this node fit to work?
+
+Owns what a rank finds out about its own node before it publishes its card: its identity, GPUs, memory, and what is
+wrong. Promises sentences, not exceptions: a node with problems still publishes its card, so that the leader can choose
+a spare and name the reason. Reads no environment variable; the caller passes in what the scheduler said.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipeline.utils import shared_files
+
+PROBE_SECONDS = 20.0
+MIB, GIB = 1 << 20, 1 << 30
+
+
+BUSY = 0.1
+"""Share of a GPU's memory above which another process counts as its holder."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU of this node; memory in bytes, 0 where it is not known, as `uuid` and `name` are then empty."""
+
+    index: int
+    uuid: str = ""
+    name: str = ""
+    used: int = 0
+    total: int = 0
+
+    @property
+    def held(self) -> str:
+        """A sentence about who holds its memory; empty if nobody does, or nobody can tell."""
+        return f"another process holds {self.used / GIB:.1f} GiB of GPU {self.index}" if self._is_busy else ""
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.used > BUSY * self.total
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """The least that a node must have.
+
+    Attributes:
+        disk, memory: free bytes.
+        free_gpus: whether the run uses GPUs, so that GPUs held by others are a problem. How many a rank needs is known
+            only once it has a role: `pipeline.topology.assignment` counts them.
+    """
+
+    disk: int = 1 * GIB
+    memory: int = 1 * GIB
+    free_gpus: bool = False
+
+
+def preflight(folder: Path, gpus: Sequence[Gpu], needs: Needs) -> tuple[str, ...]:
+    """What makes this node unfit, one sentence each; empty if nothing does. `folder` is the run directory."""
+    return (*_disk_problems(folder, needs), *_memory_problems(needs), *_gpu_problems(gpus, needs))
+
+
+def find_gpus(visible: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that this job may use, by index.
+
+    `visible` is CUDA_VISIBLE_DEVICES as the scheduler or the user set it (indices or UUIDs), None if nobody did.
+    Without a working nvidia-smi its indices are believed.
+    """
+    listed = None if visible is None else _words(visible)
+    found = [_parse_gpu(line) for line in _nvidia_smi().splitlines() if line.count(",") >= 4]
+    if found:
+        return tuple(gpu for gpu in found if listed is None or _is_listed(gpu, listed))
+    return tuple(Gpu(index=int(word)) for word in listed or () if word.isdecimal())
+
+
+def parts_of_gpus(visible: str | None) -> str:
+    """A sentence if CUDA_VISIBLE_DEVICES names parts of GPUs (MIG), which `find_gpus` passes over; else empty."""
+    parts = [word for word in _words(visible or "") if word.startswith("MIG-")]
+    return f"CUDA_VISIBLE_DEVICES names parts of GPUs ({', '.join(parts)}); a role needs whole ones" if parts else ""
+
+
+def _words(visible: str) -> list[str]:
+    return [word.strip() for word in visible.split(",") if word.strip()]
+
+
+def free_memory() -> int:
+    """Bytes of memory that new processes can take on this machine."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def node_id() -> str:
+    """Identity of this node as a network sees it: the boot of the machine, and the network that processes are in."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/net').readlink()}"
+
+
+def _disk_problems(folder: Path, needs: Needs) -> list[str]:
+    probe = folder / f".preflight.{socket.gethostname()}.{os.getpid()}"
+    try:
+        shared_files.write_atomic(probe, b"")
+        probe.unlink(missing_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return [f"cannot write in {folder}: {error.strerror}"]
+    return [f"{folder} has {free / GIB:.1f} GiB left, {needs.disk / GIB:.1f} are needed"] if free < needs.disk else []
+
+
+def _memory_problems(needs: Needs) -> list[str]:
+    free = free_memory()
+    return [f"{free / GIB:.1f} GiB of memory free, {needs.memory / GIB:.1f} are needed"] if free < needs.memory else []
+
+
+def _gpu_problems(gpus: Sequence[Gpu], needs: Needs) -> list[str]:
+    return [gpu.held for gpu in gpus if needs.free_gpus and gpu.held]
+
+
+def _nvidia_smi() -> str:
+    """One line a GPU, `index, uuid, name, used MiB, total MiB`; empty where there is no working nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _parse_gpu(line: str) -> Gpu:
+    index, uuid, name, used, total = (part.strip() for part in line.split(",", 4))
+    return Gpu(index=int(index), uuid=uuid, name=name, used=_bytes(used), total=_bytes(total))
+
+
+def _bytes(mebibytes: str) -> int:
+    return int(mebibytes) * MIB if mebibytes.isdecimal() else 0
+
+
+def _is_listed(gpu: Gpu, listed: Sequence[str]) -> bool:
+    return any(word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word)) for word in listed)

@@ -1,0 +1,128 @@
+"""Looking at a run: from its files, and from its scheduler where files cannot tell.
+
+Owns what is read how often. Promises that it only reads, that it can look at any moment of a run's life from any
+machine that sees the directory, and that the scheduler may be asked but need not answer.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.config.frozen_config import kept_config
+from pipeline.errors import ConfigError, SchedulerError
+from pipeline.observability.run_history import Attempt, AttemptReader, attempt_names
+from pipeline.run.completion import is_finished
+from pipeline.run.metrics_log import RowReader
+from pipeline.run.paths import RunPaths
+from pipeline.run.run_documents import RunIdentity, SubmittedJob
+from pipeline.utils import shared_files
+from pipeline.utils.waiting import CLOCK, Clock
+from slurm.monitor.run_snapshot import Job, Past, Snapshot, compose_snapshot, past_of
+from slurm.registry import run_registry
+from slurm.scheduler.scheduler_protocol import Scheduler
+
+ASK_SECONDS = 10.0
+"""How often the scheduler is asked at most."""
+
+
+class Watcher:
+    """Takes snapshots of one run, and reads each metrics row and each attempt that is over only once.
+
+    What the newest attempt costs is `AttemptReader`'s matter.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        attempt: str = "",
+        scheduler: Callable[[], Scheduler] | None = None,
+        clock: Clock = CLOCK,
+    ) -> None:
+        """`attempt` is the one to look at, also before it exists; empty: always the newest.
+
+        `scheduler` is asked for the run's job when files cannot tell whether there is anything to wait for. Nobody
+        minds when it raises that it cannot be asked.
+        """
+        self._run, self._attempt = RunPaths(root), attempt
+        self._rows = RowReader(self._run.metrics)
+        self._config: RunConfig | None = None
+        self._over: dict[str, Past] = {}
+        self._readers: dict[str, AttemptReader] = {}
+        self._began: dict[str, float] = {}
+        self._scheduler, self._clock = scheduler, clock
+        self._asked: tuple[float, Job] | None = None
+        """When the scheduler answered last, or was silent, and what it said."""
+
+    def look(self, live: bool | None = None) -> Snapshot:
+        """The run as it is now; `live` as in `read_snapshot`."""
+        self._rows.read()
+        self._config = self._config or kept_config(self._run)
+        submitted = shared_files.read_document(self._run.job, SubmittedJob)
+        job = Job(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
+        names = attempt_names(self._run, self._began)
+        name = self._attempt or next(reversed(names), "")
+        attempt = self._read(name) if name else None
+        past = [self._past(other) for other in names if other != name]
+        finished, alive = is_finished(self._run), run_registry.is_live_here(self._run) if job is None else None
+
+        def composed(job: Job | None) -> Snapshot:
+            return compose_snapshot(
+                self._run.root.name,
+                attempt,
+                self._rows.rows,
+                self._config,
+                past=past,
+                submitted=submitted,
+                finished=finished,
+                alive=alive if job is None else job.live,
+                job=job,
+                now=time.time(),
+            )
+
+        now = composed(job)
+        return composed(self._ask(now.job)) if now.job and now.in_doubt else now
+
+    def _read(self, name: str) -> Attempt:
+        if name not in self._readers:
+            identity = shared_files.read_document(self._run.run, RunIdentity)
+            reader = AttemptReader(self._run.attempt(identity.run_id if identity else "unknown", name))
+            if identity is None:
+                return reader.read()
+            self._readers[name] = reader
+        return self._readers[name].read()
+
+    def _past(self, name: str) -> Past:
+        if name not in self._over:
+            self._readers.pop(name, None)  # all of it is read once more
+            self._over[name] = past_of(self._read(name))
+            self._readers.pop(name, None)
+        return self._over[name]
+
+    def _ask(self, job: Job) -> Job:
+        """The job with what the scheduler says of it, as it was told at most `ASK_SECONDS` ago."""
+        if self._scheduler is None:
+            return job
+        when, said = self._asked or (0.0, None)
+        if said is None or said.id != job.id or self._clock.now() - when >= ASK_SECONDS:
+            said = self._answer(job, self._scheduler)
+            self._asked = self._clock.now(), said
+        return replace(job, live=said.live, word=said.word, trouble=said.trouble)
+
+    def _answer(self, job: Job, scheduler: Callable[[], Scheduler]) -> Job:
+        try:
+            found = scheduler().job(job.id)
+        except (SchedulerError, ConfigError) as error:
+            return replace(job, trouble=str(error))
+        if found is None or not run_registry.is_job_of(self._run, found):
+            return replace(job, live=False)
+        return replace(job, live=found.live, word=found.word)
+
+
+def read_snapshot(run_dir: Path, live: bool | None = None) -> Snapshot:
+    """The run as it is now, its newest attempt, from its files.
+
+    `live` is what the scheduler says of its job, if it was asked: whether it runs or may run again.
+    """
+    return Watcher(run_dir).look(live)

@@ -1,0 +1,287 @@
+"""How a snapshot looks in a terminal: one panel.
+
+Owns layout, colours, words and rounding. Pure: a snapshot in, a renderable out; reads no file and knows no clock.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.observability.number_format import clock, number
+from pipeline.run.events import Event
+from slurm.monitor.run_snapshot import Evaluating, Job, Progress, RoleLine, Snapshot
+
+MOST_ROLES = 16
+MOST_PAST = 5
+_BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {
+    "not submitted": "bright_black",
+    "waiting": "bright_black",
+    "queued": "cyan",
+    "left": "cyan",
+    "meeting": "yellow",
+    "starting": "yellow",
+    "restarting": "yellow",
+    "ready": "green",
+    "training": "green",
+    "evaluating": "green",
+    "finishing": "cyan",
+    "stopping": "yellow",
+    "stopped": "bright_black",
+    "interrupted": "yellow",
+    "failed": "bold red",
+    "finished": "bold green",
+}
+"""The colour of each state of a run, a role and an attempt; only what works is green."""
+UNSURE = "yellow"
+"""What nobody knows to be well."""
+
+
+def render_run(snapshot: Snapshot) -> RenderableType:
+    """The whole picture of a run in one panel."""
+    parts: list[RenderableType] = [
+        _roles_table(snapshot),
+        Text(),
+        _progress_line(snapshot),
+        *_evaluation_line(snapshot),
+        Text(),
+        _figures(snapshot),
+    ]
+    if snapshot.silent:
+        parts += [Text(), Text(silence_text(snapshot), UNSURE)]
+    if snapshot.job and snapshot.job.trouble:
+        parts += [Text(), Text(no_answer(snapshot.job), UNSURE)]
+    if snapshot.past:
+        parts += [Text(), _past_table(snapshot)]
+    events = [event for event in snapshot.events if event.name != "failed" or snapshot.failure is None]
+    if events:
+        parts += [Text(), _events(events)]
+    if snapshot.reason and snapshot.state not in ("queued", "left", "finished"):
+        parts += [Text(), Text(snapshot.reason, style="red")]
+    colour = UNSURE if snapshot.silent else COLOURS[snapshot.state]
+    title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{state_text(snapshot)} ", colour))
+    elapsed = f"· {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
+    subtitle = Text(f" {attempt_text(snapshot)} {elapsed}", "bright_black")
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        subtitle=subtitle,
+        subtitle_align="left",
+        box=box.ROUNDED,
+        border_style="bright_black",
+        padding=(1, 2),
+        width=100,
+    )
+
+
+def _roles_table(snapshot: Snapshot) -> RenderableType:
+    if not snapshot.roles or snapshot.state in ("queued", "left"):
+        return Text(nothing_runs(snapshot), "bright_black")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
+    table.add_column("role", max_width=20, no_wrap=True, overflow="ellipsis")
+    for column in ("rank", "address", "state", "since"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+    shown = most_telling(snapshot.roles, MOST_ROLES)
+    for role in shown:
+        since = clock(snapshot.until - role.since) if role.since else ""
+        silence = f"silent for {clock(snapshot.time - role.silent)}" if role.silent else ""
+        detail = Text(silence, UNSURE) if silence else Text(role.detail, "bright_black")
+        table.add_row(role.name, str(role.rank), role.address, _role_state(role, snapshot), since, detail)
+    if len(shown) < len(snapshot.roles):
+        table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))
+    return table
+
+
+def _role_state(role: RoleLine, snapshot: Snapshot) -> Text:
+    """The last state that is known of a role."""
+    cut_off = snapshot.is_over and role.state not in ("stopped", "failed")
+    colour = UNSURE if role.silent else "bright_black" if cut_off else COLOURS.get(role.state, "")
+    return Text(f"{'○' if cut_off or role.silent else '●'} {role.state}", colour)
+
+
+def state_text(snapshot: Snapshot) -> str:
+    """`training`, or `interrupted (CANCELLED)`: at the end with the scheduler's word for it, if it was asked."""
+    word = snapshot.job.word if snapshot.job and snapshot.ended else ""
+    return f"{snapshot.state} ({word})" if word else snapshot.state
+
+
+def attempt_text(snapshot: Snapshot) -> str:
+    """Which attempt it is, and how many more there may be."""
+    job = snapshot.job
+    if not snapshot.attempt:
+        return f"job {job.id} · no attempt yet" if job else "no attempt yet"
+    if job is None:
+        return f"attempt {snapshot.attempt}"
+    most = f" of {job.most_restarts}" if job.most_restarts is not None else ""
+    return f"attempt {snapshot.attempt} · restart {job.restart}{most}"
+
+
+def nothing_runs(snapshot: Snapshot) -> str:
+    """Why there are no roles to see."""
+    if snapshot.state == "not submitted":
+        return "no job of this run was submitted; the command that made it (launchers/submit.py …) submits it"
+    if snapshot.ended:
+        return "the job ended before its roles were started"
+    if snapshot.job is None or snapshot.state not in ("queued", "left"):
+        return "the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …"
+    said = f": {snapshot.job.word}" if snapshot.job.word else ""
+    if snapshot.state == "left":
+        return f"job {snapshot.job.id} was ended by the scheduler, or queued again; launchers/runs.py asks which"
+    return f"{'queued again' if snapshot.attempt else 'queued'} as job {snapshot.job.id}{said} …"
+
+
+def _past_table(snapshot: Snapshot) -> RenderableType:
+    """The last attempts that are over, one line each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
+    table.add_column("attempt", no_wrap=True)
+    table.add_column("ran", no_wrap=True, justify="right")
+    table.add_column("then", no_wrap=True)
+    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+    hidden = len(snapshot.past) - MOST_PAST
+    if hidden > 0:
+        table.add_row(Text(f"{hidden} earlier", "bright_black"))
+    for past in snapshot.past[-MOST_PAST:]:
+        ran = clock(past.seconds) if past.began else "—"
+        table.add_row(past.name, ran, Text(past.end, COLOURS.get(past.end, "")), Text(past.why, "bright_black"))
+    return table
+
+
+def silence_text(snapshot: Snapshot) -> str:
+    """Which ranks are silent, and for how long."""
+    ranks = [f"{rank} ({clock(snapshot.time - since)})" for rank, since in sorted(snapshot.silent.items())]
+    more = f" and {len(ranks) - MOST_ROLES} more" if len(ranks) > MOST_ROLES else ""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"no sign of life from {noun} {', '.join(ranks[:MOST_ROLES])}{more}: the node or its filesystem hangs"
+
+
+def no_answer(job: Job) -> str:
+    """That the scheduler was asked and is silent, and why."""
+    return f"no answer about job {job.id}, files alone tell: {job.trouble}"
+
+
+def most_telling(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
+    """At most `most` roles, in their order; those that are not ready or silent are preferred."""
+    if len(roles) <= most:
+        return list(roles)
+    chosen = sorted(range(len(roles)), key=lambda index: (_is_well(roles[index]), index))[:most]
+    return [roles[index] for index in sorted(chosen)]
+
+
+def _is_well(role: RoleLine) -> bool:
+    return role.state == "ready" and not role.silent
+
+
+def _progress_line(snapshot: Snapshot) -> RenderableType:
+    progress = snapshot.progress or snapshot.ahead or Progress("rl", 0, 0, None)
+    return _bar(job_text(snapshot, progress), progress.step, progress.steps, step_text(progress))
+
+
+def _evaluation_line(snapshot: Snapshot) -> list[RenderableType]:
+    """The evaluation under way, if there is one."""
+    found = snapshot.evaluation
+    return [_bar("evaluation", found.done, found.prompts, evaluation_text(found))] if found else []
+
+
+def _bar(name: str, done: int, total: int, text: str) -> RenderableType:
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    row.add_column(width=12)
+    row.add_column(ratio=1)
+    row.add_column(justify="right", no_wrap=True)
+    bar = ProgressBar(total=max(1, total), completed=done, complete_style="blue", finished_style="green")
+    row.add_row(name, bar, text)
+    return row
+
+
+def evaluation_text(found: Evaluating) -> str:
+    """`first evaluation: evaluating held_out, 3 / 32 prompts`."""
+    first = "first evaluation: " if found.first else ""
+    return f"{first}{found.what}, {found.done} / {found.prompts} prompts"
+
+
+def job_text(snapshot: Snapshot, progress: Progress) -> str:
+    """What the job that trains is called: SFT before RL is the warm start, and one of a file has its name."""
+    if progress.file:
+        return progress.file
+    if progress.job == "sft":
+        return "warm start" if snapshot.has_rollouts else "fine-tuning"
+    return "training"
+
+
+def step_text(progress: Progress) -> str:
+    """`40 / 60 · 0:08 left`."""
+    text = f"{progress.step} / {progress.steps}" if progress.steps else f"{progress.step}"
+    left = progress.seconds_left
+    return f"{text} · {clock(left)} left" if left else text
+
+
+def _figures(snapshot: Snapshot) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(width=12, no_wrap=True)
+    grid.add_column(width=18, no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for name, value, more in figures_of(snapshot):
+        grid.add_row(
+            Text(name, "bright_black"), Text(value, "bold"), Text(more, "blue" if more[:1] in _BARS else "bright_black")
+        )
+    return grid
+
+
+def figures_of(snapshot: Snapshot) -> list[tuple[str, str, str]]:
+    """(name, value, more) of each number that matters, an em dash where there is none yet."""
+    numbers, scores = snapshot.numbers, [value for _, value in snapshot.accuracies]
+    speed = ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers))
+    if not snapshot.has_rollouts:
+        loss = ("loss", number(numbers.get("loss"), ".3f"), sparkline(snapshot.losses))
+        return [loss, ("grad norm", number(numbers.get("grad_norm"), ".2f"), ""), speed]
+    first_last = (
+        f"{scores[0]:.3f} → {scores[-1]:.3f}" if len(scores) > 1 else number(scores[-1] if scores else None, ".3f")
+    )
+    lag = f"{number(numbers.get('lag/mean'), '.1f')} / {number(numbers.get('lag/max'), '.0f')}"
+    limit = "mean / largest" + (f", limit {snapshot.max_lag}" if snapshot.max_lag is not None else "")
+    return [
+        ("reward", number(snapshot.rewards[-1] if snapshot.rewards else None, ".3f"), sparkline(snapshot.rewards)),
+        ("held-out", first_last, sparkline(scores)),
+        ("lag", lag if "lag/mean" in numbers else "—", limit if "lag/mean" in numbers else ""),
+        speed,
+    ]
+
+
+def _idle_text(numbers: dict[str, float]) -> str:
+    waits = [f"{name.removeprefix('idle/')} {value:.0%}" for name, value in numbers.items() if name.startswith("idle/")]
+    return f"idle: {', '.join(waits)}" if waits else ""
+
+
+def _events(events: Sequence[Event]) -> RenderableType:
+    lines = [_event_text(event) for event in events]
+    return Text("\n".join(lines), "bright_black", overflow="ellipsis", no_wrap=True)
+
+
+def _event_text(event: Event) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return f"{at}  {event.name.replace('_', ' ')} ({event.by})" + (f": {event.detail}" if event.detail else "")
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The values as bars, averaged down to at most `width` of them; empty for fewer than two."""
+    if len(values) < 2:
+        return ""
+    cells = min(width, len(values))
+    edges = [round(cell * len(values) / cells) for cell in range(cells + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_BARS[min(7, int(8 * (mean - low) / span))] if span else _BARS[0] for mean in means)
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "—"
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"

@@ -1,0 +1,196 @@
+"""What a submission finds in a run directory, and what it leaves there before the job starts.
+
+Owns the run's identity, its frozen config, the snapshot of the code, and the start from scratch. What must be there to
+go on is the rule of `pipeline.checkpoints.run_progress`. Promises that a run directory only ever belongs to one config;
+that what is damaged or missing is made again from its copy, or refused with what to do; and that a start from scratch
+removes nothing. The caller holds the run's lock.
+"""
+
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pipeline
+from pipeline.checkpoints import Fence, newest_committed, root_of
+from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, next_aside, refuse_restart
+from pipeline.config import RunConfig, TaskConfig, load_config
+from pipeline.config.data_keys import located_data, located_options
+from pipeline.config.frozen_config import kept_config
+from pipeline.config.model_directory import located_model
+from pipeline.config.run_identity import differences, identity_digest
+from pipeline.errors import CheckpointError, ConfigError, RunStateError
+from pipeline.run.completion import is_finished
+from pipeline.run.paths import RunPaths, SweepPaths
+from pipeline.run.run_documents import RunIdentity
+from pipeline.utils import shared_files
+from slurm.registry import code_snapshot
+
+ENTRANCES = ("slurm/agent/agent.py", "slurm/batch/requeue.py", "slurm/batch/local_controller.py")
+"""The modules in a run's snapshot that a launcher, which may be newer, tells its job to start."""
+
+
+def refuse_contents(run: RunPaths, config: RunConfig) -> RunIdentity | None:
+    """Insist that what is there, if anything, is this run, not at its end, and can be gone on with; who it is, or None
+    for a new run. Nothing is insisted on where it will be set aside."""
+    if SweepPaths(run.root).manifest.exists():
+        raise RunStateError("name", config.name, "a name that is no sweep's", f"add -m, or name={config.name}-2")
+    if config.resume == "scratch":
+        return None
+    if is_finished(run):
+        mend = f"start a new run with name={config.name}-2, or start over with resume=scratch"
+        raise RunStateError("name", config.name, f"a run that is not finished (see {run.report})", mend)
+    try:
+        return _refuse_incomplete(run, config)
+    except CheckpointError as error:
+        raise RunStateError("resume", config.resume, f"a run that can go on; {error}") from None
+
+
+def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
+    """Raise `CheckpointError` unless the rule of `pipeline.checkpoints.run_progress` is met, as far as it can be seen
+    from
+    here, and `RunStateError` for another run."""
+    known = known_identity(run)
+    if known is None:
+        return None
+    root = root_of(config, run, known.run_id)
+    tree = known_config(run, root)
+    if tree is None:
+        return known
+    code_snapshot.refuse_damaged(run, known)
+    if run.code.exists() and (absent := [name for name in ENTRANCES if not (run.code / name).exists()]):
+        raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
+    old, new = _load(run, tree), located_config(config)
+    if identity_digest(old) != identity_digest(new):
+        changes = "; ".join(differences(old, new))
+        mend = f"submit it as it was, or give the new one another name (name={config.name}-2)"
+        raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", mend)
+    if has_begun(run) and not (
+        config.evaluation.alone or config.training.jobs
+    ):  # those keep no checkpoints of the run's own
+        _refuse_lost_checkpoints(run, root, elsewhere=bool(config.training.checkpoints))
+    return known
+
+
+def _refuse_lost_checkpoints(run: RunPaths, root: str, *, elsewhere: bool) -> None:
+    """A store that cannot be reached from here is left to the trainer, which applies the same rule."""
+    try:
+        if newest_committed(root) is not None:
+            return
+        refuse_restart(run, root)
+    except CheckpointError as error:
+        if elsewhere and error.__cause__ is not None:
+            print(f"warning: {root} cannot be seen from here: {error}", file=sys.stderr)
+            return
+        raise
+
+
+def _load(run: RunPaths, tree: dict[str, Any]) -> RunConfig:
+    try:
+        return load_config(tree)
+    except ConfigError as error:
+        raise _of_another_version(run, f"a run whose config this version reads ({error})") from None
+
+
+def _of_another_version(run: RunPaths, expected: str) -> RunStateError:
+    """A run that is sound, but not for this checkout."""
+    known = shared_files.read_document(run.run, RunIdentity)
+    made = known.revision if known else ""
+    mend = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
+    return RunStateError("name", run.root.name, expected, f"{mend}name={run.root.name}-2")
+
+
+def set_aside(run: RunPaths) -> None:
+    """Move what is there to a folder of its own below `aside`, so that the run begins again, under another id.
+
+    An attempt that was cut off and goes on writes nothing more: the right to write is taken from it, also for the
+    folder that the next attempt will use.
+    """
+    locks = {run.lock, run.job_lock, run.aside}
+    found = sorted(path for path in run.root.iterdir() if path not in locks and not path.name.startswith("."))
+    if not found:
+        return
+    target = next_aside(run)
+    owner = f"scratch-{target.name}"
+    _take_over(run, owner)
+    target.mkdir(parents=True)
+    for path in sorted(found, key=lambda path: path in (run.attempts, run.metrics)):  # what shows progress comes last
+        path.rename(target / path.name)
+    fence = Fence(str(run.checkpoints), owner)
+    fence.claim()
+    fence.keep([])
+    print(f"what was in {run.root} is in {target} now; the run starts over", file=sys.stderr)
+
+
+def _take_over(run: RunPaths, owner: str) -> None:
+    """Claim the checkpoints that are given up, as far as they are known and can be reached."""
+    try:
+        config, known = kept_config(run), known_identity(run)
+        if config is not None and known is not None:
+            Fence(root_of(config, run, known.run_id), owner).claim()
+    except CheckpointError as error:
+        print(f"warning: an attempt that was cut off may still write to the run: {error}", file=sys.stderr)
+
+
+def freeze(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
+    """Keep code, config and identity, each unless it is there; a config that is there takes the operational changes.
+
+    In this order: a submission that is killed between two of them is completed by the next. What of a `known` run was
+    lost is made again.
+    """
+    lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
+    if known and not run.code.exists():
+        lost.append(run.code)
+        code_snapshot.make(run, config, known.code)
+    elif not known and not run.config.exists():
+        code_snapshot.make(run, config)
+    shared_files.write_document(run.config, config.model_dump(mode="json"))
+    if known is None:
+        run_id = f"{config.name}-{secrets.token_hex(4)}"
+        made = {"revision": git_revision(), "code": code_snapshot.digest(run)}
+        shared_files.create_document(run.run, RunIdentity(run_id=run_id, created=time.time(), **made))
+    elif run.run in lost:
+        shared_files.write_document(run.run, known)
+    for path in lost if known and run.attempts.exists() else ():
+        print(f"warning: {path} was lost, and is made again from what remains", file=sys.stderr)
+
+
+def _is_readable(path: Path, kind: type[Any]) -> bool:
+    return shared_files.read_document(path, kind) is not None
+
+
+def located_config(config: RunConfig) -> RunConfig:
+    """The config as it is kept: right from whatever directory the next submission is made."""
+    jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
+    located: dict[str, Any] = {
+        "resume": "auto",
+        "model": located_model(config.model),
+        "data": located_data(config.data),
+        "training": config.training.model_copy(update={"jobs": jobs}),
+    }
+    located["task"] = _located_task(config.task)
+    sets = config.evaluation.sets
+    with_tasks = {
+        name: each.model_copy(update={"task": _located_task(each.task)}) for name, each in sets.items() if each.task
+    }
+    located["evaluation"] = config.evaluation.model_copy(update={"sets": {**sets, **with_tasks}})
+    return config.model_copy(update=located)
+
+
+def _located_task(task: TaskConfig) -> TaskConfig:
+    if task.name != "dataset":
+        return task
+    return task.model_copy(update={"options": located_options(task.options)})
+
+
+def git_revision() -> str:
+    """Revision of this checkout, with `-dirty` when it is edited; empty without git."""
+    source = Path(pipeline.__file__).parent.parent
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip()

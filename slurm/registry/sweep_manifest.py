@@ -1,0 +1,118 @@
+"""The points of a sweep, as its directory keeps them.
+
+Owns `sweep.json`: which points a sweep has, what each run is called, and what was submitted for it. Promises that a
+point keeps its number and name for ever, and that the same overrides are the same point, in whatever order they were
+given. Must not know how a run is submitted.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipeline.errors import ConfigError, RunStateError
+from pipeline.observability.run_history import RUNS, closest
+from pipeline.run.paths import SWEEP, SweepPaths
+from pipeline.utils import shared_files
+
+LONGEST_NAME = 63
+"""Of a run; see `pipeline.config.RunConfig.name`."""
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a sweep.
+
+    Attributes:
+        number: its place, from 0.
+        overrides: what makes it differ from the other points.
+        name: of its run.
+        job: the job that was submitted for it last, empty for none.
+        submitted: when, in seconds since the epoch.
+        refused: why its last submission was refused; empty if it was not.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    name: str
+    job: str = ""
+    submitted: float = 0.0
+    refused: str = ""
+
+    def __str__(self) -> str:
+        return f"point {self.number} ({' '.join(self.overrides) or 'no overrides'})"
+
+
+class SweepManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`sweep.json`: the overrides that all points share, as they were given last, and all points by number."""
+
+    base: tuple[str, ...]
+    points: tuple[Point, ...] = ()
+
+    def of(self, overrides: Iterable[Sequence[str]]) -> list[Point]:
+        """The points with these overrides, in this order."""
+        known = {_key(point.overrides): point for point in self.points}
+        return [known[_key(one)] for one in overrides]
+
+    def noted(self, point: Point) -> "SweepManifest":
+        """The manifest with a newer note on one of its points."""
+        points = tuple(point if point.number == old.number else old for old in self.points)
+        return msgspec.structs.replace(self, points=points)
+
+
+def load_manifest(paths: SweepPaths) -> SweepManifest | None:
+    """The manifest, or None where there is no sweep; `RunStateError` if it is there and cannot be read."""
+    why = "it is torn, or of another version"
+    for _ in range(2):  # a file that is replaced while it is read is there at the second look
+        try:
+            found = shared_files.read_document(paths.manifest, SweepManifest)
+            if found is None and not paths.manifest.exists():
+                return None
+        except OSError as error:
+            found, why = None, error.strerror or str(error)
+        if found is not None and found.points:
+            return found
+        why = "it has no points" if found is not None else why
+    expected = f"a sweep with a readable {paths.manifest} ({why})"
+    mend = f"start a new sweep with name={paths.root.name}-2, or remove {paths.root}"
+    raise RunStateError("name", paths.root.name, expected, mend)
+
+
+def find_sweep(value: str, output: Path | None = None) -> SweepPaths:
+    """The sweep with this name below `output`, if that is given; else in this directory, or below `runs/`.
+
+    `ConfigError` if there is none.
+    """
+    below = output or RUNS
+    for folder in (below / value,) if output else (Path(value), below / value):
+        if value and SweepPaths(folder).manifest.exists():
+            return SweepPaths(folder.resolve())
+    expected = f"a sweep below {below}/" if output else f"a sweep's directory, or a name below {below}/"
+    raise ConfigError("sweep", value, expected, closest(value, (file.parent.name for file in below.glob(f"*/{SWEEP}"))))
+
+
+def extended(old: SweepManifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> SweepManifest:
+    """The manifest after these points were asked for: known ones stay as they are, new ones get the next numbers."""
+    points = list(old.points) if old else []
+    known = {_key(point.overrides) for point in points}
+    for one in overrides:
+        if _key(one) not in known:
+            known.add(_key(one))
+            points.append(Point(number=len(points), overrides=tuple(one), name=run_name(len(points), one)))
+    return SweepManifest(base=tuple(base), points=tuple(points))
+
+
+def run_name(number: int, overrides: Iterable[str]) -> str:
+    """`<number>-<key>_<value>-…`: unique by the number, readable by the rest, and a name that a run may have.
+
+    run_name(3, ["optim.lr=0.0001", "loss=gspo"])     3-lr_0.0001-loss_gspo
+    """
+    pairs = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
+    last = [key.rpartition(".")[2] for key, _ in pairs]
+    shown = [key if last.count(short) > 1 else short for (key, _), short in zip(pairs, last, strict=True)]
+    words = [re.sub(r"[^A-Za-z0-9._-]+", "_", f"{key}_{value}") for key, (_, value) in zip(shown, pairs, strict=True)]
+    return re.sub("__+", "_", "-".join([str(number), *words]))[:LONGEST_NAME].rstrip("._-")
+
+
+def _key(overrides: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(overrides))

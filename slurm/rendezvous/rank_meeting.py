@@ -1,0 +1,239 @@
+"""How the ranks of one attempt meet.
+
+Owns the rendezvous directory of an attempt and every file in it: `cards/<rank>.json`, `claim-<epoch>.json`,
+`lease-<epoch>.json` and the verdict, `world.json`. Promises that `meet` returns the same world to every rank, or
+raises one clear error within its deadline; that stale, torn, late and foreign files are never taken for live ones;
+and that only the leader reads all cards, so that the file operations grow linearly with the ranks. Knows nothing of
+roles and schedulers.
+
+    world = meet(FileDirectory(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
+"""
+
+import secrets
+from functools import partial
+
+import msgspec
+
+from pipeline.errors import RendezvousError
+from pipeline.run.paths import WORLD
+from pipeline.topology.assignment import assign, check_world
+from pipeline.topology.plan import Card, Plan, World
+from pipeline.utils.shared_dir import Directory
+from pipeline.utils.waiting import CLOCK, Clock, wait_for
+from slurm.rendezvous import election, probe_server
+from slurm.rendezvous.election import Action, ElectionEvent
+from slurm.rendezvous.membership import FindAddresses, Roster, absentees, publish_card
+
+# Shares of the deadline: after the first a leader goes on without absent ranks if the spares suffice; after the
+# second it refuses, so that the ranks learn the reason before their own deadlines run out.
+PATIENCE, LAST_CALL = 0.5, 0.9
+LOOKS_PER_SECOND = 2000  # of all ranks together, on one file server
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Who claimed an epoch; that the file exists is what counts."""
+
+    epoch: int
+    rank: int
+    hostname: str
+    pid: int
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A leader's sign of life: a counter that it alone raises."""
+
+    epoch: int
+    beat: int
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict that no world can be formed, and why."""
+
+    attempt: str
+    epoch: int
+    leader: int
+    refused: str
+
+
+def meet(
+    directory: Directory,
+    plan: Plan,
+    card: Card,
+    *,
+    run_id: str,
+    seconds: float,
+    find_addresses: FindAddresses | None = None,
+    lease: float | None = None,
+    clock: Clock = CLOCK,
+) -> World:
+    """Publish `card`, take part in the election, and return the world once it is published.
+
+    Args:
+        directory: the attempt's own directory.
+        seconds: deadline for everything; then `DeadlineError` names the ranks that published no card.
+        find_addresses: how ranks are reached; `slurm.rendezvous.probe_server` by default.
+        lease: seconds for which a leader may show no sign of life; an eighth of `seconds` by default.
+
+    `RendezvousError` when the rank is taken, when the leader refused, when the world does not fit this rank, or when
+    the directory cannot be read or written.
+    """
+    finder = find_addresses or partial(probe_server.find_addresses, run_id)
+    lease = lease or seconds / 8
+    meeting = Meeting(directory, plan, card, run_id, seconds, finder, lease, clock)
+    pause, longest_pause = pauses(plan.ranks, lease)
+    try:
+        return wait_for(
+            f"the world of attempt {card.attempt}",
+            meeting.round,
+            seconds,
+            missing=meeting.missing,
+            pause=pause,
+            longest_pause=longest_pause,
+            clock=clock,
+        )
+    except OSError as error:
+        where = f"{error.filename or 'the rendezvous'}: {error.strerror or error}"
+        raise RendezvousError(f"cannot read or write {where}; every rank must be able to") from error
+
+
+def pauses(ranks: int, lease: float) -> tuple[float, float]:
+    """First and longest pause (seconds) between two looks of a rank.
+
+    They grow with the ranks, so that all together never exceed what a file server bears, but leave a leader time to
+    renew.
+    """
+    longest = min(max(0.5, ranks / LOOKS_PER_SECOND), lease / election.RENEWALS_PER_LEASE)
+    return max(0.02, longest / 10), longest
+
+
+class Meeting:
+    """One rank's part of the rendezvous: performs the actions of `slurm.rendezvous.election` and reports what came of
+    them."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        plan: Plan,
+        card: Card,
+        run_id: str,
+        seconds: float,
+        find_addresses: FindAddresses,
+        lease: float,
+        clock: Clock = CLOCK,
+    ) -> None:
+        if not 0 <= card.rank < plan.ranks:
+            raise RendezvousError(f"rank {card.rank} is outside the plan's {plan.ranks} ranks; submit the run again")
+        self._directory, self._plan, self._card, self._run_id = directory, plan, card, run_id
+        self._seconds, self._find_addresses, self._clock = seconds, find_addresses, clock
+        self._started = clock.now()
+        self._member, self._action = election.begin_election(card.rank, plan.ranks, lease, self._started)
+        self._roster = self._new_roster()
+        self._verdict: World | Refusal | None = None
+        self.world: World | None = None
+
+    @property
+    def resting(self) -> bool:
+        """True if there is nothing to do before a pause."""
+        return self._action.name == "rest"
+
+    def round(self) -> World | None:
+        """Act until there is nothing to do but wait; the world, once it is there."""
+        self.act()
+        while self.world is None and not self.resting:
+            self.act()
+        return self.world
+
+    def act(self) -> None:
+        """Perform the next action: some reads, or one write."""
+        event = self._perform(self._action)
+        self._member, self._action = election.step(self._member, event, self._clock.now())
+
+    def missing(self) -> str:
+        """The ranks that have published no card."""
+        return absentees(self._directory, self._plan.ranks)
+
+    def _perform(self, action: Action) -> ElectionEvent:
+        match action.name:
+            case "join":
+                return ElectionEvent("joined" if publish_card(self._directory, self._card) else "contested")
+            case "look":
+                return self._look()
+            case "claim":
+                return self._claim(action.epoch)
+            case "renew":
+                self._directory.replace(f"lease-{action.epoch}.json", Lease(epoch=action.epoch, beat=action.beat))
+                return ElectionEvent("renewed")
+            case "gather":
+                return self._gather(action.epoch)
+            case "publish":
+                self._directory.create(WORLD, self._verdict)
+                return ElectionEvent("published")
+            case _:
+                return ElectionEvent("rested")
+
+    def _look(self) -> ElectionEvent:
+        names = self._directory.names()
+        if WORLD in names and self._read_verdict():
+            return ElectionEvent("saw_verdict")
+        epoch = max((_epoch(name) for name in names), default=0)
+        lease = self._directory.read(f"lease-{epoch}.json", Lease) if epoch else None
+        return ElectionEvent("saw", epoch, lease.beat if lease else -1)
+
+    def _read_verdict(self) -> bool:
+        """True once the world is read and fits; False while it cannot be read yet."""
+        world = self._directory.read(WORLD, World)
+        if world is None:
+            refusal = self._directory.read(WORLD, Refusal)
+            if refusal:
+                raise RendezvousError(f"rank {refusal.leader} could not form a world: {refusal.refused}")
+            return False
+        if world.run_id != self._run_id:
+            raise RendezvousError(f"the world in this directory is of run {world.run_id}, not {self._run_id}")
+        check_world(world, self._plan, self._card)
+        self.world = world
+        return True
+
+    def _claim(self, epoch: int) -> ElectionEvent:
+        claim = Claim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
+        if not self._directory.create(f"claim-{epoch}.json", claim):
+            return ElectionEvent("lost", epoch)
+        self._roster = self._new_roster()
+        return ElectionEvent("won", epoch)
+
+    def _gather(self, epoch: int) -> ElectionEvent:
+        if self._roster.gather():
+            return ElectionEvent("more")
+        self._verdict = self._decide(epoch)
+        return ElectionEvent("ready" if self._verdict else "waiting")
+
+    def _decide(self, epoch: int) -> World | Refusal | None:
+        """The verdict on the cards that are there, or None while it is worth waiting for others."""
+        share = (self._clock.now() - self._started) / self._seconds
+        if not self._roster.complete and share < PATIENCE:
+            return None
+        try:
+            return self._assign(epoch)
+        except RendezvousError as error:
+            if not self._roster.complete and share < LAST_CALL:
+                return None
+            return Refusal(attempt=self._card.attempt, epoch=epoch, leader=self._card.rank, refused=str(error))
+
+    def _assign(self, epoch: int) -> World:
+        return assign(
+            self._plan,
+            self._roster.cards(),
+            run_id=self._run_id,
+            attempt=self._card.attempt,
+            epoch=epoch,
+            leader=self._card.rank,
+            secret=secrets.token_hex(16),
+        )
+
+    def _new_roster(self) -> Roster:
+        return Roster(self._directory, self._plan.ranks, self._card.attempt, self._card.boot, self._find_addresses)
+
+
+def _epoch(name: str) -> int:
+    """The epoch in `claim-<epoch>.json`; 0 for any other name."""
+    number = name.removeprefix("claim-").removesuffix(".json")
+    return int(number) if name == f"claim-{number}.json" and number.isdecimal() else 0

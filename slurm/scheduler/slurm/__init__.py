@@ -1,0 +1,1 @@
+"""Slurm: its commands, its environment variables, its batch file."""

@@ -1,0 +1,239 @@
+"""Slurm's own commands as a `Scheduler`.
+
+Owns how sbatch, scontrol, squeue, sinfo, sacctmgr and scancel are called, and how their answers are read. Promises that
+every call has a deadline, no shell and nothing of the user's defaults, and that whatever goes wrong is a
+`SchedulerError` of one line with the command and what it said. Reads explicit formats and named fields only, since the
+rest differs among versions. Must not know runs.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from pipeline.errors import ConfigError, SchedulerError
+from slurm.scheduler.scheduler_protocol import Nodes, Partition, QueuedJob
+from slurm.scheduler.slurm.slurm_environment import submission_environment
+
+COMMANDS = ("sbatch", "scontrol", "squeue", "sinfo", "scancel")
+"""What a machine must have to submit; `sacctmgr` is asked only about accounts."""
+
+CALL_SECONDS = 60.0
+"""Slurm's commands give up on a silent controller after 10 to 20 s by themselves."""
+
+_UNKNOWN_JOB = "Invalid job id specified"
+_NO_ACCOUNTING = "not running a supported accounting_storage"
+NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
+"""What a command prints when it cannot know what the controller did, if anything."""
+
+_NOTHING = ("(null)", "None", "N/A")
+_OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block")
+"""Beginnings of the states of nodes that take no job until somebody repairs them."""
+
+
+def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
+    """Slurm's commands on this machine, each with this deadline, or `ConfigError` where they are missing."""
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        mend = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
+        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH", mend)
+    return SlurmCommands(seconds)
+
+
+class SlurmCommands:
+    """A `Scheduler` that runs one command for each question; `seconds` is the deadline of each."""
+
+    def __init__(self, seconds: float = CALL_SECONDS) -> None:
+        self._seconds = seconds
+
+    def job(self, job: str) -> QueuedJob | None:
+        command = ("scontrol", "--oneliner", "show", "job", job)
+        answer = self._run(*command)
+        if answer.returncode:
+            if _UNKNOWN_JOB in answer.stderr:
+                return None
+            raise _failed(command, answer)
+        return parse_job(answer.stdout)
+
+    def jobs_with(self, word: str) -> list[QueuedJob]:
+        said = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%i|%k")
+        lines = [line.partition("|") for line in said.splitlines()]
+        leaders = dict.fromkeys(job.partition("+")[0] for job, _, comment in lines if word in comment.split())
+        return [job for leader in leaders if (job := self.job(leader)) is not None and job.live]
+
+    def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
+        if not ids:
+            return {}
+        command = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%u|%r|%j|%k", f"--jobs={','.join(ids)}")
+        answer = self._run(*command)
+        if answer.returncode:
+            if _UNKNOWN_JOB in answer.stderr:  # said only of a single one
+                return {}
+            raise _failed(command, answer)
+        return parse_queue(answer.stdout)
+
+    def partitions(self) -> list[Partition]:
+        return parse_partitions(self._ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G|%T"))
+
+    def accounts(self) -> list[str] | None:
+        command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={my_name()}", "format=account")
+        if shutil.which("sacctmgr") is None:
+            return None
+        answer = self._run(*command)
+        if answer.returncode == 0:
+            return sorted(set(answer.stdout.split()))
+        if _NO_ACCOUNTING in answer.stderr + answer.stdout:
+            return None
+        raise _failed(command, answer)
+
+    def kill_wait(self) -> int:
+        said = self._ask("scontrol", "show", "config")
+        found = re.search(r"^KillWait\s*=\s*(\d+)", said, re.M)
+        if found is None:
+            raise SchedulerError("scontrol show config: names no KillWait")
+        return int(found[1])
+
+    def try_out(self, batch_file: Path) -> str:
+        command = ("sbatch", "--test-only", str(batch_file))
+        answer = self._run(*command)
+        if answer.returncode == 0:
+            return ""
+        if NO_ANSWER.search(answer.stderr):
+            raise _failed(command, answer)
+        return _one_line(answer) or f"sbatch ended with {answer.returncode}"
+
+    def requeue(self, job: str) -> None:
+        self._ask("scontrol", "requeue", job)
+
+    def cancel(self, job: str) -> None:
+        self._ask("scancel", job)
+
+    def _ask(self, *command: str) -> str:
+        answer = self._run(*command)
+        if answer.returncode:
+            raise _failed(command, answer)
+        return answer.stdout
+
+    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                stdin=subprocess.DEVNULL,
+                timeout=self._seconds,
+                env=submission_environment(),
+            )
+        except subprocess.TimeoutExpired:
+            raise SchedulerError(f"{' '.join(command)}: no answer within {self._seconds:g} s") from None
+        except OSError as error:
+            raise SchedulerError(f"{' '.join(command)}: {error.strerror}") from None
+
+
+def my_name() -> str:
+    """The name of the user of this process, or its number where it has none."""
+    return psutil.Process().username()
+
+
+def parse_job(said: str) -> QueuedJob | None:
+    """The job in what `scontrol --oneliner show job` said; of a heterogeneous job its leader, which comes first."""
+    lines = [line for line in said.splitlines() if line.startswith("JobId=")]
+    if not lines:
+        return None
+    leader = next((line for line in lines if _field(line, "HetJobOffset") in ("", "0")), lines[0])
+    return QueuedJob(
+        id=_field(leader, "JobId"),
+        name=_field(leader, "JobName"),
+        user=_field(leader, "UserId").partition("(")[0],
+        state=_word(_field(leader, "JobState")),
+        reason=_field(leader, "Reason"),
+        restarts=_number(_field(leader, "Restarts")),
+        comment=_field(leader, "Comment"),
+        preempted=_field(leader, "PreemptTime") == _field(leader, "EndTime") != "",
+        making_room=_field(leader, "PreemptTime") != "",
+    )
+
+
+def parse_queue(said: str) -> dict[str, QueuedJob]:
+    """The jobs by id in lines of `id|state|user|reason|name|comment`; of a heterogeneous job its leader (`12+0`)."""
+    found = {}
+    for line in said.splitlines():
+        if line.count("|") < 5:
+            raise SchedulerError(f"squeue: cannot read {line!r}")
+        job, state, user, *rest = line.split("|", 5)
+        leader, _, offset = job.partition("+")
+        reason, name, comment = ("" if text in _NOTHING else text for text in rest)
+        if offset in ("", "0"):
+            found[leader] = QueuedJob(leader, name, user, _word(state), reason, comment=comment)
+    return found
+
+
+def _field(line: str, name: str) -> str:
+    """A field of a one-line record; empty for none. Values may hold spaces: one ends where the next name begins."""
+    found = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+[A-Z][\w:/&-]*=|\s*$)", line)
+    value = found[1] if found else ""
+    return "" if value in _NOTHING else value
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise SchedulerError(f"scontrol show job: names no number of restarts, but {text!r}")
+    return int(text)
+
+
+def _word(state: str) -> str:
+    """`CANCELLED` of `CANCELLED by 0` or `CANCELLED+`."""
+    return re.split(r"[^A-Z_]", state, maxsplit=1)[0] or "UNKNOWN"
+
+
+def parse_partitions(said: str) -> list[Partition]:
+    """The partitions in lines of `name|availability|time limit|nodes|gres|state of these nodes`."""
+    partitions: dict[str, Partition] = {}
+    for line in said.splitlines():
+        if line.count("|") != 5 or not line.split("|")[3].isdecimal():
+            raise SchedulerError(f"sinfo: cannot read {line!r}")
+        name, availability, limit, count, gres, state = line.split("|")
+        down = int(count) if state.startswith(_OUT_OF_SERVICE) else 0
+        nodes = Nodes(count=int(count), gpus=parse_gpus(gres), down=down)
+        known = partitions.get(name)
+        if known is None:
+            known = Partition(name.rstrip("*"), name.endswith("*"), availability == "up", 0, "", limit)
+        kinds = (*known.kinds, nodes)
+        partitions[name] = replace(known, nodes=known.nodes + nodes.count, gpus=_describe(kinds), kinds=kinds)
+    return list(partitions.values())
+
+
+def parse_gpus(gres: str) -> dict[str, int]:
+    """GPUs of a node by kind: `{"a100": 4}` of `gpu:a100:4(S:0-1),shard:8`, and `{"": 2}` of `gpu:2`."""
+    gpus: dict[str, int] = {}
+    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
+        words = resource.strip().split(":")
+        if words[0] != "gpu":
+            continue
+        count = int(words.pop()) if words[-1].isdecimal() else 1
+        kind = ":".join(words[1:])
+        gpus[kind] = gpus.get(kind, 0) + count
+    return gpus
+
+
+def _describe(kinds: Iterable[Nodes]) -> str:
+    """`4×a100, 2×h100`: what GPUs its nodes have."""
+    found = {f"{count}×{kind or 'GPU'}" for nodes in kinds for kind, count in nodes.gpus.items()}
+    return ", ".join(sorted(found))
+
+
+def _failed(command: Iterable[str], answer: subprocess.CompletedProcess[str]) -> SchedulerError:
+    said = _one_line(answer) or f"ended with {answer.returncode} and said nothing"
+    return SchedulerError(f"{' '.join(command)}: {said}")
+
+
+def _one_line(answer: subprocess.CompletedProcess[str]) -> str:
+    """What a command said, without the name of the command and the word `error`."""
+    said = answer.stderr.strip() or answer.stdout.strip()
+    lines = [re.sub(r"^(?:\w+: )?(?:error: |allocation failure: )?", "", line.strip()) for line in said.splitlines()]
+    return "; ".join(line for line in lines if line)

@@ -1,0 +1,252 @@
+"""From the command line to a typed config, or to the points of a sweep.
+
+Owns Hydra's composition and grammar; Hydra's sweepers are in `slurm.submission.sweeps`. Promises that every mistake in
+an override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are reached, and
+that a sweep is written in Hydra's grammar.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import conf
+from pipeline.config import NAMED, RunConfig, is_list, known_form, known_keys, load_config, nearest, suggest_key
+from pipeline.errors import ConfigError
+
+CONF = Path(conf.__file__).parent
+OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
+"""Below these the keys are not ours: tasks' own, those of reward functions, and sbatch's; or are looked at later."""
+MOST_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A sweep's overrides: those that all points share, and those of each point, in Hydra's order."""
+
+    base: tuple[str, ...]
+    points: tuple[tuple[str, ...], ...]
+
+
+def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
+    """The config that `conf/` and the overrides describe; `ConfigError` for the first thing that is wrong."""
+    prepared = [_prepare(text, folder) for text in overrides]
+    with _composing(overrides), initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+        tree = OmegaConf.to_container(compose("config", prepared), resolve=True, throw_on_missing=True)
+    if not isinstance(tree, dict):
+        raise ConfigError("conf/config.yaml", tree, "a mapping")
+    config: dict[str, Any] = {str(key): value for key, value in tree.items()}
+    if "name" not in config:
+        raise ConfigError("name", None, "a name for the run", "set name=… or choose an experiment=…")
+    return load_config(config)
+
+
+def compose_upon(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path = CONF) -> dict[str, Any]:
+    """A config's tree with these overrides laid over it, in their order; `ConfigError` for the first that is wrong.
+
+    A group takes the place of its section, and whatever else it says is laid over the tree.
+    """
+    with _composing(overrides):
+        changed = OmegaConf.create(dict(tree))
+        for text in overrides:
+            _prepare(text, folder)
+            override = _parse(text)
+            key, value = override.key_or_group, override.value()
+            if override.is_delete():
+                raise ConfigError(key, text, "key=value here", "set it to its default instead")
+            if key in config_groups(folder):
+                _lay_group(changed, key, folder / key / f"{value}.yaml")
+            else:
+                OmegaConf.update(changed, key, value, force_add=True)
+        found = OmegaConf.to_container(changed, resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _lay_group(tree: DictConfig, group: str, file: Path) -> None:
+    loaded = OmegaConf.load(file)
+    assert isinstance(loaded, DictConfig)
+    if "defaults" in loaded:
+        raise ConfigError(group, file.stem, "a group that names no others, upon a config", "set its keys one by one")
+    sections = loaded if file.read_text().startswith("# @package _global_") else {group: loaded}
+    for name, section in sections.items():
+        OmegaConf.update(tree, str(name), section, merge=name != group, force_add=True)
+
+
+@contextmanager
+def _composing(overrides: Sequence[str]) -> Iterator[None]:
+    """Hydra's errors as ours."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
+
+
+def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
+    """The points of a sweep: every combination of the values of `a=1,2`, `range(…)`, `choice(…)` and `glob(…)`.
+
+    Keys come out without `+`, values in Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. Of
+    a key that is given twice the last counts. `ConfigError` for what cannot be enumerated.
+
+        expand(["loss=grpo,gspo", "seed=1"])     base: seed=1     points: (loss=grpo,), (loss=gspo,)
+    """
+    base: dict[str, str] = {}
+    axes: dict[str, list[str]] = {}
+    for text in overrides:
+        override = _parse(text)
+        key = f"{override.key_or_group}@{override.package}" if override.package else override.key_or_group
+        base.pop(key, None)
+        axes.pop(key, None)
+        if override.is_sweep_override():
+            written = _written(override, folder)
+            axes[key] = [f"{written}={value}" for value in _values(override, text, folder)]
+        else:
+            base[key] = text
+    points = tuple(islice(product(*axes.values()), MOST_POINTS + 1))
+    if len(points) > MOST_POINTS:
+        raise ConfigError("sweep", ", ".join(axes), f"at most {MOST_POINTS} points", "sweep fewer values")
+    return Expansion(tuple(base.values()), tuple(dict.fromkeys(points)))
+
+
+def split_axes(overrides: Sequence[str], folder: Path = CONF) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is fixed, as `compose_config` takes it, and what a sweeper may choose: each key once, the last counts.
+
+    An axis may be an `interval(…)`, which no list of points can hold. `ConfigError` for an unknown key or group, and
+    for a swept name: a point's directory is not the sweeper's to choose.
+    """
+    fixed: dict[str, str] = {}
+    axes: dict[str, str] = {}
+    for text in overrides:
+        override = _parse(text)
+        key = override.key_or_group
+        fixed.pop(key, None)
+        axes.pop(key, None)
+        if not override.is_sweep_override():
+            _prepare(text, folder)
+            fixed[key] = text
+            continue
+        _refuse_named(override, text)
+        _refuse_unknown(override, text, folder)
+        axes[key] = text
+    return tuple(fixed.values()), tuple(axes.values())
+
+
+def prepare_fixed(overrides: Sequence[str], folder: Path = CONF) -> list[str]:
+    """These overrides as Hydra shall see them, also where `conf/` does not have the key."""
+    return [_prepare(text, folder) for text in overrides]
+
+
+def ends_of(axis: str, most: int, folder: Path = CONF) -> list[str]:
+    """What to try of an axis before a sweeper does: at most `most` listed values, or both ends of an interval."""
+    override = _parse(axis)
+    value, written = override.value(), _written(override, folder)
+    if isinstance(value, IntervalSweep):
+        return [f"{written}={end}" for end in (value.start, value.end)]
+    return [f"{written}={one}" for one in _values(override, axis, folder)[:most]]
+
+
+def spell_point(overrides: Sequence[str], fixed: Sequence[str], folder: Path = CONF) -> tuple[str, ...]:
+    """What a sweeper chose for a point, without what all points share, in the spelling of `expand_sweep`.
+
+    spell_point(["loss=grpo", "++seed=1", "+optim.lr=1e-4"], ["seed=1"])     ("loss=grpo", "optim.lr=0.0001")
+    """
+    shared = {_parse(text).key_or_group for text in fixed}
+    chosen = [text for text in overrides if text.partition("=")[0].lstrip("+~") not in shared]
+    parsed = [_parse(text) for text in chosen]
+    return tuple(f"{_written(override, folder)}={override.get_value_element_as_str()}" for override in parsed)
+
+
+def config_groups(folder: Path = CONF) -> dict[str, list[str]]:
+    """The config groups and the choices of each."""
+    found = {path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
+    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in sorted(found)}
+
+
+def _prepare(text: str, folder: Path) -> str:
+    """The override as Hydra shall see it: a checked group choice, or a value for a known key."""
+    override = _parse(text)
+    if override.is_sweep_override():
+        mend = "-m submits one run for each value"
+        if is_list(known_keys().get(override.key_or_group)):
+            mend += f"; a list has brackets: '{override.key_or_group}=[{text.partition('=')[2]}]'"
+        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
+    key, choices = override.key_or_group, config_groups(folder)
+    if key in choices:
+        value = override.value()
+        if value not in choices[key]:
+            raise ConfigError(key, value, f"one of {', '.join(choices[key])}", nearest(str(value), choices[key]))
+        return text
+    _refuse_unknown(override, text, folder)
+    if override.is_delete():
+        return text
+    return "++" + text.lstrip("+")
+
+
+def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
+    """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
+    keys, choices = known_keys(), config_groups(folder)
+    key = known_form(override.key_or_group, keys)
+    inside = [known for known in keys if known.startswith(f"{key}.")]
+    if key in choices or any(NAMED in known for known in inside):  # a mapping by name is given whole, or by keys
+        return
+    if inside:
+        raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
+    if key not in keys and not key.startswith(OPEN):
+        value = text.partition("=")[2] if override.is_sweep_override() else override.value()
+        raise ConfigError(override.key_or_group, value, "a known key", suggest_key(key, [*keys, *choices]))
+
+
+def _refuse_named(override: Override, text: str) -> None:
+    """Raise `ConfigError` where the directories of points are swept over."""
+    if override.key_or_group in ("name", "output"):
+        mend = "each point of a sweep gets its own directory"
+        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
+
+
+def _parse(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(text, text, "key=value", reason) from None
+    return override
+
+
+def _values(override: Override, text: str, folder: Path) -> list[str]:
+    """At least one value to sweep over, in Hydra's spelling."""
+    key, given = override.key_or_group, text.partition("=")[2]
+    _refuse_named(override, text)
+    if not override.is_discrete_sweep():
+        raise ConfigError(key, given, "values that can be listed", "use choice(…) or range(start,stop,step)")
+    try:
+        values = list(islice(_listed(override, folder), MOST_POINTS + 1))
+    except (HydraException, ValueError) as error:
+        raise ConfigError(key, given, "values that can be listed", " ".join(str(error).split())) from None
+    if not values:
+        choices = ", ".join(config_groups(folder).get(key, ()))
+        raise ConfigError(key, given, "at least one value", f"choose from: {choices}" if choices else "")
+    return values
+
+
+def _written(override: Override, folder: Path) -> str:
+    """The key of a point's override: `seed` also of `+seed` and `++seed`, which mean the same here."""
+    if override.is_delete() or override.key_or_group in config_groups(folder):
+        return str(override.get_key_element())
+    return str(override.get_key_element()).lstrip("+")
+
+
+def _listed(override: Override, folder: Path) -> Iterator[str]:
+    value = override.value()
+    if isinstance(value, Glob):
+        return iter(value.filter(config_groups(folder).get(override.key_or_group, [])))
+    return override.sweep_string_iterator()

@@ -1,0 +1,277 @@
+"""Evaluating a commit of a run, or a model directory: a run like any other, of servers and an actor.
+
+Owns what `launchers/evaluate.py` adds to a submission: which model is meant, the config of the run that evaluates it,
+and the table at the end. Promises that the evaluated run is only read, but for the commit that is written as a model
+below its `exports/`, whole or not at all, and never for `--dry-run` or `--cfg`; and that the same command goes on with
+an evaluation that was interrupted.
+
+    python launchers/evaluate.py run=demo                              the finished model, or the newest commit
+    python launchers/evaluate.py run=demo checkpoint=rl-50 evaluation.sets.p.samples=8 …
+    python launchers/evaluate.py model=models/mine task=countdown
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from pipeline.checkpoints import Job
+from pipeline.checkpoints.checkpoint_store import commit_name, read_commit_name
+from pipeline.config import ModelConfig, RunConfig, load_config
+from pipeline.config.frozen_config import kept_config
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.observability.run_history import find_run
+from pipeline.run.paths import RunPaths
+from pipeline.run.run_documents import Finished
+from pipeline.train.loop.checkpoint_export import export_command, find_commit
+from pipeline.utils import atomic_dirs, shared_files, subprocesses, terminal
+from pipeline.utils.waiting import wait_for
+from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.submission import submit_run
+from slurm.submission.compose_config import compose_config, compose_upon
+from slurm.submission.train_files import next_name
+
+EXPORT_SECONDS = 3600.0
+KEYS = ("run", "checkpoint", "model")
+"""What is ours on the command line; everything else are keys of the config."""
+ALONE: Mapping[str, Any] = {
+    "evaluation": {"alone": True},
+    "training": {"steps": 0, "jobs": "", "warm_start": {"steps": 0, "epochs": 0}},
+    "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
+    "serve": {"enabled": False},
+    "tracking": {"wandb": "off"},
+    "resources": {"nodes": 0, "spares": 0, "share_gpus": False, "layout": "one", "services": {"nodes": 0}},
+}
+"""What a run that evaluates alone has in place of what its model was trained with."""
+_CHANGEABLE = ("resources", "tracking")
+"""What of that is the user's to change."""
+_LAID_LAST = rf"\+*({'|'.join(_CHANGEABLE)})\."
+
+
+@dataclass(frozen=True)
+class Export:
+    """A commit that has to be written as a model before it can be served.
+
+    Attributes:
+        run: the run that committed it.
+        name: `<job>-<step>`.
+        trained: the model that the run trains: of the same architecture, with the same tokenizer.
+    """
+
+    run: RunPaths
+    name: str
+    trained: ModelConfig
+
+    @property
+    def target(self) -> Path:
+        return self.run.exports / self.name
+
+    def write(self) -> None:
+        """`ConfigError` if it cannot be written. Nothing is left of one that fails but its log."""
+        print(f"writing {self.name} as a model: {self.target}", flush=True)
+        log = self.target.with_name(f"{self.name}.log")
+        command = export_command(self.run, self.name, self.target)
+        child = subprocesses.Child(command, log, child_environment({"CUDA_VISIBLE_DEVICES": ""}))
+        try:
+            code = wait_for(f"{self.name} to be written", child.poll, EXPORT_SECONDS, longest_pause=1.0)
+        except KeyboardInterrupt:
+            log.unlink()
+            raise
+        finally:
+            child.kill()
+            atomic_dirs.discard(self.target, str(child.pid))
+        if code:
+            why = " ".join(subprocesses.tail(log, 1)) or subprocesses.describe_exit(code)
+            raise ConfigError("checkpoint", self.name, "a commit that can be written as a model", f"{why} (see {log})")
+        log.unlink()
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `evaluate.py run=… [checkpoint=…] [options] [key=value …]`, or `model=…`."""
+    composed: list[RunConfig] = []
+
+    def compose(overrides: Sequence[str]) -> RunConfig:
+        config, export = compose_evaluation(overrides)
+        if export is not None and "--dry-run" in argv:
+            print(f"{export.name} would be written as a model: {export.target}", flush=True)
+            there = {key: getattr(export.trained, key) for key in ("path", "init", "lora")}
+            config = config.model_copy(update={"model": config.model.model_copy(update=there)})
+        elif export is not None and "--cfg" not in argv:
+            export.write()
+        composed.append(config)
+        return config
+
+    code = submit_run.main(argv, compose)
+    evaluation = RunPaths(composed[-1].directory).evaluation if composed else None
+    if code == 0 and evaluation is not None and evaluation.exists():
+        show(evaluation)
+    return code
+
+
+def compose_evaluation(overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
+    """The config of the run that evaluates what the command line names, and what has to be written before it starts;
+    `ConfigError` as for every other run."""
+    ours, rest = _split(overrides)
+    if ("run" in ours) == ("model" in ours):
+        mend = "run=<name or directory>, with checkpoint=rl-50 for one of its commits, or model=<directory>"
+        raise ConfigError("run", ours.get("run"), "a run or a model directory to evaluate", mend)
+    if "model" in ours and "checkpoint" in ours:
+        raise ConfigError("checkpoint", ours["checkpoint"], "nothing with model=…", "name its run instead: run=…")
+    if "model" in ours:
+        config, export = _of_directory(ours["model"], rest), None
+    else:
+        config, export = _of_run(RunPaths(find_run([ours["run"]])), ours.get("checkpoint", ""), rest)
+    if not any(text.lstrip("+").startswith("name=") for text in rest):
+        config = config.model_copy(update={"name": next_name(config.output, config.name)})
+    return config, export
+
+
+def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What is ours by its key, and the rest; `ConfigError` for one of ours that is given twice."""
+    ours, rest = dict[str, str](), list[str]()
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key not in KEYS:
+            rest.append(text)
+        elif key in ours:
+            raise ConfigError(key, value, "one value", f"{key}={ours[key]} is there too; leave one of them out")
+        else:
+            ours[key] = value
+    return ours, rest
+
+
+def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
+    directory = Path(model)
+    if (directory / "adapter_config.json").is_file():
+        mend = "evaluate the run that trained it (run=…), or merge it into its base"
+        raise ConfigError("model", model, "a whole model, and this is an adapter", mend)
+    if RunPaths(directory).run.is_file():
+        raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
+    if not (directory / "config.json").is_file():
+        raise ConfigError("model", model, "a directory with a Hugging Face model", "mend the path")
+    own = _asks_own("model", model, overrides)
+    named = f"eval-{_as_name(directory.resolve().name)}"
+    base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
+    begun = _merged(base, own, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}})
+    return load_config(compose_upon(begun, [text for text in overrides if re.match(_LAID_LAST, text)]))
+
+
+def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Of a model that no run was trained on a task with: what is asked. `ConfigError` if nothing is named."""
+    if any(re.match(r"\+*(task|experiment)\b", text) for text in overrides):
+        return {}
+    if any(re.match(r"\+*evaluation\.sets\b", text) for text in overrides):
+        return {"evaluation": {"own": False}}
+    mend = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
+    raise ConfigError(key, value, "a task as well, to ask the model", mend)
+
+
+def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
+    kept = kept_config(run)
+    if kept is None:
+        raise ConfigError("run", run.root.name, "a run with a readable config.json", f"see {run.config}")
+    chosen, step, model = find_model(run, kept, checkpoint)
+    lora = kept.model.lora.rank > 0
+    placed = {"lora": {"adapter": str(model)}} if lora else {"path": str(model), "init": "pretrained"}
+    step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
+    own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_own("run", run.root.name, overrides)
+    begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, ALONE, step_of)
+    config = load_config(_merged(compose_upon(begun, overrides), {"model": placed}, _fixed(ALONE)))
+    missing = model.parent == run.exports and not _is_model(model)
+    return config, Export(run, chosen, kept.model) if missing else None
+
+
+def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, int, Path]:
+    """What is meant by `checkpoint`, its step, and its directory, which may have to be written first if it is a commit.
+
+    `checkpoint` is `model`, `best`, `latest` or a commit; empty: the model of a finished run, else its newest commit.
+    """
+    finished = shared_files.read_document(run.finished, Finished)
+    checkpoint = checkpoint or ("model" if finished is not None and run.model.is_dir() else "latest")
+    if checkpoint in ("model", "best"):
+        place = run.model if checkpoint == "model" else run.best
+        if not place.is_dir():
+            mend = "name a commit, as checkpoint=latest"
+            raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", mend)
+        return checkpoint, finished.steps if finished is not None else config.training.steps, place
+    job, step = _find_commit(run, checkpoint)
+    name = commit_name(job, step)
+    return name, 0 if config.has_rollouts and job != "rl" else step, run.exports / name
+
+
+def _find_commit(run: RunPaths, checkpoint: str) -> tuple[Job, int]:
+    """Its job and step. One that is there as a model may be pruned since."""
+    named = read_commit_name(checkpoint)
+    if named is not None and _is_model(run.exports / checkpoint):
+        return named
+    try:
+        manifest = find_commit(run, checkpoint).manifest
+    except RollcallError as error:
+        raise ConfigError("checkpoint", checkpoint, "a commit of the run", str(error)) from None
+    return manifest.job, manifest.step
+
+
+def _is_model(directory: Path) -> bool:
+    """Whether a whole model, or an adapter, is there."""
+    return any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def show(evaluation: Path) -> None:
+    """Print what was found as a table."""
+    found = msgspec.json.decode(evaluation.read_bytes())
+    console = terminal.console(highlight=False)
+    console.print(f"\n[bold]{found['model']}[/]  step {found['step']}", soft_wrap=True)
+    console.print(table_of(found["sets"]))
+    output = RunPaths(evaluation.parent).benchmark
+    if output.is_dir():
+        print(f"  benchmark   {output}", flush=True)
+
+
+def table_of(sets: Mapping[str, Mapping[str, float | None]]) -> Table:
+    """One line for each set; a column for each k of pass@k and each number of the tasks."""
+    shown = ("accuracy", "error", "prompts", "samples", "failed", "late", "seconds", "version_min", "version_max")
+    more = sorted({name for numbers in sets.values() for name in numbers if name not in shown}, key=_natural)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for column in ("set", "prompts", "samples", "accuracy", *more, "failed", "seconds"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    for name, numbers in sets.items():
+        accuracy = f"{numbers.get('accuracy') or 0.0:.4f} ± {numbers.get('error') or 0.0:.4f}"
+        counts = [f"{numbers.get(key) or default:.0f}" for key, default in (("prompts", 0), ("samples", 1))]
+        others = [f"{value:.4f}" if (value := numbers.get(key)) is not None else "—" for key in more]
+        ends = [f"{numbers.get('failed') or 0:.0f}", f"{numbers.get('seconds') or 0:.1f}"]
+        table.add_row(name, *counts, accuracy, *others, *ends)
+    return table
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """pass@8 comes before pass@16."""
+    head, _, number = name.partition("@")
+    return (head, int(number)) if number.isdecimal() else (name, 0)
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:50].lstrip("._-") or "model"
+
+
+def _output(run: RunPaths, kept: RunConfig) -> Path:
+    """Beside the evaluated run; as its config says it where that is the same place."""
+    return kept.output if kept.output.resolve() == run.root.parent else run.root.parent
+
+
+def _fixed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What no override may undo."""
+    return {key: value for key, value in tree.items() if key not in _CHANGEABLE}
+
+
+def _merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Trees laid over each other; the last counts."""
+    merged = dict(base)
+    for other in others:
+        for key, value in other.items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = _merged(merged[key], value) if both else value
+    return merged

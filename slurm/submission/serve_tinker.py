@@ -1,0 +1,167 @@
+"""Serving the Tinker API: a front here, and a job like any other that does the work.
+
+Owns the order of a start, and when the job is started again. Promises that the front, which clients talk to, outlives
+the trainer: while that is away, clients wait (`slurm.submission.gateway_supervisor` watches over the front); and that
+the same command goes on where an earlier one left off, at the same address. With `cluster=local` the job ends with the
+launcher; a job of Slurm goes on, and is found again.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.config.model_directory import initial_weights, model_directory
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.run.paths import RunPaths
+from pipeline.tinker.gateway_settings import Address, Settings, address_file, settings_of
+from pipeline.tinker.service_state import MOST_DELIVERIES
+from pipeline.tinker.tinker_wire import protocol
+from pipeline.utils import shared_files, subprocesses
+from pipeline.utils.private_files import make_directory
+from pipeline.utils.waiting import wait_for
+from slurm.batch.executors import RunJob
+from slurm.registry import run_registry
+from slurm.scheduler.slurm.slurm_commands import find_slurm
+from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.submission.compose_config import compose_config
+from slurm.submission.gateway_supervisor import FrontKeeper
+from slurm.submission.launcher_signals import noted_signals
+from slurm.submission.submit_run import check_submission, print_plan, run_here, submit_one
+from slurm.submission.tail_job import follow_job, print_job
+
+BASE_SECONDS = 600.0
+SHORT_SECONDS, MOST_SHORT = 60.0, MOST_DELIVERIES + 2
+"""The trainer is not started again after so many attempts in a row that were over so soon; more than a request gets
+that ends each of them, so that it fails alone."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `serve.py [--url] key=value …`."""
+    try:
+        overrides = [argument for argument in argv if argument != "--url"]
+        if unknown := [argument for argument in overrides if argument.startswith("-")]:
+            raise ConfigError("option", unknown[0], "--url or --help", "everything else is set as key=value")
+        config = compose_config([*overrides, "serve.enabled=true", "training.steps=0"])
+        if "--url" in argv:
+            return _print_address(RunPaths(config.directory.resolve()))
+        return serve(config)
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def serve(config: RunConfig) -> int:
+    """Check everything, start the front and the job, and follow it until it ended; the exit code of its last end."""
+    protocol()
+    config = with_base(config)
+    paths = RunPaths(config.directory.resolve())
+    live = _live_job(config, paths)
+    if live is None:
+        print_plan(config, check_submission(config))
+    with front(config, paths):
+        if config.cluster.kind == "local":
+            return _serve_here(config)
+        with noted_signals() as interrupted:
+            if live is None:
+                live = submit_one(config, check_submission(config))
+                print_job(live)
+            return follow_job(live, interrupted)
+
+
+def with_base(config: RunConfig) -> RunConfig:
+    """The config whose base is on disk: random weights are written once, beside the run."""
+    if initial_weights(config.model) == "pretrained":
+        return config
+    base = config.output.resolve() / f"{config.name}-base"
+    if not (base / "config.json").is_file():
+        base.parent.mkdir(parents=True, exist_ok=True)
+        shape = str(model_directory(config.model))
+        command = [sys.executable, "-m", "pipeline.train.service.random_base", shape, str(base), str(config.seed)]
+        log = base.with_name(f"{base.name}.log")
+        child = subprocesses.Child(command, log, child_environment({}))
+        wait_for("a base with random weights", lambda: child.poll() is not None, BASE_SECONDS)
+        if not (base / "config.json").is_file():
+            raise ConfigError("model.path", config.model.path, "a model that transformers can make", f"see {log}")
+        log.unlink()
+        print(f"wrote a base with random weights: {base}", flush=True)
+    name = config.serve.base_name or Path(config.model.path).name
+    model = config.model.model_copy(update={"path": str(base), "init": "pretrained"})
+    named = config.serve.model_copy(update={"base_name": name})
+    return config.model_copy(update={"model": model, "serve": named})
+
+
+@contextmanager
+def front(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
+    """The front of a run, while the block lasts; says how to reach it. `ConfigError` if it cannot start."""
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(model_directory(config.model))})}
+    )
+    settings = settings_of(config, paths.api)
+    make_directory(paths.root, config.cluster.directory_mode)
+    make_directory(paths.api)
+    keeper = FrontKeeper(settings, paths.api / "front.log")
+    try:
+        address = keeper.start()
+        _say_address(address, settings)
+        yield address
+    finally:
+        keeper.stop()
+
+
+def _serve_here(config: RunConfig) -> int:
+    """The job on this machine, again and again as long as it fails after a while."""
+    short = 0
+    for restart in range(config.serve.restarts + 1):
+        started = time.monotonic()
+        try:
+            code = run_here(config, check_submission(config))
+        except RollcallError as error:  # what was free at the start may be taken now: clients wait
+            if not restart:
+                raise
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            time.sleep(SHORT_SECONDS)
+            code = 1
+        if code != 1:
+            return code
+        short = short + 1 if time.monotonic() - started < SHORT_SECONDS else 0
+        if short >= MOST_SHORT:
+            print(f"the trainer failed {short} times in a row at once; it is not started again", file=sys.stderr)
+            return code
+        print("the trainer is started again; clients wait meanwhile", file=sys.stderr, flush=True)
+    return 1
+
+
+def _live_job(config: RunConfig, paths: RunPaths) -> RunJob | None:
+    """The Slurm job of this run that an earlier command started."""
+    if config.cluster.kind == "local" or not paths.run.exists():
+        return None
+    scheduler = find_slurm()
+    queued = run_registry.live_job(paths, scheduler)
+    return None if queued is None else RunJob(paths.submitit, queued.id, run=paths, scheduler=scheduler)
+
+
+def _print_address(paths: RunPaths) -> int:
+    address = shared_files.read_document(address_file(paths.api), Address)
+    if address is None:
+        raise ConfigError("name", paths.root.name, "a run that serves", "start it: python launchers/serve.py …")
+    print(_exports(address, paths.api / "key"))
+    return 0
+
+
+def _say_address(address: Address, settings: Settings) -> None:
+    key = Path(settings.keys) if settings.keys else settings.own_key
+    print(f"serving {settings.base_names[0]} at {address.url}", flush=True)
+    if settings.keys:
+        print(f"  export TINKER_BASE_URL={address.url}\n  keys: {key}", flush=True)
+    else:
+        print("\n".join(f"  {line}" for line in _exports(address, key).splitlines()), flush=True)
+
+
+def _exports(address: Address, key: Path) -> str:
+    lines = [f"export TINKER_BASE_URL={address.url}"]
+    if key.exists():
+        lines.append(f"export TINKER_API_KEY=$(cat {key})")
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""What may go wrong in a run whose config is right, said before it starts.
+
+Owns the checks of things beside the config: the model's chat template, programs, services and the cores of this
+machine. Promises a refusal only where the run cannot work, and else one line for each thing, with its key. Waits
+at most `ANSWER_SECONDS` for a service.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from jinja2 import TemplateError
+
+from pipeline.config import RewardConfig, RunConfig, TaskConfig
+from pipeline.config.model_directory import is_built_in, longest_sequence, model_directory, stored_dtype
+from pipeline.data.chat_messages import Message
+from pipeline.data.examples import RowError
+from pipeline.environments import load_task
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.frozen_code import changed
+from pipeline.errors import ConfigError
+from pipeline.inference.vllm.server_arguments import unchecked_arguments
+from pipeline.run.paths import RunPaths
+from pipeline.train.batching.conversation_rows import CHECKED_ROWS, parts_of
+
+ANSWER_SECONDS = 3.0
+CROWDED = 2
+"""Threads that compute at a time, for each core, from which on a warning is due."""
+MANY_WORKERS = 8
+"""Processes of a task for each core, likewise: they mostly wait."""
+JUDGE = "pipeline.environments.llm_judge:judge"
+TINY = (64, "float32")
+"""`max_length` and `dtype` of conf/model/tiny_qwen3.yaml."""
+_SCRIPTS = (".py", ".sh")
+_NO_URL = "it is no URL that begins with http:// or https://"
+
+
+def check_agents(config: RunConfig) -> None:
+    """`ConfigError` for the command of an agent that is not on this machine, where the run is to stay on it."""
+    for key, command in _commands(config):
+        if config.cluster.kind == "local" and (fault := _fault(command)):
+            raise ConfigError(key, list(command), "a command that can be started here", f"{fault}; change the command")
+
+
+def advice(config: RunConfig) -> list[str]:
+    """What to look at before the run starts, one line each."""
+    checks = (_changed_modules, _tiny_settings, _deaf_templates, _absent_commands, _services, _crowds)
+    unchecked = unchecked_arguments(config)
+    return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
+
+
+def _tiny_settings(config: RunConfig) -> Iterator[str]:
+    """`model.path` alone leaves the length and the dtype of the tiny preset, which is the default of `model=`."""
+    model = config.model
+    if (model.max_length, model.dtype) != TINY or is_built_in(model.path):
+        return
+    dtype, positions = stored_dtype(model), longest_sequence(model)
+    own = " and ".join([*([f"{positions} positions"] if positions else []), *([f"dtype {dtype}"] if dtype else [])])
+    also = " and model.dtype=bfloat16" if dtype == "bfloat16" else ""
+    yield (
+        f"model.max_length={model.max_length} and model.dtype={model.dtype} come from the default model=tiny_qwen3, "
+        f"not from {model.path}{own and f' ({own})'}: set model.max_length to the longest sample in tokens{also}"
+    )
+
+
+def _changed_modules(config: RunConfig) -> Iterator[str]:
+    """A run that is resumed keeps the user's modules as they were."""
+    if files := changed(RunPaths(config.directory.resolve()).code):
+        named = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} others" if len(files) > 3 else "")
+        yield (
+            f"{named} changed since the run was made, which goes on with its own copy; a new run, "
+            f"name={config.name}-2, has what is there now"
+        )
+
+
+def _deaf_templates(config: RunConfig) -> Iterator[str]:
+    """A template that ignores `tools` writes rows and prompts without them."""
+    conversations = [*islice(_with_tools(config), 1)]
+    if not conversations:
+        return
+    where, messages, tools = conversations[0]
+    template = Chat(model_directory(config.model)).template
+    try:
+        if template.render(messages, tools) != template.render(messages, ()):
+            return
+    except TemplateError:
+        return  # each row, or the first prompt, fails with the reason
+    yield (
+        f"the chat template of {config.model.path} ignores `tools`, which {where} has: the model does not see them; "
+        "put a chat_template.jinja that writes them into the model's directory, or describe them in a system message"
+    )
+
+
+def _with_tools(config: RunConfig) -> Iterator[tuple[str, Sequence[Message], Sequence[Mapping[str, Any]]]]:
+    if config.data.path and config.has_sft and not config.training.jobs:
+        part, _ = parts_of(config.data)
+        for index in part.indices[:CHECKED_ROWS]:
+            try:
+                conversation = part.examples[index].conversation
+            except RowError:
+                continue
+            if conversation.tools:
+                yield f"row {index} of data.path", conversation.messages, conversation.tools
+    if config.has_rollouts:
+        prompt = load_task(config.task, config.seed).prompt(0)
+        if prompt.tools:
+            yield f"task.name={config.task.name}", prompt.messages, prompt.tools
+
+
+def _absent_commands(config: RunConfig) -> Iterator[str]:
+    for key, command in _commands(config):
+        if fault := _fault(command):
+            yield f"{key}: {fault}: each sample fails if the nodes of the job lack it too"
+
+
+def _commands(config: RunConfig) -> Iterator[tuple[str, Sequence[str]]]:
+    for key, task in _tasks(config):
+        command = task.options.get("command")
+        if (
+            task.name == "agent"
+            and isinstance(command, list | tuple)
+            and all(isinstance(part, str) for part in command)
+        ):
+            yield f"{key}.options.command", command
+
+
+def _fault(command: Sequence[str]) -> str:
+    """Why a command cannot be started from here; empty if nothing speaks against it."""
+    if not command:
+        return ""
+    program, *arguments = command
+    if shutil.which(program) is None:
+        return f"there is no program {program!r} in PATH" if "/" not in program else f"{program!r} is no program"
+    script = arguments[0] if arguments else ""
+    if Path(script).suffix in _SCRIPTS and "{" not in script and not Path(script).is_file():
+        return f"there is no file {script!r}"
+    return ""
+
+
+def _services(config: RunConfig) -> Iterator[str]:
+    for key, task in _tasks(config):
+        service = task.options.get("service")
+        if task.name == "agent" and isinstance(service, str) and service and (fault := _unreachable(service)):
+            yield f"{key}.options.service={service}: {fault}: each sample fails until it answers"
+    for key, reward in _rewards(config):
+        options = reward.options.get("judge", {})
+        if JUDGE in reward.functions and isinstance(options.get("url"), str) and (fault := _judge_fault(options)):
+            yield f"{key}.options.judge: {fault}: each sample fails until it answers"
+
+
+def _judge_fault(options: Mapping[str, Any]) -> str:
+    """Why the judge may not answer; empty if it lists the model, or does not list models."""
+    url, model, key_file = options["url"], options.get("model"), options.get("key_file")
+    if not _is_http(url):
+        return _NO_URL
+    if key_file and not Path(str(key_file)).is_file():
+        return f"there is no key_file {key_file}"
+    headers = {"Authorization": f"Bearer {Path(str(key_file)).read_text().strip()}"} if key_file else {}
+    try:
+        with urlopen(Request(f"{url.rstrip('/')}/models", headers=headers), timeout=ANSWER_SECONDS) as answer:
+            names = [str(entry["id"]) for entry in json.load(answer)["data"]]
+    except HTTPError as error:
+        return f"{url} refuses the key (status {error.code})" if error.code in (401, 403) else ""
+    except (OSError, URLError, ValueError) as error:
+        return _no_answer(url, error) if isinstance(error, OSError) else ""
+    except (LookupError, TypeError):
+        return ""
+    return "" if model in names else f"{url} has no model {model!r}, but {', '.join(names[:5]) or 'none'}"
+
+
+def _unreachable(url: str) -> str:
+    """Why nothing can be posted to a URL; empty if something listens there, whatever it answers."""
+    if not _is_http(url):
+        return _NO_URL
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=ANSWER_SECONDS):
+            return ""
+    except HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        return _no_answer(url, error)
+
+
+def _is_http(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def _no_answer(url: str, error: Exception) -> str:
+    return f"nobody answers at {url} from this machine ({getattr(error, 'reason', None) or error})"
+
+
+def _tasks(config: RunConfig) -> Iterator[tuple[str, TaskConfig]]:
+    if config.has_rollouts or (config.evaluation.alone and config.evaluation.own):
+        yield "task", config.task
+    if config.has_rollouts or config.evaluation.alone:
+        for name, asked in config.evaluation.sets.items():
+            if asked.task:
+                yield f"evaluation.sets.{name}.task", asked.task
+
+
+def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:
+    if config.has_rollouts or config.evaluation.alone:
+        yield "reward", config.reward
+        for name, asked in config.evaluation.sets.items():
+            if asked.reward:
+                yield f"evaluation.sets.{name}.reward", asked.reward
+
+
+def _crowds(config: RunConfig) -> Iterator[str]:
+    """Of a run on this machine: what it computes with, beside the cores that there are."""
+    if config.cluster.kind != "local":
+        return
+    cores, wanted = len(os.sched_getaffinity(0)), config.resources
+    threads = wanted.trainer.nodes * wanted.trainer.processes * wanted.trainer.threads
+    if config.has_servers:
+        threads += wanted.inference.nodes * wanted.inference.servers * wanted.inference.threads
+    if wanted.device == "cpu" and threads > CROWDED * cores:
+        yield (
+            f"this machine has {cores} cores for {threads} threads of trainers and servers, which slow each other "
+            "down; lower resources.trainer.processes, .threads or resources.inference.servers, .threads"
+        )
+    if config.has_rollouts and config.task.processes > MANY_WORKERS * cores:
+        yield (
+            f"this machine has {cores} cores for {config.task.processes} processes of the task; lower "
+            "task.processes, unless they mostly wait"
+        )

@@ -1,0 +1,297 @@
+"""Submitting a run: check everything, show the plan, start one job, follow it.
+
+Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right. If
+it is not, the exit code is 2; if it is, that of `slurm.submission.tail_job`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from rich.markup import escape
+from rich.text import Text
+
+from pipeline.config import ModelConfig, RunConfig
+from pipeline.config.cross_checks import check_adapters, check_parallel, check_run
+from pipeline.config.model_directory import attention_heads, describe_weights, experts, longest_sequence
+from pipeline.environments import check_demonstrations, check_task, load_task
+from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
+from pipeline.environments.rewards import check_rewards
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.inference.vllm.server_arguments import check_extra_args
+from pipeline.roles.inference import find_vllm
+from pipeline.roles.redis import find_server
+from pipeline.run.paths import RunPaths
+from pipeline.topology.assignment import describe_plan
+from pipeline.topology.gpu_memory import Sizes, check_memory, describe_memory
+from pipeline.topology.plan import Plan, make_plan
+from pipeline.train.batching.conversation_rows import check_data, coloured, first_trainable_row
+from pipeline.train.offline.job_queue import waiting_at
+from pipeline.train.train_jobs import DemonstrationsInput, check_alone, read_job
+from pipeline.utils import terminal
+from slurm.agent.agent import Agent
+from slurm.batch.executors import RunJob, SlurmNodes
+from slurm.batch.site_checks import check_site, warnings
+from slurm.registry import run_registry
+from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.slurm.batch_file import split_components
+from slurm.scheduler.slurm.slurm_commands import find_slurm
+from slurm.submission.compose_config import compose_config
+from slurm.submission.declined_options import refuse_launcher_key, refuse_option
+from slurm.submission.launcher_signals import noted_signals
+from slurm.submission.local_job import JobHere, check_shared_gpus, follow_here, lacking_gpus, refuse_lacking_gpus
+from slurm.submission.submission_warnings import advice, check_agents
+from slurm.submission.submit_sweep import PointLauncher, sweep
+from slurm.submission.sweeps.hydra_settings import names_hydra
+from slurm.submission.sweeps.run_sweeper import search
+from slurm.submission.tail_job import conclude_run, follow_job, print_job
+
+
+def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
+    """The exit code of a submission with these command-line arguments.
+
+    `compose` is what makes a config of overrides for a command that submits one run of its own kind.
+    """
+    try:
+        options, overrides = _read(argv)
+        if options.multirun and compose is not None:
+            raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
+        if options.multirun and names_hydra(overrides):
+            return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
+        if options.multirun:
+            return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
+        config = (compose or compose_config)(overrides)
+        if not options.cfg:
+            _refuse_serving(config)
+        if options.cfg:
+            print(config.model_dump_json(indent=2))
+            return 0
+        if options.detach and config.cluster.kind == "local":
+            mend = "a local run ends with its launcher; start it with nohup, or in tmux"
+            raise ConfigError("option", "--detach", "cluster=slurm", mend)
+        plan = check_submission(config)
+        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
+        return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
+    except RollcallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options and overrides; `ConfigError` for an option there is not."""
+    expected = "one of --cfg, --detach, --dry-run, --help, --multirun"
+    try:
+        options, overrides = _parser().parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError("option", " ".join(argv), expected, str(error)) from None
+    unknown = [argument for argument in overrides if argument.startswith("-")]
+    if unknown:
+        refuse_option(unknown[0], expected)
+    if options.cfg and options.multirun:
+        raise ConfigError("option", "--cfg", "one run", "leave out --multirun, and give each key one value")
+    for text in overrides:
+        refuse_launcher_key(text.partition("=")[0].lstrip("+~"), text.partition("=")[2])
+    if not options.multirun and (named := names_hydra(overrides)):
+        raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
+    if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
+        overrides.remove("job")
+    return options, overrides
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launchers/submit.py",
+        description="Submit one run: python launchers/submit.py experiment=demo cluster=local key=value …",
+        epilog="Run the same command again to resume an interrupted run. Keys: docs/configuration.md.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--cfg", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
+    parser.add_argument("--detach", action="store_true", help="submit the Slurm job and do not follow it")
+    parser.add_argument("-m", "--multirun", action="store_true", help="a sweep, one run for each point: docs/sweeps.md")
+    return parser
+
+
+def check_submission(config: RunConfig, accepted: list[object] | None = None) -> Plan:
+    """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way.
+
+    `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
+    """
+    check_run(config, longest_sequence(config.model))
+    plan = make_plan(config)
+    check_inputs(config)
+    if config.has_servers:
+        check_parallel(config, attention_heads(config.model))
+        check_adapters(config, experts(config.model))
+        find_vllm()
+        check_extra_args(config)
+    if config.has_rollouts and config.streams.backend == "redis":
+        find_server()
+    run_registry.examine(config)
+    # The arithmetic does not know the adapters that clients of a serving run ask for, nor servers without a trainer.
+    if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.alone):
+        if config.resources.gpu_memory:
+            check_memory(config, _sizes(config.model))
+        elif config.cluster.kind == "local":
+            check_shared_gpus(config, lambda placed: check_memory(placed, _sizes(placed.model)))
+    if config.cluster.kind == "slurm":
+        scheduler = find_slurm()
+        accepted = [] if accepted is None else accepted
+        text, shape = batch_text(config, plan, scheduler), (config.cluster, config.resources, plan)
+        if shape not in accepted:
+            check_site(config, plan, scheduler, text)
+            accepted.append(shape)
+    return plan
+
+
+@cache
+def _sizes(model: ModelConfig) -> Sizes:
+    """Counted once for all points of a sweep."""
+    from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
+
+    return sizes_of(model)
+
+
+def _refuse_serving(config: RunConfig) -> None:
+    if config.serve.enabled:
+        raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
+
+
+def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
+    """`check_submission` for a point of a sweep."""
+    _refuse_serving(config)
+    return check_submission(config, accepted)
+
+
+def check_inputs(config: RunConfig) -> None:
+    """`ConfigError` unless the task, or every job that waits, has what it needs."""
+    if not config.training.jobs:
+        task = load_task(config.task, config.seed)
+        check_task(task, config)
+        check_agents(config)
+        check_data(config)
+        if config.has_rollouts:
+            check_rewards(config.reward, task, config.task.name)
+        if config.evaluation.alone and config.evaluation.own:
+            check_held_out(config.task, config.reward, config.seed)
+        if config.has_rollouts or config.evaluation.alone:
+            check_eval_tasks(config)
+        return
+    path = Path(config.training.jobs).resolve()
+    if path == config.directory.resolve():
+        mend = "set output=… or name=…"
+        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", mend)
+    files = waiting_at(path)
+    if not files and not RunPaths(config.directory).run.exists():  # of a run that goes on, all may be done
+        expected = "a job file, or a folder with at least one *.json"
+        raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
+    for file in files:
+        check_alone(file, job := read_job(file), config)
+        if isinstance(job.inputs, DemonstrationsInput):
+            check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
+
+
+def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
+    """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
+    paths = RunPaths(config.directory.resolve())
+    run_id = run_registry.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
+    return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
+
+
+def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
+    """What may stand in the way later; `dry_run` also of what would, here and now."""
+    if config.cluster.kind == "slurm":
+        return [*advice(config), *warnings(config, find_slurm())]
+    lacking = lacking_gpus(plan) if dry_run else ""
+    return [*advice(config), *([f"this machine, now: {lacking}"] if lacking else [])]
+
+
+def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
+    """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
+    GPU's memory, and what Slurm would get."""
+    console = terminal.console(highlight=False)
+    console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
+    services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
+    for line in describe_plan(plan, without_gpus=services):
+        console.print(f"  {line}")
+    console.print(f"  {escape(describe_weights(config.model))}", soft_wrap=True)
+    for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
+        print(f"  {line}", flush=True)
+    if (shown := first_trainable_row(config)) is not None:
+        first, endless = shown
+        console.print("\nThe first row; what is trained is green:")
+        console.print(Text.from_ansi(coloured(first)), end="\n\n")
+        warned = [*warned, endless] if endless else warned
+    for warning in warned:
+        print(f"warning: {warning}", file=sys.stderr)
+    if whole and config.cluster.kind == "slurm":
+        print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
+
+
+def _what_it_trains(config: RunConfig) -> str:
+    if config.serve.enabled:
+        return f"what clients of the Tinker API ask for, adapters on {config.model.path}"
+    if config.evaluation.alone:
+        return f"evaluation of {config.model.lora.adapter or config.model.path}"
+    if config.training.jobs:
+        return f"the jobs of {config.training.jobs}"
+    start = config.training.warm_start
+    if not config.has_rollouts:
+        length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
+        return f"{config.data.path or config.task.name}, SFT alone, {length}"
+    return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
+
+
+def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
+    """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
+    if config.cluster.kind == "local":
+        return run_here(config, plan)
+    with noted_signals() as interrupted:
+        job = submit_one(config, plan)
+        print_job(job)
+        return 0 if detach else follow_job(job, interrupted)
+
+
+def submit_one(config: RunConfig, plan: Plan) -> RunJob:
+    """Queue the Slurm job of a run; it is on record when this returns.
+
+    If this raises, none is queued, but for `NoAnswer`: should the job show up later, it finds nothing to run, and a
+    further submission is refused for as long as it lives.
+    """
+    scheduler = find_slurm()
+    with run_registry.claimed(config) as paths, run_registry.job_replaced(paths):
+        executor = SlurmNodes(paths, config, plan, run_id=run_registry.identity(paths).run_id, scheduler=scheduler)
+        job = executor.submit(Agent(paths.root))
+        assert isinstance(job, RunJob)
+        try:
+            run_registry.record_job(paths, "slurm", job.job_id)
+        except BaseException:
+            job.cancel()
+            raise
+    return job
+
+
+def run_here(config: RunConfig, plan: Plan) -> int:
+    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher.
+
+    `PlanError` if the machine has too few free GPUs.
+    """
+    refuse_lacking_gpus(plan)
+    with run_registry.claimed(config) as paths, noted_signals() as interrupted:
+        job = JobHere(paths, config, plan)
+        follow_here(job, interrupted)
+        return conclude_run(paths, job.attempt, interrupted)
+
+
+def one_run() -> PointLauncher:
+    """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
+    return PointLauncher(
+        check=partial(_check_point, accepted=[]),
+        show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), whole=whole),
+        run=run_here,
+        submit=lambda config, plan: submit_one(config, plan).job_id,
+        scheduler=find_slurm,
+    )

@@ -1,0 +1,193 @@
+"""A sweep: many runs from one command line, one job each.
+
+Owns the order of a sweep's submission: look at every point, then submit what is open. Promises that nothing is
+submitted unless every point is right; that the same command again submits what is unfinished and nothing else; and that
+the manifest always says how far a submission came. Must not know how one run is submitted: that is its `PointLauncher`.
+
+    sweep(["experiment=demo", "loss=grpo,gspo", "cluster=slurm"], launch)
+"""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RollcallError
+from pipeline.observability.number_format import count
+from pipeline.run.paths import RunPaths, SweepPaths
+from pipeline.topology.plan import Plan
+from pipeline.utils import shared_files
+from pipeline.utils.terminal import console
+from slurm.monitor.runs_overview import Overview
+from slurm.monitor.runs_table import follow_table, print_table
+from slurm.registry import run_registry
+from slurm.registry.sweep_manifest import Point, SweepManifest
+from slurm.submission.compose_config import expand_sweep
+from slurm.submission.launcher_signals import INTERRUPTED, noted_signals
+from slurm.submission.sweep_trials import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
+from slurm.submission.tail_job import called
+
+
+@dataclass(frozen=True)
+class PointLauncher:
+    """How one run is checked, shown and submitted.
+
+    Attributes:
+        check: see `slurm.submission.sweep_trials.Check`.
+        show: prints the plan; of the first point also what will be submitted.
+        run: a local run from start to end; its exit code.
+        submit: queues a job and returns its id.
+        scheduler: see `slurm.submission.sweep_trials.FindScheduler`.
+    """
+
+    check: Check
+    show: Callable[[RunConfig, Plan, bool], None]
+    run: Callable[[RunConfig, Plan], int]
+    submit: Callable[[RunConfig, Plan], str]
+    scheduler: FindScheduler
+
+
+def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = False, detach: bool = False) -> int:
+    """Submit the points that these overrides describe; the exit code: 0, or 1 when a point failed or was refused.
+
+    A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
+    `detach`; Ctrl-C leaves them alone. `ConfigError` for the first point that is wrong.
+    """
+    prepared = prepare_sweep(expand_sweep(overrides), launch.check, launch.scheduler)
+    if detach and prepared.local:
+        mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
+        raise ConfigError("option", "--detach", "cluster=slurm", mend)
+    _tell(prepared)
+    if dry_run:
+        return _show(prepared, launch)
+    for entry, plan in prepared.open[:1]:
+        launch.show(entry.config, plan, False)
+    with claimed_sweep(prepared):
+        if prepared.local:
+            return run_all(prepared, launch)
+        complete = submit_all(prepared, launch)
+    if detach or not complete:
+        _tell_how(prepared)
+        return 0 if complete else 1
+    return watched(prepared, launch)
+
+
+def run_all(prepared: Prepared, launch: PointLauncher) -> int:
+    """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
+    kept, failed = prepared.manifest, 0
+    for entry, plan in prepared.open:
+        kept = note_submission(prepared.paths, kept, entry.point, job="local")
+        print(f"{entry.point}: {entry.point.name}", flush=True)
+        try:
+            code = launch.run(entry.config, plan)
+        except RollcallError as error:
+            kept = note_submission(prepared.paths, kept, entry.point, refused=str(error))
+            print(f"error: {error}", file=sys.stderr)
+            code = error.exit_code
+        if code in INTERRUPTED:
+            print("the sweep ends here; the same command goes on with it", file=sys.stderr)
+            return code
+        failed += code != 0
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name)
+    print_table(overview.look(), overview.source, console())
+    return 1 if failed else 0
+
+
+def submit_all(prepared: Prepared, launch: PointLauncher) -> bool:
+    """Submit the open points in order; False after the first that is refused, which the manifest then says.
+
+    A signal ends it between two points, never between a job and its record.
+    """
+    kept, done, jobs = prepared.manifest, 0, _live_jobs(prepared)
+    with noted_signals() as interrupted:
+        for entry, plan in prepared.open:
+            if interrupted:
+                break
+            try:
+                job = launch.submit(queued_behind(entry.config, jobs), plan)
+            except RollcallError as error:
+                note_submission(prepared.paths, kept, entry.point, refused=str(error))
+                print(f"error: {entry.point}: {error}", file=sys.stderr)
+                break
+            kept = note_submission(prepared.paths, kept, entry.point, job=job)
+            jobs.append(job)
+            done += 1
+            print(f"  {entry.point.name}: job {job}", flush=True)
+    complete = done == len(prepared.open)
+    if not complete:
+        print(f"submitted {done} of {len(prepared.open)}; the same command submits the rest", file=sys.stderr)
+    return complete
+
+
+def queued_behind(config: RunConfig, jobs: Sequence[str]) -> RunConfig:
+    """The config of a point whose job starts when at most `cluster.max_jobs` - 1 of the sweep's earlier ones are left.
+
+    Slurm holds the job back, so the bound needs neither this process nor the terminal. Each job waits for one other:
+    with a bound of 2, the jobs 1, 2, 3, 4 are two chains, 1 before 3 and 2 before 4. A requeue does not end a job.
+    """
+    bound = config.cluster.max_jobs
+    if not bound or len(jobs) < bound:
+        return config
+    sbatch = config.cluster.sbatch | {"dependency": f"afterany:{jobs[-bound]}"}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"sbatch": sbatch})})
+
+
+def watched(prepared: Prepared, launch: PointLauncher) -> int:
+    """Follow all points of the command until none is live; 1 unless all finished, 0 when the watcher is left."""
+    mine = {entry.point.name for entry in prepared.entries}
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
+    try:
+        lines = follow_table(overview)
+    except KeyboardInterrupt:
+        print("left; the jobs go on")
+        _tell_how(prepared)
+        return 0
+    return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
+
+
+def note_submission(
+    paths: SweepPaths, kept: SweepManifest, point: Point, *, job: str = "", refused: str = ""
+) -> SweepManifest:
+    """Write down what became of a point's submission; the manifest as it is then."""
+    if job:
+        point = msgspec.structs.replace(point, job=job, submitted=time.time())
+    kept = kept.noted(msgspec.structs.replace(point, refused=refused))
+    shared_files.write_document(paths.manifest, kept)
+    return kept
+
+
+def _live_jobs(prepared: Prepared) -> list[str]:
+    """The ids of the jobs of this sweep that the queue still has, in the order of their points."""
+    live = [entry for entry in prepared.entries if entry.standing == "live"]
+    found = [run_registry.submitted_job(RunPaths(entry.config.directory)) for entry in live]
+    return [job.job for job in found if job is not None]
+
+
+def _show(prepared: Prepared, launch: PointLauncher) -> int:
+    """The plan of every open point, once for equal ones; of the first one all that would be submitted."""
+    shown: list[Plan] = []
+    for entry, plan in prepared.open:
+        if plan in shown:
+            print(f"{entry.point}: {entry.point.name}, as planned above", flush=True)
+            continue
+        print(f"{entry.point}:", flush=True)
+        launch.show(entry.config, plan, not shown)
+        shown.append(plan)
+    return 0
+
+
+def _tell(prepared: Prepared) -> None:
+    standings = [entry.standing for entry in prepared.entries]
+    counts = [f"{standings.count(word)} {word}" for word in ("finished", "live") if word in standings]
+    todo = f"{standings.count('open')} to {'run' if prepared.local else 'submit'}"
+    print(f"sweep {prepared.paths.root}: {', '.join([count(len(standings), 'point'), *counts, todo])}", flush=True)
+
+
+def _tell_how(prepared: Prepared) -> None:
+    name = shlex.quote(called(prepared.paths.root))
+    print(f"  table       python launchers/runs.py sweep={name}")
+    print(f"  cancel      python launchers/cancel.py sweep={name}", flush=True)

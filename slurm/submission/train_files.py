@@ -1,0 +1,54 @@
+"""Training the jobs of a file, or of a folder of them: a run like any other, whose name is theirs.
+
+Owns what `launchers/train.py` adds to a submission: the jobs, and a name for the run that does them. Promises that the
+same command goes on with the run that it began, and begins another once that is finished.
+
+    python launchers/train.py queue/ model.path=models/base
+    python launchers/submit.py training.jobs=queue/ training.steps=0 name=queue model.path=models/base      # the same
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.run.completion import is_finished
+from pipeline.run.paths import RunPaths
+from slurm.submission import submit_run
+from slurm.submission.compose_config import compose_config
+
+_LONGEST_NAME = 58
+"""So that a number still fits behind it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `train.py <job file or folder> [options] [key=value …]`."""
+    if not argv or argv[0].startswith("-") or ("=" in argv[0] and not Path(argv[0]).exists()):
+        expected = "a job file, or a folder of them, as the first argument"
+        print(f"error: {ConfigError('jobs', None, expected, 'see docs/jobs.md')}", file=sys.stderr)
+        return ConfigError.exit_code
+    return submit_run.main(argv[1:], partial(compose_jobs, Path(argv[0]).resolve()))
+
+
+def compose_jobs(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config of the run that does the jobs of a path; `ConfigError` as for every other."""
+    config = compose_config([f"name={name_of(path)}", "training.steps=0", *overrides])
+    config = config.model_copy(update={"training": config.training.model_copy(update={"jobs": str(path)})})
+    if any(text.lstrip("+").startswith("name=") for text in overrides):
+        return config
+    return config.model_copy(update={"name": next_name(config.output, config.name)})
+
+
+def name_of(path: Path) -> str:
+    """What the jobs of a path are called in the config: its stem, as far as a name may have its letters."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:_LONGEST_NAME] or "jobs"
+
+
+def next_name(output: Path, name: str) -> str:
+    """The first of `name`, `name-2`, `name-3`, … that is no finished run's."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(each for each in names if not is_finished(RunPaths(output / each)))

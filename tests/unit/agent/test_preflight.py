@@ -1,0 +1,69 @@
+"""What a node finds out about itself."""
+
+import ipaddress
+from pathlib import Path
+
+import pytest
+
+from pipeline.utils.network_interfaces import candidate_addresses
+from slurm.agent.preflight import GIB, Gpu, Needs, find_gpus, free_memory, node_id, preflight
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that knows two GPUs, the second in use."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-aaa1, H200, 4, 1000'\necho '1, GPU-bbb2, H200, 500, 1000'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1]), ("0,1", [0, 1]), ("1", [1]), ("GPU-bbb2", [1]), ("GPU-a", [0]), ("", []), ("7", [])],
+)
+def test_only_the_gpus_of_the_job_are_found(visible, indices):
+    assert [gpu.index for gpu in find_gpus(visible)] == indices
+
+
+@pytest.mark.parametrize(("visible", "indices"), [(None, []), ("0, 1", [0, 1]), ("GPU-aaa1", [])])
+@pytest.mark.parametrize("script", [None, "#!/bin/sh\nexit 9\n", "#!/bin/sh\necho 'No devices were found'\n"])
+def test_without_a_working_tool_the_scheduler_is_believed(script, visible, indices, tmp_path, monkeypatch):
+    if script:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [gpu.index for gpu in find_gpus(visible)] == indices
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_others_hold_is_a_problem_of_runs_that_use_gpus(tmp_path):
+    gpus = find_gpus(None)
+    assert preflight(tmp_path, gpus, Needs(disk=0)) == ()
+    assert preflight(tmp_path, gpus, Needs(disk=0, free_gpus=True)) == ("another process holds 0.5 GiB of GPU 1",)
+
+
+def test_a_fit_node_has_no_problems_and_keeps_no_probe(tmp_path):
+    assert preflight(tmp_path, [Gpu(index=0)], Needs(disk=1, memory=1, free_gpus=True)) == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_disk_and_memory_are_named_with_both_numbers(tmp_path):
+    disk, memory = preflight(tmp_path, (), Needs(disk=1 << 60, memory=1 << 50))
+    assert disk.startswith(f"{tmp_path} has ")
+    assert disk.endswith(f"GiB left, {(1 << 60) / GIB:.1f} are needed")
+    assert memory.endswith("GiB of memory free, 1048576.0 are needed")
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem_not_an_exception(tmp_path):
+    (tmp_path / "file").touch()
+    assert preflight(tmp_path / "file", (), Needs()) == (f"cannot write in {tmp_path / 'file'}: File exists",)
+
+
+def test_a_machine_knows_its_memory_its_boot_and_its_addresses():
+    assert free_memory() > 1 << 20
+    assert node_id() == node_id() != ""
+    addresses = [ipaddress.ip_address(address) for address in candidate_addresses()]
+    assert addresses
+    assert len(addresses) == 1 or not any(address.is_loopback for address in addresses)

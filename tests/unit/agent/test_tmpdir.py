@@ -1,0 +1,77 @@
+"""The folder for what libraries leave behind: it goes with the attempt, and what is worth keeping lies outside."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pipeline.utils.private_files import is_private
+from slurm.agent.tmpdir import COMPILED, FOLDER, HOME_CACHES, LONGEST, SOCKETS, scratch_folder
+from tests.support.strangers import as_stranger, needs_another_user, shared_directory
+
+
+def test_the_folder_is_gone_afterwards_with_all_that_is_in_it() -> None:
+    with scratch_folder({}) as variables:
+        folder = Path(variables[FOLDER])
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").touch()
+        assert Path(variables[COMPILED]).parent.parent == folder.parent, "the next attempt finds it"
+    assert not folder.exists()
+
+
+def test_what_a_user_chose_stays() -> None:
+    with scratch_folder({COMPILED: "/fast", HOME_CACHES[0]: "/faster"}) as variables:
+        assert not {COMPILED, HOME_CACHES[0]} & set(variables)
+
+
+def test_sockets_are_where_their_names_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * LONGEST)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with scratch_folder({}) as variables:
+        assert variables[SOCKETS] == str(deep), "where vLLM has them by itself"
+
+
+TAKE = """
+import os, sys
+place, owner = sys.argv[1:]
+for name in ("torchinductor_root", "torchinductor_" + owner, "rollcall-cache-" + owner):
+    os.mkdir(f"{place}/{name}")
+    os.chmod(f"{place}/{name}", 0o777)
+"""
+
+
+@needs_another_user
+def test_a_cache_that_a_stranger_made_first_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shared_directory() as shared:
+        taken = as_stranger(TAKE, shared, os.getuid())
+        assert not taken.returncode, taken.stderr
+        monkeypatch.setattr(tempfile, "tempdir", str(shared))
+        with scratch_folder({}) as variables:
+            assert is_private(Path(variables[COMPILED]).parent)
+        assert "compiled code is not kept for the next attempt" in capsys.readouterr().out
+
+
+def test_a_cache_is_kept_where_only_its_owner_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    places = set()
+    for _ in range(2):
+        with scratch_folder({}) as variables:
+            places.add(Path(variables[COMPILED]).parent)
+    (place,) = places
+    assert is_private(place)
+
+
+@pytest.mark.parametrize(("mode", "safe"), [(0o700, True), (0o755, True), (0o1777, False)])
+def test_the_caches_of_a_home_that_everybody_can_write_to_are_elsewhere(
+    mode: int, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(mode)
+    monkeypatch.setenv("HOME", str(home))
+    with scratch_folder({}) as variables:
+        assert (not set(HOME_CACHES) & set(variables)) == safe

@@ -1,0 +1,129 @@
+"""Which model directories can be trained and served, and how they are kept."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import LoraConfig, ModelConfig
+from pipeline.config.model_directory import (
+    BUILT_IN,
+    attention_heads,
+    describe_weights,
+    experts,
+    located_model,
+    model_directory,
+)
+from pipeline.errors import ConfigError
+from slurm.submission.compose_config import compose_config
+
+LORA = LoraConfig(rank=4)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A directory with weights, as far as names tell."""
+    directory = shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "base")
+    (directory / "model.safetensors").touch()
+    return directory
+
+
+def test_adapters_need_a_base_whose_weights_are_on_disk(base: Path) -> None:
+    assert model_directory(ModelConfig(path=str(base), lora=LORA)) == base
+    with pytest.raises(ConfigError, match=r"model\.init='random': expected pretrained below adapters"):
+        model_directory(ModelConfig(path=str(base), init="random", lora=LORA))
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"\*\.safetensors"):
+        model_directory(ModelConfig(path=str(base), lora=LORA))
+
+
+def test_a_name_on_the_hub_is_what_was_downloaded_of_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelConfig(path="Qwen/Qwen3-0.6B")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0\.6B"):
+        model_directory(model)
+    cached = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("c1899de2")
+    snapshot = shutil.copytree(base, cached / "snapshots" / "c1899de2")
+    assert model_directory(model) == snapshot
+    assert located_model(model).path == str(snapshot)
+
+
+def test_an_adapter_to_go_on_from_is_kept_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = LORA.model_copy(update={"adapter": "runs/first/model"})
+    for path in ("tiny_qwen3", "some/model"):
+        assert located_model(ModelConfig(path=path, lora=lora)).lora.adapter == str(
+            tmp_path / "runs" / "first" / "model"
+        )
+
+
+def test_no_adapter_stays_none() -> None:
+    assert located_model(ModelConfig(path="tiny_qwen3")).lora.adapter == ""
+
+
+def test_a_directory_with_weights_is_pretrained_unless_random_ones_are_asked_for(base: Path) -> None:
+    for overrides in (["experiment=sft"], ["experiment=sft", "model=tiny_text"], ["experiment=tinker"]):
+        model = compose_config([*overrides, f"model.path={base}"]).model
+        assert model_directory(model) == base
+        assert located_model(model).init == "pretrained"
+        assert describe_weights(model) == f"weights: pretrained from {base}"
+    asked = compose_config(["experiment=sft", f"model.path={base}", "model.init=random"]).model
+    assert located_model(asked).init == "random"
+    assert describe_weights(asked) == f"weights: random ones in the shape of {base}"
+
+
+def test_only_a_built_in_model_is_random_by_itself(base: Path) -> None:
+    assert located_model(compose_config(["experiment=demo"]).model).init == "random"
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"expected \*\.safetensors .* model\.init=random"):
+        model_directory(compose_config(["experiment=sft", f"model.path={base}"]).model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        ({"num_attention_heads": 6}, 6),
+        ({"text_config": {"num_attention_heads": 8}, "num_attention_heads": 6}, 8),
+        ({"num_attention_heads": [4, 8]}, None),
+        ({}, None),
+    ],
+)
+def test_the_heads_are_those_of_the_language_model_if_its_config_says(
+    settings: dict[str, object], heads: int | None, base: Path
+) -> None:
+    (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
+    assert attention_heads(ModelConfig(path=str(base))) == heads
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"num_experts": 128, "num_experts_per_tok": 8}, 128),
+        ({"text_config": {"n_routed_experts": 64, "num_local_experts": None}}, 64),
+        ({"num_experts": 1}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_experts_are_those_of_the_language_model_if_its_config_says(
+    settings: dict[str, object], count: int, base: Path
+) -> None:
+    (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
+    assert experts(ModelConfig(path=str(base))) == count
+
+
+def test_the_built_in_models_are_what_their_maker_writes(tmp_path: Path) -> None:
+    runpy.run_path(str(BUILT_IN / "make_tiny.py"))["main"](tmp_path)
+    for made in tmp_path.glob("*/*.json"):
+        here, there = (json.loads((root / made.relative_to(tmp_path)).read_text()) for root in (BUILT_IN, tmp_path))
+        for tree in (here, there):
+            tree.pop("transformers_version", None)
+        assert here == there, made.name
+    assert {folder.name for folder in tmp_path.iterdir()} == {f.name for f in BUILT_IN.iterdir() if f.is_dir()} - {
+        "__pycache__"
+    }

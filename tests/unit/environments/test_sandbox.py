@@ -1,0 +1,176 @@
+"""Code of the policy's: what it cannot do, and where it is refused."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.environments import sandbox_jail
+from pipeline.environments.sandbox import MOST_DISK, MOST_PROCESSES, _in_jail, missing_namespaces, run_python
+from pipeline.utils.waiting import wait_for
+from tests.patience import WAIT_SECONDS
+
+needs_namespaces = pytest.mark.skipif(bool(missing_namespaces()), reason="code gets no namespaces of its own here")
+
+
+@needs_namespaces
+def test_a_program_is_bounded_in_memory_output_and_files(tmp_path: Path) -> None:
+    assert "MemoryError" in run_python("x = 'a' * (1 << 30)", 60, 1 << 28).text
+    flood = run_python("while True: print('and on ' * 1000)", 60, 1 << 28)
+    assert len(flood.output) == 1 << 16
+    assert flood.failed.startswith("error: ")
+    assert run_python("import os; print(os.listdir('.'))", 60, 1 << 28).output == "[]\n"
+
+
+@needs_namespaces
+def test_a_program_has_neither_network_nor_other_processes_where_the_kernel_lets_them_be_taken() -> None:
+    assert run_python("import socket; print(socket.if_nameindex())", 60, 1 << 28).output == "[(1, 'lo')]\n"
+    assert run_python("import os; print(os.getpid(), os.getppid())", 60, 1 << 28).output == "1 0\n"
+
+
+@needs_namespaces
+def test_what_a_program_starts_ends_with_it(tmp_path: Path) -> None:
+    mark = f"daemon-{tmp_path.parent.name}-{tmp_path.name}"
+    daemon = f"import os, time\nif not os.fork(): os.setsid(); time.sleep(600)  # {mark}\ntime.sleep(0.2)"
+    assert run_python(daemon, 60, 1 << 28).failed == ""
+
+    def gone() -> bool:
+        return not any(mark in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+    wait_for("the daemon to be gone", gone, WAIT_SECONDS)
+
+
+BOMB = """
+import os, time
+started = 0
+try:
+    while started < 1000:
+        if not os.fork():
+            time.sleep(30)
+            os._exit(0)
+        started += 1
+except OSError as error:
+    print(type(error).__name__, started)
+"""
+
+
+@needs_namespaces
+@pytest.mark.skipif(
+    sandbox_jail._kernel() < sandbox_jail._OWN_PID_MAX, reason="this kernel bounds no processes of root's"
+)
+def test_a_program_cannot_start_processes_without_end() -> None:
+    kind, started = run_python(BOMB, 60, 1 << 28).output.split()
+    assert kind == "BlockingIOError"
+    assert int(started) < (MOST_PROCESSES if os.geteuid() else sandbox_jail._LEAST_PID_MAX)
+
+
+@needs_namespaces
+def test_what_a_program_writes_is_bounded_and_goes_with_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    flood = f"""
+import os
+for place in (os.getcwd(), os.environ["TMPDIR"], "/dev/shm"):
+    try:
+        for number in range(100):
+            with open(f"{{place}}/flood-{{number}}", "wb") as file:
+                file.write(bytes(1 << 22))
+    except OSError as error:
+        print(error.strerror)
+try:
+    open("{tmp_path}/outside", "w")
+except OSError as error:
+    print(type(error).__name__)
+print(sum(os.path.getsize(name) for name in os.listdir(".")))
+"""
+    *said, written = run_python(flood, 60, 1 << 28).output.splitlines()
+    assert said[:3] == ["No space left on device"] * 3
+    assert said[3] in ("OSError", "FileNotFoundError")
+    assert int(written) <= MOST_DISK
+    assert not list(tmp_path.iterdir())
+    assert not list(Path("/dev/shm").glob("flood-*"))
+
+
+REGAIN = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for what, code in (
+    ("mount", libc.mount(b"", b"/", b"", ctypes.c_ulong(32 | 4096), b"")),
+    ("umount", libc.umount2(b"/tmp", 2)),
+    ("namespace", libc.unshare(0x10000000)),
+):
+    print(what, code)
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith(("CapPrm", "CapEff"))])
+print([name for name in os.listdir("/proc") if name.isdigit()])
+"""
+
+
+@needs_namespaces
+def test_a_program_cannot_undo_its_bounds_nor_see_other_processes() -> None:
+    assert run_python(REGAIN, 60, 1 << 28).output.splitlines() == [
+        "mount -1",
+        "umount -1",
+        "namespace -1",
+        "['0000000000000000', '0000000000000000']",
+        "['1']",
+    ]
+
+
+@needs_namespaces
+def test_mounts_are_read_only_also_on_kernels_that_take_each_by_itself(tmp_path: Path) -> None:
+    tries = "from pathlib import Path; from pipeline.environments import sandbox_jail as jail; jail.make_read_only(at_once=False); "
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c"]
+    done = subprocess.run(
+        [*command, f"{tries} Path({str(tmp_path / 'file')!r}).touch()"], capture_output=True, text=True, check=False
+    )
+    assert "Read-only file system" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+REFUSED = """
+import subprocess
+from pipeline.config import TaskConfig
+from pipeline.errors import ConfigError
+from pipeline.environments import check_sandbox, load_task, sandbox
+task = load_task(TaskConfig(name="tools", options={"tools": ["python"]}), 0)
+for tried in (
+    lambda: check_sandbox(task, TaskConfig(name="tools")),
+    lambda: sandbox.run_python("print(1)", 60, 1 << 28),
+):
+    try:
+        print(tried())
+    except ConfigError as error:
+        print(error)
+sandbox.choose("none")
+check_sandbox(task, TaskConfig(name="tools", sandbox="none"))
+print(sandbox.run_python("print(1)", 60, 1 << 28).output)
+"""
+
+
+@needs_namespaces
+def test_where_the_kernel_gives_no_namespaces_code_is_refused_unless_the_user_says_otherwise() -> None:
+    without = f"echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable} -c '{REFUSED}'"
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", without]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second, ran, *_ = done.stdout.splitlines()
+    assert first == second
+    assert first.startswith("task.sandbox='namespaces'")
+    assert "unshare failed" in first
+    assert "task.sandbox=none" in first
+    assert ran == "1"
+
+
+@needs_namespaces
+def test_a_python_below_tmp_stays_in_sight() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(f"{folder}/venv", symlinks=True)
+        given = Path(folder, "given")
+        given.mkdir()
+        command = [*_in_jail(str(given)), "import os; print(os.getcwd() == os.environ['HOME'], os.listdir())"]
+        command[command.index(sys.executable)] = f"{folder}/venv/bin/python"
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == "True []\n", done.stderr

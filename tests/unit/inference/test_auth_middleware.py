@@ -1,0 +1,107 @@
+"""What a server lets in: keys, routes, and the methods of its workers."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from pipeline.inference.vllm import auth_middleware
+from pipeline.utils.mutual_auth import is_proof
+
+KEY = "s3cret"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth_middleware, "server_password", lambda: KEY)
+
+
+def ask(path: str, body: bytes = b"", key: str = KEY, query: bytes = b"") -> tuple[int, bytes, list[bytes]]:
+    """Status and body of the answer, and the bodies that reached the server behind the guard."""
+    passed_on: list[bytes] = []
+    sent: list[dict[str, Any]] = []
+    parts = [body[:5], body[5:]]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        passed_on.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "path": path, "headers": headers, "server": ("127.0.0.3", 8000), "query_string": query}
+    asyncio.run(auth_middleware.Guard(server)(scope, receive, send))
+    return sent[0]["status"], sent[1]["body"], passed_on
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *sorted(auth_middleware.USED - {auth_middleware.RPC}),
+        *auth_middleware.OPEN,
+        "/v1/models",
+        "/v1/chat/completions",
+    ],
+)
+def test_what_a_run_asks_is_open_to_whoever_has_the_key(path: str) -> None:
+    assert ask(path)[0] == 200
+    assert ask(path, key="guess")[0] == (200 if path in auth_middleware.OPEN else 401)
+
+
+@pytest.mark.parametrize(
+    "path", ["/server_info", "/sleep", "/wake_up", "/reset_mm_cache", "/update_weight_version", "/weight_checker"]
+)
+def test_development_routes_that_no_run_asks_are_closed_also_with_the_key(path: str) -> None:
+    status, body, passed_on = ask(path)
+    assert (status, passed_on) == (403, [])
+    assert path in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("method", sorted(auth_middleware.METHODS))
+def test_the_methods_of_our_extension_may_be_called(method: str) -> None:
+    status, _, passed_on = ask(auth_middleware.RPC, json.dumps({"method": method}).encode())
+    assert status == 200
+    assert [json.loads(body) for body in passed_on] == [{"method": method}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"method": "save_sharded_state", "args": ["/home/owner/.ssh", "authorized_keys"]}',
+        b'{"method": "served_weights", "args": ["x"]}',
+        b'{"method": "served_weights", "kwargs": {"x": "y"}}',
+        b'{"method": ["served_weights"]}',
+        b'["served_weights"]',
+        b'{"method": "served_weights"}' + b" " * (1 << 13),
+        b"",
+        b"\xff",
+    ],
+)
+def test_no_other_method_and_no_argument_reaches_the_workers(body: bytes) -> None:
+    assert ask(auth_middleware.RPC, body)[::2] == (403, [])
+
+
+def test_of_two_methods_in_one_body_only_the_one_that_was_checked_is_passed_on() -> None:
+    body = b'{"method": "save_sharded_state", "method": "served_weights"}'
+    assert ask(auth_middleware.RPC, body)[2] == [b'{"method": "served_weights"}']
+
+
+def test_whoever_asks_for_a_proof_gets_it_for_this_server_alone() -> None:
+    nonce = bytes(range(16))
+    status, body, passed_on = ask("/rollcall/proof", key="", query=b"nonce=" + nonce.hex().encode())
+    assert (status, passed_on) == (200, [])
+    assert is_proof(bytes.fromhex(body.decode()), KEY, "http server 127.0.0.3:8000", nonce)
+    assert not is_proof(bytes.fromhex(body.decode()), KEY, "http server 127.0.0.3:8001", nonce)
+
+
+@pytest.mark.parametrize("query", [b"", b"nonce=", b"nonce=00", b"nonce=xyz", b"\xff"])
+def test_a_proof_needs_a_whole_nonce(query: bytes) -> None:
+    assert ask("/rollcall/proof", query=query)[0] == 400

@@ -1,0 +1,55 @@
+"""The panel of a run, as a terminal shows it: one whole text. What its parts say is held where they are made."""
+
+from slurm.monitor.run_snapshot import Job, Past, Progress, RoleLine, Snapshot
+from tests.fakes.terminal import shown
+
+RUN = Snapshot(
+    name="demo",
+    time=1000.0,
+    attempt="7-1",
+    state="training",
+    job=Job("7", restart=1, most_restarts=100, live=True, word="RUNNING"),
+    began=400.0,
+    roles=(
+        RoleLine("trainer.0", 0, "10.0.0.1", "ready", since=460.0, detail=""),
+        RoleLine("inference.0", 1, "10.0.0.2", "ready", since=490.0, detail="", silent=905.0),
+    ),
+    silent={1: 905.0},
+    past=(Past("7-0", 100.0, 250.0, "requeued", "told to end (SIGTERM, agent.0): it goes on from its newest commit"),),
+    progress=Progress("rl", 30, 60, 60.0),
+    ahead=None,
+    numbers={"lag/mean": 0.5, "lag/max": 2.0, "tokens_per_second": 1234.0, "idle/trainer": 0.25},
+    has_rollouts=True,
+    losses=(),
+    rewards=(0.1, 0.2, 0.4),
+    accuracies=((0, 0.2), (30, 0.5)),
+    max_lag=2,
+    events=(),
+    failure=None,
+    reason="",
+)
+PANEL = """\
+╭─  demo training  ────────────────────────────────────────────────────────────────────────────────╮
+│                                                                                                  │
+│  role         rank  address   state    since                                                     │
+│  trainer.0    0     10.0.0.1  ● ready  9:00                                                      │
+│  inference.0  1     10.0.0.2  ○ ready  8:30   silent for 1:35                                    │
+│                                                                                                  │
+│  training      ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸                               30 / 60 · 1:00 left  │
+│                                                                                                  │
+│  reward        0.400               ▁▃█                                                           │
+│  held-out      0.200 → 0.500       ▁█                                                            │
+│  lag           0.5 / 2             mean / largest, limit 2                                       │
+│  tokens/s      1234                idle: trainer 25%                                             │
+│                                                                                                  │
+│  no sign of life from rank 1 (1:35): the node or its filesystem hangs                            │
+│                                                                                                  │
+│  attempt   ran  then                                                                             │
+│  7-0      4:10  requeued  told to end (SIGTERM, agent.0): it goes on from its newest commit      │
+│                                                                                                  │
+╰─  attempt 7-1 · restart 1 of 100 · 10:00  ───────────────────────────────────────────────────────╯
+"""
+
+
+def test_a_run_with_a_silent_rank_and_an_earlier_attempt() -> None:
+    assert shown(RUN) == PANEL

@@ -1,0 +1,88 @@
+"""Which addresses a leader believes: those at which another node reached a rank."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipeline.topology.plan import Card
+from pipeline.utils.shared_dir import FileDirectory
+from slurm.rendezvous.membership import Roster, publish_card
+from tests.fakes.ranks import ATTEMPT, make_cards
+
+DOCKER = "172.17.0.1"
+
+
+class Wires:
+    """Nodes that reach each other at their own addresses, and themselves at docker0's too."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def find(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+        self.calls.append(([card.rank for card in cards], [card.rank for card in witnesses]))
+        return {card.rank: self._address(card, witnesses) for card in cards if card.boot != "cut off"}
+
+    @staticmethod
+    def _address(card: Card, witnesses: Sequence[Card]) -> str:
+        elsewhere = bool(witnesses) or card.boot != "node of the leader"
+        return next(address for address in card.addresses if not (elsewhere and address == DOCKER))
+
+
+def a_card(rank: int, boot: str = "") -> Card:
+    boot = boot or ("node of the leader" if rank == 0 else f"node {rank}")
+    return msgspec.structs.replace(make_cards(rank + 1)[rank], boot=boot, addresses=(DOCKER, f"10.0.0.{rank}"))
+
+
+def roster_of(folder: Path, ranks: int, wires: Wires, *cards: Card) -> tuple[Roster, FileDirectory]:
+    view = FileDirectory(folder)
+    for card in cards:
+        assert publish_card(view, card)
+    return Roster(view, ranks, ATTEMPT, "node of the leader", wires.find), view
+
+
+def gathered(roster: Roster) -> list[str]:
+    while roster.gather():
+        pass
+    return [card.addresses[0] if card.addresses else card.problems[0] for card in roster.cards()]
+
+
+def test_a_leader_is_where_another_node_reaches_it_and_not_where_it_reaches_itself(tmp_path: Path) -> None:
+    wires = Wires()
+    roster, _ = roster_of(tmp_path, 3, wires, a_card(0), a_card(1), a_card(2))
+    assert gathered(roster) == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
+    assert roster.complete
+    assert wires.calls == [([1, 2], []), ([0], [1, 2])]
+
+
+def test_a_leader_that_is_alone_so_far_waits_for_somebody_to_call_it(tmp_path: Path) -> None:
+    wires = Wires()
+    roster, view = roster_of(tmp_path, 2, wires, a_card(0))
+    assert not roster.gather()
+    assert not roster.complete
+    assert wires.calls == []
+    assert publish_card(view, a_card(1))
+    assert gathered(roster) == ["10.0.0.0", "10.0.0.1"]
+
+
+def test_ranks_of_one_node_call_themselves(tmp_path: Path) -> None:
+    wires = Wires()
+    roster, _ = roster_of(tmp_path, 2, wires, a_card(0), a_card(1, "node of the leader"))
+    assert gathered(roster) == [DOCKER, DOCKER]
+    assert roster.complete
+
+
+def test_a_leader_whose_other_nodes_never_come_still_has_its_own(tmp_path: Path) -> None:
+    roster, _ = roster_of(tmp_path, 2, Wires(), a_card(0))
+    assert gathered(roster) == [DOCKER, "no card appeared"]
+    assert not roster.complete
+
+
+def test_a_leader_that_no_other_node_reaches_says_so(tmp_path: Path) -> None:
+    class Deaf(Wires):
+        def find(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+            return {} if witnesses else super().find(cards, witnesses)
+
+    roster, _ = roster_of(tmp_path, 2, Deaf(), a_card(0), a_card(1))
+    assert gathered(roster) == [f"node0 does not answer to other nodes at {DOCKER}:4000, 10.0.0.0:4000", "10.0.0.1"]
+    assert not roster.complete

@@ -1,0 +1,171 @@
+"""Evaluation sets: sampling, pass@k, deadlines, and a task of their own."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.environments import Task
+from pipeline.environments.eval_set_checks import check_eval_tasks
+from pipeline.errors import ConfigError
+from pipeline.rollout.eval_rollouts import LATE, Evaluation
+from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult
+from tests.fakes.configs import make_config
+from tests.fakes.inline_calls import InlineCalls
+from tests.unit.rollout.test_group_rollout import CHAT, FOUR, TINY, Said, Sums
+
+FIVE = tuple(CHAT.encode("5$"))
+
+
+class Scripted:
+    """Servers that answer the n samples of a prompt by a list of turns; `pause` seconds each."""
+
+    def __init__(self, *turns: tuple[int, ...], pause: float = 0.0) -> None:
+        self.turns, self.pause = turns, pause
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, token_ids: Sequence[int], *, n: int, **sampling: Any) -> list[Said]:
+        self.asked.append({"n": n, **sampling})
+        await asyncio.sleep(self.pause)
+        return [Said(turn, 5, 5) for turn in self.turns[:n]]
+
+
+def config(**sets: dict[str, Any]) -> RunConfig:
+    model = {"path": str(TINY), "max_length": 32}
+    return make_config(model=model, rollout={"samples": 4, "max_tokens": 8}, evaluation={"sets": sets})
+
+
+def evaluate(servers: Scripted, task: Task | None = None, own: Any = None, **wanted: Any) -> EvalResult:
+    """Of a set that asks the run's `task`, or one of its `own`."""
+    task = task or Sums(None, 0)
+    evaluation = Evaluation(task, InlineCalls(task), CHAT, servers, config(hard={"task": own, **wanted}))
+    return asyncio.run(evaluation.run(EvalRequest(id="e", weights=5, set="hard")))
+
+
+def test_a_set_is_sampled_as_it_says() -> None:
+    servers = Scripted(*[FOUR] * 4)
+    evaluate(servers, samples=4, temperature=0.7, top_p=0.9, top_k=3, max_tokens=5)
+    (first, _) = servers.asked
+    sampling = {name: first[name] for name in ("n", "temperature", "top_p", "top_k", "max_tokens")}
+    assert sampling == {"n": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 3, "max_tokens": 5}
+
+
+def test_only_so_many_prompts_are_asked() -> None:
+    servers = Scripted(FOUR)
+    assert (evaluate(servers, prompts=1).prompts, len(servers.asked)) == (1, 1)
+
+
+def test_the_accuracy_is_the_mean_over_prompts_and_pass_at_k_is_what_subsets_of_the_samples_say() -> None:
+    result = evaluate(Scripted(FOUR, FIVE, FIVE, FIVE, FIVE), samples=5, temperature=1.0, pass_at=[1, 2, 5])
+    # 2+2 has one of five right; 2+3 has four of five.
+    right = {"2+2": [True, False, False, False, False], "2+3": [False, True, True, True, True]}
+
+    def by_hand(k: int) -> float:
+        shares = [[any(chosen) for chosen in combinations(each, k)] for each in right.values()]
+        return sum(sum(share) / len(share) for share in shares) / 2
+
+    assert result.accuracy == pytest.approx((1 / 5 + 4 / 5) / 2)
+    assert result.error == pytest.approx(0.3)
+    assert result.pass_at == pytest.approx({k: by_hand(k) for k in (1, 2, 5)})
+
+
+def test_a_correct_answer_is_one_of_enough_reward() -> None:
+    class Halves(Sums):
+        def reward(self, prompt: Any, text: str) -> float:
+            return 0.5
+
+    assert evaluate(Scripted(FOUR), Halves(None, 0), pass_at=[1]).pass_at == {1: 0.0}
+    assert evaluate(Scripted(FOUR), Halves(None, 0), pass_at=[1], correct=0.5).pass_at == {1: 1.0}
+
+
+def test_what_is_not_done_by_the_deadline_counts_as_wrong_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    result = evaluate(Scripted(FOUR, pause=60), seconds=0.2)
+    assert (result.prompts, result.failed, result.late, result.accuracy) == (2, 2, 2, 0.0)
+    assert (result.version_min, result.version_max) == (-1, -1)
+    assert LATE in caplog.text
+
+
+def test_what_was_done_before_the_deadline_counts() -> None:
+    class SlowForFive(Sums):
+        async def rollout(self, prompt: Any, policy: Any) -> Any:
+            await asyncio.sleep(60 if prompt.answer == "5" else 0)
+            return await super().rollout(prompt, policy)
+
+    result = evaluate(Scripted(FOUR), SlowForFive(None, 0), seconds=0.5)
+    assert (result.failed, result.late, result.accuracy) == (1, 1, 0.5)
+
+
+def test_a_timeout_of_the_task_is_its_samples_failure_and_not_the_deadline() -> None:
+    class Impatient(Sums):
+        async def rollout(self, prompt: Any, policy: Any) -> Any:
+            raise TimeoutError("its own")
+
+    result = evaluate(Scripted(FOUR), Impatient(None, 0))
+    assert (result.failed, result.late) == (2, 0)
+
+
+def test_a_set_with_a_task_of_its_own_is_made_in_processes_that_end_with_the_evaluation() -> None:
+    before = set(psutil.Process().children(recursive=True))  # of other tests in the same process
+    result = evaluate(Scripted(FOUR), own={"name": "arithmetic", "options": {"held_out": 3}}, prompts=2)
+    assert (result.prompts, result.failed) == (2, 0)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_task_whose_processes_cannot_be_started_costs_its_samples_and_not_the_actor() -> None:
+    Unloadable.loads = True  # in this process
+    result = evaluate(Scripted(FOUR), own={"name": f"{__name__}:Unloadable"})
+    assert (result.prompts, result.failed, result.late, result.accuracy) == (2, 2, 0, 0.0)
+
+
+class Unloadable(Sums):
+    """Loads only where somebody said so before."""
+
+    loads = False
+
+    def __init__(self, options: Any, seed: int) -> None:
+        if not self.loads:
+            raise ValueError("not here")
+        super().__init__(options, seed)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"task": {"name": "nothing"}}, "evaluation.sets.hard.task.name='nothing': expected a built-in task"),
+        ({"task": {"name": "arithmetic", "options": {"held": 3}}}, "evaluation.sets.hard.task.options.held=3"),
+        (
+            {"task": {"name": "arithmetic"}, "reward": {"functions": ["nowhere:f"]}},
+            "evaluation.sets.hard.reward.functions='nowhere:f'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_sets_task_is_told_with_its_key_before_anything_starts(
+    wanted: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_eval_tasks(config(hard=wanted))
+    assert told in str(raised.value)
+
+
+def test_how_far_an_evaluation_is_can_be_reported_while_it_goes_on() -> None:
+    seen: list[tuple[str, dict[str, float]]] = []
+
+    class Looking(Sums):
+        async def rollout(self, prompt: Any, policy: Any) -> Any:
+            if prompt.answer == "5":
+                await asyncio.sleep(0.1)  # after the other one
+            seen.append((evaluation.detail, evaluation.numbers()))
+            return await super().rollout(prompt, policy)
+
+    task = Looking(None, 0)
+    evaluation = Evaluation(task, InlineCalls(task), CHAT, Scripted(FOUR), config(hard={}))
+    asyncio.run(evaluation.run(EvalRequest(id="e", weights=0, set="hard")))
+    assert seen == [
+        ("evaluating hard: 0 of 2 prompts", {EVALUATED: 0.0, ASKED: 2.0}),
+        ("evaluating hard: 1 of 2 prompts", {EVALUATED: 1.0, ASKED: 2.0}),
+    ]
+    assert (evaluation.detail, evaluation.numbers()) == ("", {})

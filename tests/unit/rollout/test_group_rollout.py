@@ -1,0 +1,377 @@
+"""Groups: what a failing task costs, how rollouts share a request, and the order of issue."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.environments import Episode, Policy, Prompt, Task, ask
+from pipeline.environments.chat_tokenizer import Chat
+from pipeline.errors import RolloutError, TaskError
+from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.group_rollout import FailureStreak, GroupBuilder
+from pipeline.rollout.issue_queue import PositionQueue
+from pipeline.rollout.sample_rollout import Servers
+from pipeline.rollout.time_fractions import Share
+from pipeline.transport.sample_records import EvalRequest, Group
+from tests.fakes.configs import make_config
+from tests.fakes.inline_calls import InlineCalls
+from tests.unit.environments.test_tasks import TINY, Said
+
+CHAT = Chat(TINY)
+VOCABULARY = CHAT.vocabulary or 0
+FOUR = tuple(CHAT.encode("4$"))
+
+
+class Sums(Task):
+    """Asks for 2+2; the methods of a test replace its own."""
+
+    name = "sums"
+
+    def __len__(self) -> int:
+        return 8
+
+    def prompt(self, index: int) -> Prompt:
+        return ask("2+2", answer="4")
+
+    def held_out(self) -> list[Prompt]:
+        return [ask("2+2", "4"), ask("2+3", "5")]
+
+    def reward(self, prompt: Prompt, text: str) -> Any:
+        return float(text == prompt.answer)
+
+
+class Answering:
+    """Servers that say the same to everybody; remembers what they were asked."""
+
+    def __init__(self, turn: Said | None = None) -> None:
+        self.turn = turn or Said(FOUR, 5, 6)
+        self.asked: list[tuple[tuple[int, ...], int, float, int]] = []
+
+    async def generate(
+        self, token_ids: Sequence[int], *, n: int, temperature: float, max_tokens: int, **_: Any
+    ) -> list[Said]:
+        self.asked.append((tuple(token_ids), n, temperature, max_tokens))
+        return [self.turn] * n
+
+
+class Refusing(Answering):
+    async def generate(self, token_ids: Sequence[int], **_: Any) -> list[Said]:
+        raise RolloutError("400: too long")
+
+
+def config(**rollout: Any) -> RunConfig:
+    return make_config(
+        model={"path": "tiny_qwen3", "max_length": 32}, rollout={"samples": 4, "max_tokens": 8, **rollout}
+    )
+
+
+def a_builder(task: Task, servers: Servers, **rollout: Any) -> GroupBuilder:
+    return GroupBuilder(task, InlineCalls(task), CHAT, servers, config(**rollout))
+
+
+def build(task: Task, servers: Answering | None = None, **rollout: Any) -> Group:
+    return asyncio.run(a_builder(task, servers or Answering(), **rollout).build(3))
+
+
+def a_task(**methods: Callable[..., Any]) -> Task:
+    kind: type[Task] = type("Replaced", (Sums,), methods)
+    return kind(None, 0)
+
+
+def raising(*_: Any) -> Any:
+    raise ValueError("the verifier\nis broken")
+
+
+def leaving(*_: Any) -> Any:
+    raise SystemExit(3)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def speechless(*_: Any) -> Any:
+    raise Speechless
+
+
+def test_a_group_holds_the_tokens_and_logprobs_that_the_server_gave() -> None:
+    group = build(a_task())
+    assert (group.position, len(group.samples), group.failures) == (3, 4, ())
+    sample = group.samples[0]
+    sample.check()
+    assert CHAT.decode(sample.token_array().tolist()) == "^2+2=4"
+    assert sample.sampled_array().tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert sample.logprob_array().tolist() == [0, 0, 0, 0, 0, -0.5, -0.5]
+    assert (sample.reward, sample.version_min, sample.version_max, sample.finish) == (1.0, 5, 6, "stop")
+    assert sample.rows()[0].versions.tolist() == [5] * 6 + [6]
+
+
+def test_the_rollouts_of_a_group_share_one_request() -> None:
+    servers = Answering()
+    build(a_task(), servers)
+    assert [(n, temperature, most) for _, n, temperature, most in servers.asked] == [(4, 1.0, 8)]
+
+
+def test_a_turn_never_asks_for_more_tokens_than_the_model_has_room_for() -> None:
+    servers = Answering()
+    builder = a_builder(a_task(), servers, max_tokens=30)
+    asyncio.run(builder.build(0))
+    assert servers.asked[0][3] == 32 - len("^2+2=")
+
+
+async def two_turns(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+    turn = await policy.sample(policy.prompt)
+    episode = Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens)).observe(policy.encode("2+2="))
+    turn = await policy.sample(episode.tokens)
+    return episode.act(turn, policy.decode(turn.tokens))
+
+
+def test_later_turns_are_asked_for_one_by_one() -> None:
+    servers = Answering()
+    group = build(a_task(rollout=two_turns), servers)
+    assert [n for _, n, _, _ in servers.asked] == [4, 1, 1, 1, 1]
+    assert CHAT.decode(group.samples[0].token_array().tolist()) == "^2+2=4$2+2=4"
+    assert group.samples[0].turns == 2
+
+
+async def nothing(self: Task, prompt: Prompt, policy: Policy) -> Any:
+    return "an answer"
+
+
+async def prompt_only(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+    return Episode.begin(policy.prompt)
+
+
+def observing(token: int) -> Callable[..., Any]:
+    async def rollout(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+        turn = await policy.sample(policy.prompt)
+        return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens)).observe([token])
+
+    return rollout
+
+
+async def endless(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+    episode = Episode.begin(policy.prompt)
+    while True:
+        episode = episode.act(await policy.sample(episode.tokens), "4")
+
+
+async def timing_out(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+    raise TimeoutError("the tool did not answer")
+
+
+async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+@pytest.mark.parametrize(
+    ("methods", "reason"),
+    [
+        ({"reward": raising}, "reward raised ValueError: the verifier is broken"),
+        ({"reward": lambda *_: float("nan")}, "reward is not finite: nan"),
+        ({"reward": lambda *_: float("-inf")}, "reward is not finite: -inf"),
+        ({"reward": lambda *_: "1.0"}, "reward is no number: str '1.0'"),
+        ({"reward": lambda *_: None}, "reward is no number: NoneType None"),
+        ({"prompt": raising}, "prompt raised ValueError: the verifier is broken"),
+        ({"prompt": lambda *_: ask("a letter")}, "prompt could not be tokenised"),
+        ({"prompt": lambda *_: "2+2"}, "prompt raised TypeError: expected a Prompt, found str"),
+        ({"prompt": lambda *_: Prompt(None)}, "prompt could not be rendered TemplateError: TypeError"),
+        ({"reward": leaving}, "reward raised SystemExit: 3"),
+        ({"reward": speechless}, "reward raised Speechless: its message cannot be made"),
+        ({"rollout": raising}, "rollout raised ValueError: the verifier is broken"),
+        ({"rollout": timing_out}, "rollout raised TimeoutError: the tool did not answer"),
+        ({"rollout": nothing}, "rollout returned no episode: str"),
+        ({"rollout": prompt_only}, "rollout sampled nothing"),
+        ({"rollout": observing(VOCABULARY)}, f"rollout has a foreign token: id {VOCABULARY} is outside of"),
+        ({"rollout": observing(-1)}, "rollout has a foreign token: id -1 is outside of"),
+        ({"rollout": endless}, "request refused RolloutError: 33 tokens leave no room"),
+    ],
+)
+def test_what_a_task_does_wrong_is_the_reason_of_each_sample(methods: dict[str, Any], reason: str) -> None:
+    group = build(a_task(**methods))
+    assert group.samples == ()
+    assert len(group.failures) == 4
+    assert all(failure.startswith(reason) for failure in group.failures), group.failures
+
+
+def test_the_last_token_of_the_vocabulary_is_no_foreign_one() -> None:
+    assert len(build(a_task(rollout=observing(VOCABULARY - 1))).samples) == 4
+
+
+def test_a_request_that_can_never_work_fails_its_samples_with_the_servers_words() -> None:
+    assert build(a_task(), Refusing()).failures == ("request refused RolloutError: 400: too long",) * 4
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.int64(1)])
+def test_every_kind_of_number_is_a_reward(value: Any) -> None:
+    assert [sample.reward for sample in build(a_task(reward=lambda *_: value)).samples] == [1.0] * 4
+
+
+def test_one_bad_sample_costs_the_others_nothing() -> None:
+    calls = iter(range(4))
+    group = build(a_task(reward=lambda *_: raising() if next(calls) == 1 else 1.0))
+    assert (len(group.samples), len(group.failures)) == (3, 1)
+
+
+class Late(Answering):
+    """Answers request number n once its event is set; remembers which were cancelled."""
+
+    def __init__(self, requests: int, answered: Sequence[int]) -> None:
+        super().__init__()
+        self.events = [asyncio.Event() for _ in range(requests)]
+        self.cancelled: list[int] = []
+        for number in answered:
+            self.events[number].set()
+
+    async def generate(self, token_ids: Sequence[int], **asked: Any) -> list[Said]:
+        number = len(self.asked)
+        turns = await super().generate(token_ids, **asked)
+        try:
+            await self.events[number].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        return turns
+
+
+def test_of_more_samples_than_are_wanted_the_first_are_the_group_and_the_others_are_ended() -> None:
+    servers = Late(6, answered=(0, 2, 3, 5))
+    group = build(a_task(), servers, extra_samples=2)
+    assert [n for _, n, _, _ in servers.asked] == [1] * 6, "each ends on its own"
+    assert (len(group.samples), group.failures, len(group.abandoned)) == (4, (), 2)
+    assert set(servers.cancelled) == {1, 4}
+
+
+def test_of_samples_that_end_together_the_first_in_order_are_kept() -> None:
+    said = [Said((*FOUR[:1], 7 + place, FOUR[-1])) for place in range(6)]
+    servers = Answering()
+    servers.generate = lambda *_, **__: asyncio.sleep(0, [said.pop(0)])  # type: ignore[method-assign]
+    group = build(a_task(), servers, extra_samples=2)
+    assert [sample.token_array().tolist()[-2] for sample in group.samples] == [7, 8, 9, 10]
+    assert len(group.abandoned) == 2
+
+
+@pytest.mark.parametrize(("bad", "samples", "abandoned"), [(1, 4, 1), (2, 4, 0), (4, 2, 0), (6, 0, 0)])
+def test_a_failure_is_neither_kept_nor_abandoned(bad: int, samples: int, abandoned: int) -> None:
+    """The failures come first, so as many of the others are kept as there are."""
+
+    async def rollout(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+        if next(calls) < bad:
+            raise ValueError("the tool is broken")
+        turn = await policy.sample(policy.prompt)
+        return Episode.begin(policy.prompt).act(turn, "4")
+
+    calls = iter(range(6))
+    group = build(a_task(rollout=rollout), extra_samples=2)
+    assert (len(group.samples), len(group.failures), len(group.abandoned)) == (samples, bad, abandoned)
+
+
+def test_an_evaluation_begins_no_sample_more_than_it_says() -> None:
+    servers = Answering()
+    evaluation = Evaluation(a_task(), InlineCalls(a_task()), CHAT, servers, config(extra_samples=3))
+    asyncio.run(evaluation.run(EvalRequest(id="e", weights=5)))
+    assert len(servers.asked) == 2
+
+
+def test_a_rollout_that_hangs_fails_its_samples_at_its_deadline() -> None:
+    group = build(a_task(rollout=hanging), episode_seconds=0.05)
+    assert len(group.failures) == 4
+    assert all(failure.startswith("rollout took too long") for failure in group.failures), group.failures
+
+
+def test_a_task_that_always_fails_ends_with_its_reason() -> None:
+    builder = a_builder(a_task(reward=raising), Answering(), give_up_after=8)
+
+    async def three_groups() -> None:
+        for position in range(3):
+            await builder.build(position)
+
+    with pytest.raises(TaskError, match=r"8 samples in a row failed .*; the last: reward raised ValueError"):
+        asyncio.run(three_groups())
+
+
+def test_one_success_starts_the_count_of_failures_again() -> None:
+    patience = FailureStreak(limit=3)
+    for _ in range(5):
+        patience.note(0, ["reward raised ValueError: one"])
+        patience.note(1, ["reward raised ValueError: two"])
+    assert patience.counts == {"reward raised ValueError": 10}
+    with pytest.raises(TaskError):
+        patience.note(0, ["rollout sampled nothing"] * 3)
+
+
+def test_the_order_of_prompts_is_the_ledgers() -> None:
+    from pipeline.transport.ledger import prompt_of
+
+    assert build(a_task()).prompt == prompt_of(3, 8, seed=0)
+
+
+def evaluate(task: Task, servers: Answering) -> Any:
+    evaluation = Evaluation(task, InlineCalls(task), CHAT, servers, config())
+    return asyncio.run(evaluation.run(EvalRequest(id="e", weights=5)))
+
+
+def test_an_evaluation_is_greedy_and_over_all_held_out_prompts() -> None:
+    servers = Answering()
+    result = evaluate(a_task(), servers)
+    assert {(n, temperature) for _, n, temperature, _ in servers.asked} == {(1, 0.0)}
+    assert (result.id, result.weights, result.prompts, result.accuracy) == ("e", 5, 2, 0.5)
+    assert (result.version_min, result.version_max) == (5, 6)
+
+
+def test_a_held_out_prompt_that_fails_counts_as_wrong_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    calls = iter(range(2))
+    result = evaluate(a_task(reward=lambda *_: raising() if next(calls) else 1.0), Answering())
+    assert (result.prompts, result.accuracy, result.failed) == (2, 0.5, 1)
+    assert "1 of 2 samples failed; the first: reward raised ValueError" in caplog.text
+
+
+def test_an_evaluation_without_failures_tells_none(caplog: pytest.LogCaptureFixture) -> None:
+    assert evaluate(a_task(), Answering()).failed == 0
+    assert "failed" not in caplog.text
+
+
+def test_missing_positions_are_issued_before_new_ones() -> None:
+    issue = PositionQueue([5, 2], first_new=7)
+    assert [issue.take() for _ in range(4)] == [2, 5, 7, 8]
+
+
+def test_a_refused_position_is_issued_again_once() -> None:
+    issue = PositionQueue([], first_new=3)
+    assert issue.again(1)
+    assert not issue.again(1)
+    assert not issue.again(3), "it was never issued"
+    assert [issue.take() for _ in range(2)] == [1, 3]
+
+
+def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
+    issue = PositionQueue([2], first_new=5)
+    assert [issue.take() for _ in range(4)] == [2, 5, 6, 7]
+    issue.again(6)
+    assert issue.lost([2, 4], 6, held={7}) == 2
+    assert [issue.take() for _ in range(4)] == [2, 4, 6, 8]
+
+
+def test_outstanding_counts_what_is_issued_and_not_settled() -> None:
+    issue = PositionQueue([4], first_new=10)
+    assert issue.outstanding(settled=6) == 3
+    issue.take()
+    assert issue.outstanding(settled=6) == 4
+    issue.again(9)
+    assert issue.outstanding(settled=6) == 3
+    assert issue.outstanding(settled=11) == 0
+
+
+def test_a_share_is_the_fraction_of_time_in_which_any_block_ran() -> None:
+    times = iter([0.0, 1.0, 2.0, 4.0, 5.0, 10.0, 20.0])
+    share = Share(now=lambda: next(times))
+    with share, share:
+        pass
+    assert share.take() == pytest.approx(0.4)
+    assert share.take() == 0.0

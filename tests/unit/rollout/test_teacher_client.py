@@ -1,0 +1,198 @@
+"""What a teacher says of groups: over real HTTP, with a server that is away, busy, refuses, or talks nonsense."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from pipeline.config import TeacherConfig
+from pipeline.errors import DeadlineError, RolloutError
+from pipeline.rollout.teacher_client import References, Teacher
+from pipeline.transport.sample_records import Branch, Group, Sample
+from tests.fakes.async_server import ADDRESS, serving
+
+Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ROUTE = "/v1/completions"
+
+
+def a_sample(*tokens: int, branches: tuple[Branch, ...] = ()) -> Sample:
+    count = len(tokens)
+    return Sample(
+        tokens=np.array(tokens, "<i4").tobytes(),
+        sampled=np.array([0] + [1] * (count - 1), "u1").tobytes(),
+        logprobs=np.array([0.0] + [-0.5] * (count - 1), "<f4").tobytes(),
+        reward=0.0,
+        version_min=0,
+        version_max=0,
+        finish="stop",
+        branches=branches,
+    )
+
+
+def likely(tokens: list[int]) -> list[Any]:
+    """A log-probability that tells the token and its place; others beside it, as servers may send."""
+    return [
+        None,
+        *(
+            {str(token): {"logprob": -token - place / 16}, "99": {"logprob": -9}}
+            for place, token in enumerate(tokens, 1)
+        ),
+    ]
+
+
+class Served:
+    """A teacher's server: faults first, then right answers."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults, self.asked = list(faults), list[dict[str, Any]]()
+        self.keys = set[str | None]()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        self.keys.add(request.headers.get("Authorization"))
+        if self.faults:
+            return await self.faults.pop(0)(request)
+        return web.json_response({"choices": [{"prompt_logprobs": likely(body["prompt"][1:])}]})
+
+
+def status(code: int) -> Fault:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no such model"}}, status=code)
+
+    return answer
+
+
+def saying(value: Any) -> Fault:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=json.dumps(value))
+
+    return answer
+
+
+def said_of(
+    served: Served, groups: list[Group], should_stop: Callable[[], bool] = lambda: False, **config: Any
+) -> list[References | str] | None:
+    async def story() -> list[References | str] | None:
+        async with serving({ROUTE: served.answer}) as port:
+            settings = TeacherConfig(url=f"http://{ADDRESS}:{port}/v1/", model="wise", **config)
+            return await asyncio.to_thread(Teacher(settings).references, groups, should_stop)
+
+    return asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def numbers(references: Any) -> list[list[float]]:
+    return [np.frombuffer(row, "<f4").tolist() for row in references]
+
+
+def test_every_token_of_every_row_is_asked_for_and_the_first_has_none(tmp_path: Path) -> None:
+    further = Branch(
+        of=0,
+        shared=2,
+        tokens=np.array([8], "<i4").tobytes(),
+        sampled=np.array([1], "u1").tobytes(),
+        logprobs=np.array([-0.5], "<f4").tobytes(),
+    )
+    groups = [
+        Group(position=0, prompt=0, samples=(a_sample(1, 2, 3, branches=(further,)), a_sample(4, 5))),
+        Group(position=1, prompt=1, samples=(a_sample(6, 7),)),
+    ]
+    (tmp_path / "key").write_text("secret\n")
+    served = Served()
+    first, second = said_of(served, groups, key_file=str(tmp_path / "key")) or []
+    assert numbers(first) == [[0, -2.0625, -3.125], [0, -2.0625, -8.125], [0, -5.0625]]
+    assert numbers(second) == [[0, -7.0625]]
+    assert served.keys == {"Bearer secret"}
+    asked = {tuple(body.pop("prompt")) for body in served.asked}
+    assert asked == {(1, 2, 3), (1, 2, 8), (4, 5), (6, 7)}
+    wanted = {"model": "wise", "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    assert all(body == wanted for body in served.asked)
+
+
+GROUP = Group(position=0, prompt=0, samples=(a_sample(1, 2),))
+
+
+def test_a_teacher_that_is_busy_or_away_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def cut(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    served = Served(status(503), status(429), cut)
+    (said,) = said_of(served, [GROUP]) or []
+    assert numbers(said) == [[0, -2.0625]]
+    assert len(served.asked) == 4
+    assert [record.getMessage().partition(" is asked again: ")[2] for record in caplog.records] == [
+        "status 503: no such model"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (status(404), "teacher refused: status 404: no such model"),
+        (saying({"choices": []}), "teacher refused: its answer has no log-probability for each token"),
+        (saying({"choices": [{"prompt_logprobs": [None]}]}), "teacher refused: its answer has no log-probability"),
+        (
+            saying({"choices": [{"prompt_logprobs": [None, None]}]}),
+            "teacher refused: its answer has no log-probability",
+        ),
+        (
+            saying({"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1}}]}]}),
+            "teacher refused: its answer has no log-probability",
+        ),
+    ],
+)
+def test_a_teacher_that_never_answers_costs_the_group_and_no_other(fault: Fault, reason: str) -> None:
+    found = said_of(Served(fault), [GROUP, GROUP], concurrency=1) or []
+    refused = [said for said in found if isinstance(said, str)]
+    assert len(refused) == 1
+    assert refused[0].startswith(reason)
+
+
+def test_who_waits_for_a_teacher_can_stop() -> None:
+    looks = iter([False, True])
+    assert said_of(Served(*[status(503)] * 100), [GROUP], lambda: next(looks)) is None
+
+
+def met(
+    url: str, served: Served | None = None, seconds: float = 60, should_stop: Callable[[], bool] = lambda: False
+) -> None:
+    """`Teacher.meet` with a server, or with nobody at `url`."""
+
+    async def story() -> None:
+        async with serving({ROUTE: served.answer} if served else {}) as port:
+            settings = TeacherConfig(url=url or f"http://{ADDRESS}:{port}/v1", model="wise")
+            await asyncio.to_thread(Teacher(settings).meet, seconds, should_stop)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_a_teacher_is_met_once_it_says_how_likely_a_token_is() -> None:
+    served = Served(status(503))
+    met("", served)
+    assert [body["prompt"] for body in served.asked] == [[0, 0]] * 2
+
+
+def test_a_teacher_that_is_not_there_is_named_with_what_to_do() -> None:
+    with pytest.raises(DeadlineError, match=r"the teacher at teacher.url=http://127.0.0.1:9/v1.*mend teacher.url"):
+        met("http://127.0.0.1:9/v1", seconds=0.2)
+
+
+def test_a_teacher_that_refuses_is_named_at_once() -> None:
+    with pytest.raises(RolloutError, match=r"teacher.model=wise: .* refuses .*: status 404: no such model"):
+        met("", Served(status(404)))
+    with pytest.raises(RolloutError, match="has no log-probability for each token"):
+        met("", Served(saying({"choices": [{"prompt_logprobs": [None]}]})))
+
+
+def test_who_awaits_a_teacher_can_give_up() -> None:
+    looks, served = iter([False, True]), Served(*[status(503)] * 100)
+    met("", served, should_stop=lambda: next(looks))
+    assert next(looks, None) is None
+    assert served.asked

@@ -1,0 +1,146 @@
+"""What is said before a start of things beside the config: templates, programs, services, cores."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError
+from slurm.submission import submit_run
+from slurm.submission.compose_config import compose_config
+from slurm.submission.submission_warnings import _tiny_settings, advice, check_agents
+from tests.fakes.chat_models import CHATML, make_chat_model
+from tests.fakes.configs import make_config
+from tests.fakes.http_server import HttpServer, Request
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+DEAF = CHATML.replace("if tools", "if no_tools")
+JUDGED: dict[str, Any] = {"functions": ("pipeline.environments.llm_judge:judge",)}
+
+
+class Models(HttpServer):
+    """Lists one model, for who has the key."""
+
+    def respond(self, request: Request) -> tuple[int, bytes]:
+        if request.headers.get("Authorization") != "Bearer sesame":
+            return 401, b"{}"
+        return 200, json.dumps({"data": [{"id": "qwen"}]}).encode()
+
+
+def rows_with_tools(tmp_path: Path, template: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, "tools": TOOLS}) + "\n")
+    return {
+        "model": {"path": str(make_chat_model(tmp_path / "model", template)), "init": "random", "max_length": 256},
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "training": {"steps": 0, "prompts_per_step": 1, "warm_start": {"epochs": 1}},
+    }
+
+
+def test_a_template_that_ignores_the_tools_of_a_dataset_is_warned_of(tmp_path: Path) -> None:
+    (said,) = advice(make_config(**rows_with_tools(tmp_path, DEAF)))
+    assert "ignores `tools`, which row 0 of data.path has" in said
+    assert advice(make_config(**rows_with_tools(tmp_path, CHATML))) == []
+
+
+def test_a_template_that_ignores_the_tools_of_a_task_is_warned_of(tmp_path: Path) -> None:
+    for template, warned in ((DEAF, True), (CHATML, False)):
+        model = {"path": str(make_chat_model(tmp_path / "model", template)), "init": "random"}
+        said = advice(make_config(model=model, task={"name": "tools", "options": {"tools": ["calculator"]}}))
+        assert ["ignores `tools`, which task.name=tools has" in line for line in said] == [True] * warned
+
+
+def a_model_of_the_users(folder: Path) -> Path:
+    """With weights in bfloat16, for up to 4096 positions."""
+    model = make_chat_model(folder, CHATML)
+    settings = json.loads((model / "config.json").read_text())
+    own = {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps({**settings, **own, "dtype": "bfloat16"}))
+    (model / "model.safetensors").touch()
+    return model
+
+
+def test_a_model_of_the_users_is_not_trained_with_the_tiny_models_length_and_dtype_without_a_word(
+    tmp_path: Path,
+) -> None:
+    asked = ["experiment=sft", "data.path=rows.jsonl", f"model.path={a_model_of_the_users(tmp_path)}"]
+    (said,) = _tiny_settings(compose_config(asked))
+    assert said == (
+        "model.max_length=64 and model.dtype=float32 come from the default model=tiny_qwen3, not from "
+        f"{tmp_path} (4096 positions and dtype bfloat16): set model.max_length to the longest sample in tokens and "
+        "model.dtype=bfloat16"
+    )
+    for named in (["model.max_length=512"], ["model.dtype=bfloat16"]):
+        assert [*_tiny_settings(compose_config([*asked, *named]))] == []
+    assert [*_tiny_settings(compose_config(["experiment=demo"]))] == []
+
+
+def test_a_length_beyond_the_models_positions_is_refused_at_submission(tmp_path: Path) -> None:
+    model = a_model_of_the_users(tmp_path)
+    config = compose_config(["experiment=sft", "data.path=rows.jsonl", f"model.path={model}", "model.max_length=4097"])
+    with pytest.raises(ConfigError, match=r"model.max_length=4097: expected at most 4096, .*set model.max_length=4096"):
+        submit_run.check_submission(config)
+
+
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        (["no-such-program"], "there is no program 'no-such-program' in PATH"),
+        (["/no/such/agent", "{prompt}"], "'/no/such/agent' is no program"),
+        ([sys.executable, "no_such_agent.py"], "there is no file 'no_such_agent.py'"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_refused_here_and_warned_of_elsewhere(command: list[str], fault: str) -> None:
+    task = {"name": "agent", "options": {"command": command, "of": {"name": "arithmetic"}}}
+    with pytest.raises(ConfigError) as caught:
+        check_agents(make_config(task=task))
+    assert str(caught.value).startswith("task.options.command=")
+    assert fault in str(caught.value)
+    elsewhere = make_config(model={"path": "tiny_text", "init": "random"}, cluster={"kind": "slurm"}, task=task)
+    check_agents(elsewhere)
+    (said,) = advice(elsewhere)
+    assert said == f"task.options.command: {fault}: each sample fails if the nodes of the job lack it too"
+
+
+def test_an_agent_that_is_there_is_not_spoken_of() -> None:
+    for command in ([sys.executable, "docs/examples/agent.py"], [sys.executable, "-m", "agent"], ["cat", "{prompt}"]):
+        check_agents(make_config(task={"name": "agent", "options": {"command": command}}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "qwen", "key": "sesame"}, ""),
+        ({"model": "gwen", "key": "sesame"}, "has no model 'gwen', but qwen"),
+        ({"model": "qwen", "key": "other"}, "refuses the key (status 401)"),
+        ({"model": "qwen", "url": "http://127.0.0.1:9/v1", "key": "sesame"}, "nobody answers at http://127.0.0.1:9/v1"),
+        ({"model": "qwen", "url": "127.0.0.1", "key": "sesame"}, "it is no URL"),
+        ({"model": "qwen"}, "there is no key_file"),
+    ],
+)
+def test_a_judge_that_is_not_there_is_warned_of(options: dict[str, str], said: str, tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    if key := options.pop("key", ""):
+        key_file.write_text(key)
+    with Models() as server:
+        judge = {"url": f"http://{server.endpoint}/v1", "key_file": str(key_file), **options}
+        reward = JUDGED | {"options": {"judge": judge}}
+        found = advice(make_config(model={"path": "tiny_qwen3", "init": "random"}, reward=reward))
+    assert [said in line and line.startswith("reward.options.judge: ") for line in found] == [True] * bool(said)
+
+
+def test_more_processes_than_cores_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cores = len(os.sched_getaffinity(0))
+    model = {"path": "tiny_qwen3", "init": "random"}
+    crowded = make_config(model=model, resources={"trainer": {"processes": 4 * cores}}, task={"name": "arithmetic"})
+    (said,) = advice(crowded)
+    assert said.startswith(f"this machine has {cores} cores for {4 * cores + 1} threads of trainers and servers")
+    workers = make_config(model=model, task={"name": "arithmetic", "processes": 9 * cores})
+    (said,) = advice(workers)
+    assert said.startswith(f"this machine has {cores} cores for {9 * cores} processes of the task")
+    asked = ["experiment=demo", f"output={tmp_path}", f"task.processes={9 * cores}", "--dry-run"]
+    assert submit_run.main(asked) == 0
+    assert f"warning: {said}\n" in capsys.readouterr().err

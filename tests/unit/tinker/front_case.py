@@ -1,0 +1,89 @@
+"""A front over HTTP, with a trainer that only says what it did."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from pipeline.tinker.api_keys import Keys, digest
+from pipeline.tinker.durable_store import Store
+from pipeline.tinker.gateway import Front
+from pipeline.tinker.gateway_settings import Settings
+from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.service_state import Registry
+from pipeline.tinker.tinker_records import Attach, Done, Facts, TrainerTurn, Work, encode
+from pipeline.tinker.trainer_routes import ATTACH, SECRET, TURN, Door
+
+ADA, BOB = {"X-API-Key": "tml-ada"}, {"X-API-Key": "tml-bob"}
+DOOR = {SECRET: "secret"}
+LORA = {"rank": 4}
+_works = msgspec.msgpack.Decoder(Work)
+
+
+class Client:
+    """A front of its own, as clients and as a trainer see it."""
+
+    def __init__(self, http: TestClient[Any, Any], registry: Registry, kept: Store) -> None:
+        self.http, self.registry, self.kept = http, registry, kept
+
+    async def post(self, route: str, body: Any, headers: dict[str, str] = ADA) -> tuple[int, Any]:
+        async with self.http.post(f"/api/v1/{route}", json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def session(self, headers: dict[str, str] = ADA) -> str:
+        return str((await self.post("create_session", {}, headers))[1]["session_id"])
+
+    async def model(self, session: str, number: int = 0, headers: dict[str, str] = ADA) -> tuple[int, Any]:
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": LORA}
+        return await self.post("create_model", body, headers)
+
+    async def attach(self, attempt: str, **cursors: int) -> int:
+        body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, Facts()))
+        async with self.http.post(ATTACH, data=body, headers=DOOR) as answer:
+            return answer.status
+
+    async def turn(self, attempt: str, *done: Done) -> tuple[int, Work | None]:
+        async with self.http.post(TURN, data=encode(TrainerTurn(attempt, done)), headers=DOOR) as answer:
+            body = await answer.read()
+            return answer.status, _works.decode(body) if answer.status == 200 else None
+
+
+def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], request_bytes: int = 1 << 16) -> None:
+    async def run() -> None:
+        lines = [f"{digest(f'tml-{name}')} {name}" for name in ("bob", "eve")]
+        (tmp_path / "keys").write_text("\n".join([f"{digest('tml-ada')} ada models=2", *lines, ""]))
+        settings = Settings(
+            root=str(tmp_path),
+            host="127.0.0.1",
+            port=0,
+            keys="",
+            base_names=("tiny",),
+            tokenizer="tiny",
+            max_length=16,
+            max_samples=12,
+            max_rank=8,
+            request_bytes=request_bytes,
+            session_seconds=60,
+            whole_models=False,
+            sampling=True,
+            seed=0,
+        )
+        kept = Store(settings.store)
+        registry, sampling = Registry(kept), SampleQueue(kept, settings.weights, settings.limits, 2)
+        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
+        app = web.Application(client_max_size=0)
+        front.add_routes(app)
+        Door(registry, "secret", lambda facts: None).add_routes(app)
+        await sampling.start()
+        server = TestServer(app)
+        await server.start_server(auto_decompress=False)
+        async with TestClient(server) as http:
+            await play(Client(http, registry, kept))
+        await sampling.close()
+        kept.close()
+
+    asyncio.run(run())

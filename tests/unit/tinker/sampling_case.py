@@ -1,0 +1,106 @@
+"""Servers by a script, and samples asked of them, for the tests of sampling."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pipeline.tinker.durable_store import Store
+from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sampling_limits import Limits
+from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.utils.authenticated_http import ROUTE
+from tests.fakes.async_server import prove
+from tests.fakes.http_server import PASSWORD
+
+LONGEST, MOST_ADAPTERS = 16, 2
+LIMITS = Limits(LONGEST, 8)
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+SAMPLER = SamplingSession("s:sample:0", "ada", "tiny")
+
+
+class Script:
+    """A server with the routes of vLLM: what it was asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.statuses: list[int] = []
+        self.held: set[str] = set()
+        self.most_held = 0
+        self.answer: dict[str, Any] | None = None
+        self.gate = asyncio.Event()
+        """Samples are answered while it is set."""
+        self.gate.set()
+
+    def routes(self, app: web.Application) -> None:
+        app.router.add_get(ROUTE, prove)
+        for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            app.router.add_post(route, self._answer)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {PASSWORD}"
+        body = await request.json()
+        self.asked.append((request.path, body))
+        status = self.statuses.pop(0) if self.statuses else 200
+        if status != 200:
+            return web.json_response({"error": {"message": "says the server"}}, status=status)
+        if not request.path.endswith("generate"):
+            (self.held.discard if "unload" in request.path else self.held.add)(body["lora_name"])
+            self.most_held = max(self.most_held, len(self.held))
+            return web.Response(text="ok")
+        await self.gate.wait()
+        if self.answer is not None:
+            return web.json_response(self.answer)
+        choices = [
+            {
+                "index": index,
+                "token_ids": [4, 5 + index],
+                "finish_reason": "stop" if index else "length",
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": 9, "logprob": -0.1}]}
+                        for token in (4, 5 + index)
+                    ]
+                },
+            }
+            for index in reversed(range(body["sampling_params"]["n"]))
+        ]
+        prompt = [None, {"2": {"logprob": -1.0}, "7": {"logprob": -0.2}}, {"3": {"logprob": -2.0}}]
+        return web.json_response({"choices": choices, "prompt_logprobs": prompt})
+
+
+def write_adapter(root: Path, name: str) -> None:
+    (root / "weights" / name).mkdir(parents=True)
+    (root / "weights" / name / "adapter_config.json").write_text("{}")
+
+
+def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awaitable[None]], count: int = 1) -> None:
+    async def run() -> None:
+        scripts, servers = [Script() for _ in range(count)], []
+        for script in scripts:
+            app = web.Application()
+            script.routes(app)
+            servers.append(TestServer(app))
+            await servers[-1].start_server()
+        kept = Store(tmp_path / "store.sqlite")
+        sampling = SampleQueue(kept, tmp_path / "weights", LIMITS, MOST_ADAPTERS)
+        await sampling.start()
+        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
+        try:
+            await play(sampling, scripts)
+        finally:
+            await sampling.close()
+            kept.close()
+            for server in servers:
+                await server.close()
+
+    asyncio.run(run())
+
+
+async def sample(sampling: SampleQueue, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
+    given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": {"max_tokens": 4}, **body}
+    return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, folder, number, given))

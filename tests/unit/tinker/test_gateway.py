@@ -1,0 +1,273 @@
+"""The front over HTTP, with a trainer that only says what it did."""
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+
+from pipeline.tinker import durable_store, json_limits
+from pipeline.tinker.api_errors import Full
+from pipeline.tinker.durable_store import Store
+from pipeline.tinker.service_state import Registry
+from pipeline.tinker.tinker_records import Done, Failed, Plain, Saved, Stepped, TrainerTurn, Unload, encode
+from pipeline.tinker.trainer_routes import SECRET, TURN
+from tests.unit.tinker.front_case import ADA, BOB, DOOR, LORA, Client, with_front
+
+
+def test_a_retry_is_the_same_request_and_makes_no_second_model(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        first = await client.model(session)
+        assert await client.model(session) == first
+        assert len(client.registry.models) == 1
+        model = first[1]["model_id"]
+        step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        assert await client.post("optim_step", step) == await client.post("optim_step", step)
+        await client.attach("one")
+        assert (await client.turn("one"))[1].seq == 0  # type: ignore[union-attr]
+        assert (await client.turn("one"))[1].seq == 1  # type: ignore[union-attr]
+        assert await client.turn("one") == (204, None)
+
+    with_front(tmp_path, play)
+
+
+def test_a_result_never_changes_and_what_a_trainer_lost_is_handed_out_again(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        await client.attach("one")
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", Done(f"{model}:1", Stepped({"lr:mean": 1.0})))
+        await client.attach("two")
+        status, again = await client.turn("two")
+        assert (status, again and again.seq, again and again.answered) == (200, 0, True)
+        await client.turn("two")
+        await client.turn("two", Done(f"{model}:1", Stepped({"lr:mean": 2.0})))
+        status, result = await client.post("retrieve_future", {"request_id": f"{model}:1"})
+        assert (status, result["metrics"]) == (200, {"lr:mean": 1.0})
+
+    with_front(tmp_path, play)
+
+
+def test_a_trainer_that_was_replaced_is_told_so_and_cannot_come_back(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        assert (await client.turn("one"))[0] == 428
+        assert await client.attach("one") == 204
+        assert await client.attach("two") == 204
+        assert (await client.turn("one"))[0] == 409
+        assert await client.attach("one") == 409
+        assert (await client.turn("two"))[0] == 204
+        async with client.http.post(TURN, data=encode(TrainerTurn("two")), headers={SECRET: "guess"}) as answer:
+            assert answer.status == 401
+
+    with_front(tmp_path, play)
+
+
+def test_a_turn_from_before_an_attach_takes_no_work_into_its_dead_connection(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        await client.attach("one")
+        body = encode(TrainerTurn("one", seconds=5.0))
+        stalled = asyncio.create_task(client.http.post(TURN, data=body, headers=DOOR))
+        await asyncio.sleep(0.3)  # sooner or later, it gets none
+        await client.attach("one")
+        await client.model(session)
+        assert (await stalled).status == 428
+        status, work = await client.turn("one")
+        assert (status, work and work.seq) == (200, 0)
+
+    with_front(tmp_path, play)
+
+
+def test_a_trainer_that_is_ending_brings_results_and_takes_nothing(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        await client.model(await client.session())
+        await client.attach("one")
+        async with client.http.post(TURN, data=encode(TrainerTurn("one", ending=True)), headers=DOOR) as answer:
+            assert answer.status == 204
+        assert (await client.turn("one"))[0] == 200
+
+    with_front(tmp_path, play)
+
+
+def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings_it_back(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.attach("one")
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        step = {"model_id": model, "adam_params": {}}
+        kept = await client.post("optim_step", step | {"seq_id": 1})
+        await client.post("unload_model", {"model_id": model})
+        assert await client.post("optim_step", step | {"seq_id": 1}) == kept, "a retry"
+        assert (await client.post("optim_step", step | {"seq_id": 2}))[0] == 410
+        await client.turn("one")
+        _, work = await client.turn("one")
+        assert work is not None
+        assert isinstance(work.body, Unload)
+        assert await client.turn("one", Done(work.request, Plain())) == (204, None)
+        assert (await client.post("optim_step", step | {"seq_id": 2}))[0] == 410
+        await client.attach("two", **{model: 0})
+        _, work = await client.turn("two")
+        assert work is not None
+        assert isinstance(work.body, Unload)
+        assert await client.turn("two", Done(work.request, Plain())) == (204, None)
+
+    with_front(tmp_path, play)
+
+
+def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        removed: list[str] = []
+        client.registry.shelf.on_removed = removed.append
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.attach("one")
+        await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        [saved] = client.registry.shelf.checkpoints.values()
+        load = {"model_id": model, "seq_id": 2, "path": saved.path, "optimizer": True}
+        assert (await client.post("load_weights", load))[0] == 200
+        await client.registry.shelf.remove(saved)
+        await client.turn("one", Done(f"{model}:2", Plain()))
+        assert removed == [], "a trainer that comes now loads it again"
+        await client.registry.committed({model: 2})
+        await client.registry.committed({model: 3})
+        await client.registry.sweep(60.0)
+        assert removed == [saved.folder]
+
+    with_front(tmp_path, play)
+
+
+def test_a_retry_of_what_the_store_did_not_take_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        full = asyncio.Event()
+
+        async def keep(self: Store, *changes: object) -> None:
+            await full.wait()
+            raise Full("full")
+
+        monkeypatch.setattr(Store, "keep", keep)
+        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        both = [asyncio.create_task(client.post("optim_step", step)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        full.set()
+        assert {status for status, _ in await asyncio.gather(*both)} == {402}
+
+    with_front(tmp_path, play)
+
+
+def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        live = client.registry.models[model]
+        gone = msgspec.structs.replace(live.fact, gone=True)
+        await client.kept.keep(durable_store.fact("model", model, encode(gone)))
+        again = Registry(client.kept)
+        assert isinstance(again.result(again.requests[f"{model}:0"]), Failed)
+
+    with_front(tmp_path, play)
+
+
+def test_nobody_sees_what_another_key_made(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        model = (await client.model(session))[1]["model_id"]
+        save = {"model_id": model, "seq_id": 1, "path": "mine"}
+        await client.post("save_weights", save)
+        await client.attach("one")
+        await client.turn("one")
+        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        path = f"tinker://{model}/weights/mine"
+        assert (await client.post("weights_info", {"tinker_path": path}))[0] == 200
+        asked = [
+            ("weights_info", {"tinker_path": path}),
+            ("get_info", {"model_id": model}),
+            ("retrieve_future", {"request_id": f"{model}:0"}),
+            ("optim_step", {"model_id": model, "seq_id": 9, "adam_params": {}}),
+            ("session_heartbeat", {"session_id": session}),
+            ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": LORA}),
+        ]
+        for route, body in asked:
+            assert (await client.post(route, body, BOB))[0] == 404, route
+        async with client.http.get("/api/v1/checkpoints", headers=BOB) as answer:
+            assert (await answer.json())["checkpoints"] == []
+
+    with_front(tmp_path, play)
+
+
+def test_a_key_has_as_many_models_as_it_may_and_an_ended_session_takes_nothing(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        for number in (0, 1):
+            assert (await client.model(session, number))[0] == 200
+        status, refusal = await client.model(session, 2)
+        assert (status, "all it may have" in refusal["detail"]) == (403, True)
+        await client.post(f"sessions/{session}/finish", {})
+        model = f"{session}:train:0"
+        status, refusal = await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert (status, "make a new ServiceClient" in refusal["detail"]) == (410, True)
+
+    with_front(tmp_path, play)
+
+
+def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        for seq, path in enumerate(("../x", "a/b", "", ".hidden"), 1):
+            status, accepted = await client.post("save_weights", {"model_id": model, "seq_id": seq, "path": path})
+            assert status == 200
+            _, result = await client.post("retrieve_future", {"request_id": accepted["request_id"]})
+            assert result["category"] == "user"
+            assert "the name" in result["error"]
+
+    with_front(tmp_path, play)
+
+
+def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b"x" * 8192
+
+        async with client.http.post("/api/v1/forward_backward", data=chunks(), headers=ADA) as answer:
+            assert answer.status == 413
+
+    with_front(tmp_path, play)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"[" * 20_000, 400, "nested too deeply"),
+        (b'{"a":' * 9_000 + b"1" + b"}" * 9_000, 400, "nested too deeply"),
+        (b"[]", 400, "no JSON object"),
+        (b'{"a": [NaN]}', 400, "malformed"),
+        (b'{"a": [' + b"[]," * json_limits.MOST_PARTS + b"[]]}", 413, "lists, objects and keys"),
+        (b"{" + b'"a":0,' * json_limits.MOST_PARTS + b'"b":0}', 413, "lists, objects and keys"),
+        (b'"' + b"x" * json_limits.MOST_JSON + b'"', 413, "larger than what JSON may have"),
+    ],
+    ids=["deep lists", "deep objects", "a list", "no number", "many lists", "many keys", "large"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "zstd"])
+def test_json_that_would_hold_up_others_is_refused_before_it_is_parsed(
+    body: bytes, status: int, said: str, packed: bool, tmp_path: Path
+) -> None:
+    headers = ADA | ({"Content-Encoding": "zstd"} if packed else {})
+    data = zstandard.ZstdCompressor().compress(body) if packed else body
+
+    async def play(client: Client) -> None:
+        async with client.http.post("/api/v1/create_session", data=io.BytesIO(data), headers=headers) as answer:
+            told = (await answer.json())["detail"]
+            assert answer.status == status, told
+            assert said in told or "bytes when decompressed" in told
+
+    with_front(tmp_path, play, request_bytes=1 << 24)

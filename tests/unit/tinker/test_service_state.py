@@ -1,0 +1,322 @@
+"""What the front remembers, over restarts of itself and of trainers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.api_keys import Owner
+from pipeline.tinker.durable_store import FAILURE_BYTES, Store
+from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.model_requests import Live, SaveNote, save_body
+from pipeline.tinker.retention import ENDED_SECONDS, SERVED_SECONDS, UNFETCHED_SECONDS
+from pipeline.tinker.service_state import Registry
+from pipeline.tinker.tinker_paths import WeightsPath
+from pipeline.tinker.tinker_records import (
+    Adapter,
+    Create,
+    Done,
+    Failed,
+    Pass,
+    Passed,
+    Plain,
+    Saved,
+    Step,
+    Stepped,
+    Unload,
+    Work,
+)
+
+ADA = Owner("ada", models=1)
+STEP = Step(0.1, 0.9, 0.95, 1e-8, 0.0, 0.0)
+LOOK = Pass((), "cross_entropy", {}, backward=False)
+_works = msgspec.msgpack.Decoder(Work)
+
+
+def path_of(model: str) -> WeightsPath:
+    return WeightsPath(model, "weights", "mine")
+
+
+class Play:
+    """A registry with a clock of its own, which can be started anew over its store."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.now = path, 1000.0
+        self.begin()
+
+    def begin(self) -> None:
+        self.kept = Store(self._path)
+        self.registry = Registry(self.kept, lambda: self.now)
+
+    def restart(self) -> None:
+        self.kept.close()
+        self.begin()
+
+    @property
+    def live(self) -> Live:
+        (live,) = self.registry.models.values()
+        return live
+
+    def work(self) -> Work | None:
+        body = self.registry.next_work()
+        return None if body is None else _works.decode(body)
+
+    async def model(self) -> str:
+        session = await self.registry.open_session(ADA)
+        made = await self.registry.make_model(ADA, session.id, 0, "tiny", Create(Adapter(4)))
+        return made.model
+
+    async def step(self, seq: int) -> None:
+        await self.registry.accept(self.live, seq, lambda: STEP)
+
+    async def done(self, seq: int, result: object = Plain()) -> None:
+        await self.registry.finish(Done(f"{self.live.fact.id}:{seq}", result))  # type: ignore[arg-type]
+
+
+def play(tmp_path: Path, story: Callable[[Play], Awaitable[None]]) -> None:
+    async def run() -> None:
+        stage = Play(tmp_path / "store.sqlite")
+        await story(stage)
+        stage.kept.close()
+
+    asyncio.run(run())
+
+
+async def three_steps(stage: Play) -> str:
+    """A model with three steps, of which a commit covers two for good."""
+    model = await stage.model()
+    await stage.registry.attach({})
+    for seq in (1, 2, 3):
+        await stage.step(seq)
+    for seq in range(4):
+        assert stage.work() is not None
+        await stage.done(seq)
+    for cursor in (2, 3):
+        await stage.registry.committed({model: cursor})
+    return model
+
+
+def test_a_result_that_nobody_fetches_is_kept_for_a_day_and_one_that_was_for_an_hour(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await three_steps(stage)
+        await stage.registry.note_served(stage.registry.requests[f"{model}:1"])
+        stage.now += SERVED_SECONDS + 1
+        stage.registry.heard.clear()
+        await stage.registry.sweep(1e9)
+        assert set(stage.live.requests) == {0, 2, 3}
+        stage.now += UNFETCHED_SECONDS
+        await stage.registry.sweep(1e9)
+        assert set(stage.live.requests) == {3}, "a trainer may have to do it again"
+        assert [each.id for each in stage.kept.requests()] == [f"{model}:3"]
+
+    play(tmp_path, story)
+
+
+def test_what_changes_no_model_is_kept_only_until_it_is_answered(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await stage.model()
+        await stage.registry.attach({})
+        await stage.done(0)
+        long = bytes(FAILURE_BYTES + 4)
+        for seq in range(1, 4):
+            await stage.registry.accept(stage.live, seq, lambda: LOOK)
+            await stage.done(seq, Passed([long], [0], {}))
+            assert stage.kept.body(f"{model}:{seq}") is None
+        stage.restart()
+        await stage.registry.attach({})
+        again = stage.work()
+        assert again is not None
+        assert (again.seq, again.answered) == (0, True)
+        assert stage.work() is None
+        found = stage.registry.result(stage.registry.requests[f"{model}:3"])
+        assert isinstance(found, Passed)
+        assert found.logprobs == [long]
+
+    play(tmp_path, story)
+
+
+def test_after_a_restart_of_the_front_a_settled_model_goes_on(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await three_steps(stage)
+        stage.restart()
+        await stage.registry.attach({model: 2})
+        work = stage.work()
+        assert work is not None
+        assert (work.seq, work.answered) == (3, True)
+        await stage.step(4)
+        work = stage.work()
+        assert work is not None
+        assert (work.seq, stage.live.lost) == (4, "")
+
+    play(tmp_path, story)
+
+
+def test_a_trainer_with_an_older_commit_than_is_kept_loses_the_model_and_says_so(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await three_steps(stage)
+        for restart in (False, True):
+            if restart:
+                stage.restart()
+            await stage.registry.attach({model: 1})
+            assert stage.work() is None
+            assert "older commit" in stage.live.lost
+            await stage.registry.attach({model: 3})
+            assert not stage.live.lost
+
+    play(tmp_path, story)
+
+
+def test_a_model_whose_unload_the_front_did_not_hear_of_is_unloaded_after_a_restart_and_never_lost(
+    tmp_path: Path,
+) -> None:
+    async def story(stage: Play) -> None:
+        await three_steps(stage)
+        await stage.registry.unload(stage.live)
+        work = stage.work()
+        assert work is not None
+        assert isinstance(work.body, Unload)
+        stage.restart()  # before the trainer's answer
+        await stage.registry.attach({})
+        again = stage.work()
+        assert again is not None
+        assert isinstance(again.body, Unload)
+        await stage.registry.finish(Done(again.request, Plain()))
+        assert stage.live.fact.gone
+        assert await stage.registry.open_session(ADA)
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_could_not_be_made_takes_no_place(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await stage.model()
+        await stage.registry.attach({})
+        assert stage.work() is not None
+        await stage.done(0, Failed("there is no room " + "x" * FAILURE_BYTES, "user"))
+        session = stage.live.fact.session
+        for _ in range(2):
+            failure = stage.registry.result(stage.registry.requests[f"{model}:0"])
+            assert isinstance(failure, Failed)
+            assert failure.error.startswith("there is no room")
+            with_one = await stage.registry.make_model(ADA, session, 0, "tiny", Create(Adapter(4)))
+            assert with_one.failure == failure, "a retry"
+            with pytest.raises(ApiError, match="making it failed") as refused:
+                await stage.step(1)
+            assert refused.value.status == 410
+            stage.restart()
+        other = await stage.registry.make_model(ADA, session, 1, "tiny", Create(Adapter(4)))
+        assert not other.answered, "ada may have one model"
+
+    play(tmp_path, story)
+
+
+def test_a_step_is_answered_once(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await stage.model()
+        await stage.registry.attach({})
+        await stage.done(0)
+        await stage.step(1)
+        for rate in (1.0, 2.0):
+            await stage.done(1, Stepped({"lr:mean": rate}))
+        stage.restart()
+        assert stage.registry.result(stage.registry.requests[f"{model}:1"]) == Stepped({"lr:mean": 1.0})
+
+    play(tmp_path, story)
+
+
+def test_an_ended_session_is_forgotten_with_its_models_unless_they_have_checkpoints(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        model = await three_steps(stage)
+        session = stage.registry.sessions[stage.live.fact.session]
+        await stage.registry.shelf.add_sampler(SamplingSession(f"{session.id}:sample:0", "ada", "tiny"))
+        await stage.registry.accept(stage.live, 4, lambda: save_body(path_of(model), 4, SaveNote(str(path_of(model)))))
+        assert stage.work() is not None
+        await stage.done(4, Saved(1))
+        await stage.registry.end_session(session, "it is over")
+        unload = stage.work()
+        assert unload is not None
+        await stage.registry.finish(Done(unload.request, Plain()))
+        stage.now += ENDED_SECONDS + 1
+        await stage.registry.sweep(1e9)
+        assert (stage.registry.sessions, stage.registry.shelf.samplers, stage.registry.requests) == ({}, {}, {})
+        assert set(stage.registry.models) == {model}, "its checkpoint is listed under it"
+        (checkpoint,) = stage.registry.shelf.checkpoints.values()
+        await stage.registry.shelf.remove(checkpoint)
+        await stage.registry.sweep(1e9)
+        assert not stage.registry.models
+        assert not [each for kind in ("session", "model", "settled", "sampler") for each in stage.kept.facts(kind)]
+        stage.restart()
+        await stage.registry.attach({model: 2})
+        again = stage.work()
+        assert again is not None
+        assert (again.model, again.body) == (model, Unload()), "a trainer may still have it from an old commit"
+        assert stage.work() is None
+
+    play(tmp_path, story)
+
+
+def test_a_session_that_ended_is_known_for_a_while_and_while_a_trainer_has_its_model(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        await three_steps(stage)
+        session = stage.registry.sessions[stage.live.fact.session]
+        await stage.registry.end_session(session, "it is over")
+        stage.now += ENDED_SECONDS - 1
+        await stage.registry.sweep(1e9)
+        with pytest.raises(ApiError, match="it is over"):
+            stage.registry.session(ADA, session.id)
+        stage.now += 2
+        await stage.registry.sweep(1e9)
+        assert set(stage.registry.sessions) == {session.id}
+        unload = stage.work()
+        assert unload is not None
+        await stage.registry.finish(Done(unload.request, Plain()))
+        await stage.registry.sweep(1e9)
+        assert not stage.registry.sessions
+
+    play(tmp_path, story)
+
+
+def test_models_take_turns_and_those_without_work_are_not_looked_at(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        session = await stage.registry.open_session(Owner("ada"))
+        for number in range(4):
+            await stage.registry.make_model(Owner("ada"), session.id, number, "tiny", Create(Adapter(4)))
+        models = list(stage.registry.models.values())
+        await stage.registry.attach({})
+        for live in models[:2]:
+            for seq in (1, 2):
+                await stage.registry.accept(live, seq, lambda: STEP)
+        order = []
+        while (work := stage.work()) is not None:
+            order.append((int(work.model[-1]), work.seq))
+        assert order == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+        looked: list[str] = []
+        look = stage.registry._next_of
+        stage.registry._next_of = lambda live: looked.append(live.fact.id) or look(live)  # type: ignore[method-assign,func-returns-value]
+        await stage.registry.accept(models[3], 1, lambda: STEP)
+        assert stage.work() is not None
+        assert looked == [models[3].fact.id]
+
+    play(tmp_path, story)
+
+
+def test_a_step_that_waits_is_done_right_after_its_pass_and_a_second_pass_is_not(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        session = await stage.registry.open_session(Owner("ada"))
+        for number in range(2):
+            await stage.registry.make_model(Owner("ada"), session.id, number, "tiny", Create(Adapter(4)))
+        await stage.registry.attach({})
+        assert stage.work() is not None
+        assert stage.work() is not None
+        for live in stage.registry.models.values():
+            for seq, body in enumerate((LOOK, LOOK, STEP, STEP, LOOK), 1):
+                await stage.registry.accept(live, seq, lambda body=body: body)  # type: ignore[misc]
+        order = []
+        while (work := stage.work()) is not None:
+            order.append((int(work.model[-1]), work.seq))
+        assert order == [(0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (0, 4), (1, 4), (0, 5), (1, 5)]
+
+    play(tmp_path, story)

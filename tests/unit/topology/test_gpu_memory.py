@@ -1,0 +1,293 @@
+"""The arithmetic of memory: against what was measured, and what it refuses."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from docs import memory as page
+from pipeline.config import RunConfig
+from pipeline.config.value_types import memory_bytes
+from pipeline.errors import ConfigError
+from pipeline.topology.gpu_memory import (
+    GIB,
+    WEIGHT_CHUNK,
+    Sizes,
+    check_memory,
+    describe_memory,
+    host_need,
+    micro_batch_tokens,
+    most_share,
+    sequence_bytes,
+    sequences,
+    server_need,
+    trainer_allowance,
+    trainer_need,
+)
+from tests.fakes.configs import make_config
+
+SAVING = {"reshard": True, "activation_checkpointing": True}
+
+B8 = Sizes(
+    parameters=8_000_000_000,
+    trained=8_000_000_000,
+    outside_layers=1_200_000_000,
+    layer=190_000_000,
+    layers=36,
+    hidden=4096,
+    vocabulary=150_000,
+    head_trained=True,
+    logits=1 << 26,
+    activations=8e6,
+    kv=36 * 2 * 8 * 128,
+    kv_heads=8,
+    width=2,
+)
+"""About an 8B."""
+
+
+def config_of(
+    *, processes: int = 2, gpus: int = 1, memory: str = "", loss: dict[str, Any] | None = None, **training: Any
+) -> RunConfig:
+    return make_config(
+        resources={
+            "device": "cuda",
+            "gpu_memory": memory,
+            "trainer": {"processes": processes, "gpus": 1},
+            "inference": {"gpus": gpus},
+        },
+        model={"path": "tiny", "dtype": "bfloat16", "max_length": 4096},
+        training={"steps": 1, "prompts_per_step": 64, "micro_batch_tokens": 16_384} | training,
+        loss={"name": "grpo"} | (loss or {}),
+    )
+
+
+@pytest.mark.parametrize("case", page.MEASURED, ids=str)
+def test_it_is_an_upper_bound_near_what_was_measured_on_h200s(case: page.Measured) -> None:
+    assert 1.0 <= page.computed(case) / case.gib <= 1.1
+
+
+def test_the_tables_of_the_page_are_those_of_the_arithmetic() -> None:
+    text = page.PAGE.read_text()
+    assert page.page(text, page.tables()) == text, "stale: python -m docs.memory writes it"
+
+
+def test_a_page_without_a_place_for_the_tables_is_told() -> None:
+    with pytest.raises(ValueError, match="has no lines"):
+        page.page(f"# GPUs\n{page.BEGIN}", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("", 0), ("512", 512 << 20), ("1K", 1 << 10), ("3M", 3 << 20), ("80G", 80 << 30), ("1T", 1 << 40)],
+)
+def test_memory_is_counted_as_slurm_counts_it(text: str, size: int) -> None:
+    assert memory_bytes(text) == size
+
+
+def test_what_is_kept_is_divided_by_the_processes_and_what_crosses_them_is_not() -> None:
+    few, many = (trainer_need(config_of(processes=count), B8).parts for count in (2, 8))
+    assert few["parameters and moments"] == 4 * many["parameters and moments"] == 12 * B8.parameters // 2
+    assert few["gradients"] == many["gradients"] == 4 * B8.parameters
+    assert few["weights for the servers"] == many["weights for the servers"] == 2 * B8.weights
+    assert trainer_need(config_of(processes=8, reshard=True), B8).parts["gradients"] == 4 * B8.parameters // 8
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [{"reshard": True}, {"activation_checkpointing": True}, {"compile": True}, {"publish_from": "host"}],
+    ids=str,
+)
+def test_each_way_to_save_memory_saves(saving: dict[str, Any]) -> None:
+    assert trainer_need(config_of(**saving), B8).total < trainer_need(config_of(), B8).total
+
+
+@pytest.mark.parametrize(("place", "gpus", "parts"), [("gpu", 1, 0), ("gpu", 4, 1), ("host", 1, 1), ("host", 4, 1)])
+def test_weights_wait_on_the_gpu_or_its_host_and_chunks_of_them_for_who_takes_no_version_as_it_lies(
+    place: str, gpus: int, parts: int
+) -> None:
+    config = config_of(gpus=gpus, publish_from=place)
+    waiting, chunks = 2 * B8.weights, parts * 2 * WEIGHT_CHUNK
+    on_gpu = place == "gpu"
+    assert trainer_need(config, B8).parts["weights for the servers"] == on_gpu * waiting + chunks
+    assert host_need(config, B8).parts["weights for the servers"] == (not on_gpu) * waiting
+
+
+@pytest.mark.parametrize(("model", "processes", "gpus"), [("8B", 8, 1), ("32B", 16, 4), ("32B", 24, 8)])
+def test_half_of_two_nodes_of_eight_trains_8b_and_half_of_four_32b_on_80_gb(
+    model: str, processes: int, gpus: int
+) -> None:
+    ways = ("compile", *page.SAVED)
+    sizes = page.sizes_from(page.settings_of(model))
+    config = page.config_of(*ways, processes=processes, gpus=gpus, memory="80G", publish_from="host")
+    fitting = with_share(config, most_share(config, sizes, 80 * GIB))
+    check_memory(fitting, sizes)
+    assert sequences(fitting, sizes, 80 * GIB) > 64
+
+
+def test_smaller_micro_batches_need_less_and_small_batches_never_fill_them() -> None:
+    assert trainer_need(config_of(micro_batch_tokens=4096), B8).total < trainer_need(config_of(), B8).total
+    assert micro_batch_tokens(config_of(prompts_per_step=1, micro_batch_tokens=1 << 20), ranks=4) == 2 * 4096
+
+
+def test_other_models_take_their_part_unless_they_wait_elsewhere() -> None:
+    losses = [{"kl": 0.1}, {"advantage": "gae"}, {"kl": 0.1, "advantage": "gae"}]
+    parts = [trainer_need(config_of(loss=loss), B8).parts["other models"] for loss in losses]
+    assert parts == [2 * B8.parameters, 8 * B8.parameters, 10 * B8.parameters]
+    waiting = config_of(loss=losses[2], offload=True)
+    assert trainer_need(waiting, B8).parts["other models"] == 0
+    assert host_need(waiting, B8).total > host_need(config_of(loss=losses[2]), B8).total
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+    adapters = replace(B8, trained=10**7, head_trained=False)
+    whole, small = trainer_need(config_of(), B8), trainer_need(config_of(), adapters)
+    assert small.parts["gradients"] == 4 * 10**7
+    assert small.parts["parameters and moments"] == 2 * B8.parameters + 4 * 10**7
+    assert small.total < whole.total
+
+
+def test_the_cache_of_a_server_is_spread_over_its_gpus_as_far_as_it_has_heads() -> None:
+    length = config_of().model.max_length
+    each = [sequence_bytes(config_of(gpus=gpus), B8) for gpus in (1, 2, 8, 16)]
+    assert each == [length * token for token in (147_456, 73_728, 18_432, 18_432)]
+    windows = replace(B8, kv=6 * 2 * 8 * 128, kv_window=30 * 2 * 8 * 128, window=256)
+    assert sequence_bytes(config_of(), windows) == 2 * 2 * 8 * 128 * (6 * length + 30 * min(256, length))
+    unknown = replace(B8, kv=0)
+    assert sequences(config_of(), unknown, 80 * GIB) == 0
+    assert sequences(config_of(), B8, 80 * GIB) > sequences(config_of(), B8, 40 * GIB)
+
+
+def test_a_run_without_rl_has_no_servers() -> None:
+    config = config_of(processes=4, memory="80G", steps=0, warm_start={"steps": 1, "batch": 4}, **SAVING)
+    assert micro_batch_tokens(config, ranks=4) == 4096
+    assert trainer_need(config, B8).parts["weights for the servers"] == 0
+    assert not any("server" in line for line in describe_memory(config, B8))
+    check_memory(config, B8)
+
+
+def said(config: RunConfig, sizes: Sizes = B8) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, sizes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def with_share(config: RunConfig, share: float) -> RunConfig:
+    return config.model_copy(update={"inference": config.inference.model_copy(update={"gpu_memory": share})})
+
+
+def test_a_trainer_that_does_not_fit_is_refused_with_what_makes_it_fit() -> None:
+    told = said(config_of(processes=8, memory="80G"))
+    assert told.startswith("resources.gpu_memory='80G': expected enough for a trainer process, ")
+    assert told.endswith("; set training.reshard=true training.activation_checkpointing=true")
+    told = said(config_of(processes=8, memory="40G"))
+    assert told.endswith(
+        "; set training.publish_from=host training.reshard=true training.activation_checkpointing=true"
+    )
+    check_memory(with_share(config_of(processes=8, memory="80G", **SAVING), 0.7), B8)
+
+
+def test_the_mend_of_a_trainer_that_needs_more_processes_says_how_many() -> None:
+    told = said(config_of(processes=2, memory="60G"))
+    assert told.endswith(
+        "; set training.publish_from=host training.reshard=true training.activation_checkpointing=true "
+        "and spread the trainer over 4 processes"
+    )
+    config = config_of(processes=4, memory="60G", publish_from="host", **SAVING)
+    check_memory(with_share(config, 0.7), B8)
+
+
+def test_when_no_number_of_processes_would_do_it_says_so() -> None:
+    assert "no number of trainer processes would do" in said(config_of(memory="8G"))
+
+
+def test_a_server_that_does_not_fit_is_refused_with_how_many_gpus_do() -> None:
+    config = config_of(processes=64, memory="45G", **SAVING)
+    wide = replace(B8, kv=B8.kv * 20, trained=10**6, head_trained=False)
+    told = said(config, wide)
+    assert told.startswith("resources.gpu_memory='45G': expected enough for each GPU of a server, ")
+    assert told.endswith("; set resources.inference.gpus=2")
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.85, "expected at most 0.79: weights that arrive and CUDA take 16.4 GiB beside vLLM; lower it"),
+        (0.1, "expected at least 0.24"),
+    ],
+)
+def test_a_part_of_the_gpu_that_is_too_large_or_too_small_is_refused(share: float, words: str) -> None:
+    config = config_of(processes=8, memory="80G", **SAVING)
+    assert words in said(with_share(config, share))
+    for fine in (0.24, most_share(config, B8, 80 * GIB)):
+        check_memory(with_share(config, fine), B8)
+
+
+def shared(config: RunConfig, servers: int = 1) -> RunConfig:
+    resources = config.resources
+    inference = resources.inference.model_copy(update={"servers": servers, "per_gpu": servers})
+    return config.model_copy(
+        update={"resources": resources.model_copy(update={"share_gpus": True, "inference": inference})}
+    )
+
+
+def test_a_gpu_that_is_shared_holds_trainer_and_servers() -> None:
+    config = shared(config_of(processes=8, memory="141G", **SAVING))
+    trainer, server = trainer_need(config, B8).total, server_need(config, B8).total
+    assert f"GPU that they share, at least: {(trainer + server) / GIB:.1f} GiB" in describe_memory(config, B8)
+    assert "expected at most 0.46: the trainer, weights that arrive and CUDA take 75.4 GiB" in said(config)
+    check_memory(with_share(config, 0.46), B8)
+    told = said(shared(config_of(processes=4, memory="80G", **SAVING)))
+    assert told.startswith(
+        "resources.gpu_memory='80G': expected enough for its servers, 34.9 GiB, and a trainer process, "
+    )
+    assert told.endswith("; set training.publish_from=host")
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_trainer_on_a_shared_gpu_may_have_what_it_needs_and_leaves_the_servers_theirs(servers: int) -> None:
+    config, memory = shared(config_of(processes=8, **SAVING), servers), 200 * GIB
+    config = with_share(config, most_share(config, B8, memory))
+    need, allowed = trainer_need(config, B8), trainer_allowance(config, B8, memory)
+    assert need.total - need.parts["CUDA"] <= allowed <= 1.02 * need.total
+    beside = server_need(config, B8).parts["weights that arrive"]
+    assert allowed + config.inference.gpu_memory * memory + servers * beside < memory
+    for too_small in (GIB, 100 * GIB):
+        with pytest.raises(ConfigError, match="gpu_memory"):
+            trainer_allowance(config, B8, too_small)
+
+
+def test_a_trainer_for_clients_gets_what_servers_leave_if_that_is_anything() -> None:
+    """What they will ask for is not known."""
+    config = shared(config_of(processes=8))
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"enabled": True})})
+    assert 0 < trainer_allowance(config, B8, 100 * GIB) < (1 - config.inference.gpu_memory) * 100 * GIB
+    with pytest.raises(ConfigError, match=r"resources\.gpu_memory='1024M'.* lower inference\.gpu_memory"):
+        trainer_allowance(config, B8, GIB)
+
+
+def test_each_of_the_servers_of_one_gpu_takes_its_part() -> None:
+    one, two = (shared(config_of(), servers) for servers in (1, 2))
+    assert sequences(two, B8, 200 * GIB) < sequences(one, B8, 200 * GIB) / 2
+    assert most_share(two, B8, 400 * GIB) < most_share(one, B8, 400 * GIB)
+
+
+def test_without_a_known_memory_or_a_gpu_nothing_is_refused() -> None:
+    check_memory(config_of(), B8)
+    config = config_of(memory="1G")
+    check_memory(config.model_copy(update={"resources": config.resources.model_copy(update={"device": "cpu"})}), B8)
+
+
+def test_the_lines_say_what_is_not_known() -> None:
+    unknown = replace(B8, kv=0, activations=0.0)
+    lines = describe_memory(config_of(memory="80G"), unknown)
+    assert "  without activations, which cannot be told of this model" in lines
+    assert not any("a token takes" in line for line in lines)
+    known = describe_memory(with_share(config_of(memory="80G"), 0.7), B8)
+    assert any("a token takes 144.0 KiB of its cache; 67 sequences of 4096 fit" in line for line in known)
+
+
+def test_a_server_holds_the_weights_that_arrive_beside_those_that_it_serves() -> None:
+    parts = server_need(config_of(gpus=4), B8).parts
+    assert (parts["weights"], parts["weights that arrive"]) == (B8.weights // 4, B8.weights // 4)

@@ -1,0 +1,124 @@
+"""Sizes of models, counted without numbers, against models that have some."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3Config
+
+from pipeline.config import LoraConfig, ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.train.model.model_size import _cache, sizes_of
+from pipeline.train.model.models import build_model, outline
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+
+
+def saved(folder: Path, config: object, **settings: object) -> ModelConfig:
+    config.save_pretrained(folder)  # type: ignore[attr-defined]
+    (folder / "tokenizer.json").write_text("{}")
+    return ModelConfig(path=str(folder), init="random", **settings)  # type: ignore[arg-type]
+
+
+def kept(model: ModelConfig, tokens: int) -> float:
+    """Bytes a token that autograd keeps in a real pass through the decoder, with the attention that is trained with."""
+    policy = build_model(model, seed=0)
+    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            found[place] = tensor
+        return tensor
+
+    tokens_BT = torch.arange(tokens)[None] % SHAPE["vocab_size"]
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.decoder(input_ids=tokens_BT, position_ids=torch.arange(tokens)[None], use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values()) / tokens
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize(("heads", "most"), [(4, 1.0), (2, 1.1)])
+def test_what_autograd_keeps_is_counted_without_numbers(kind: type, heads: int, most: float, tmp_path: Path) -> None:
+    """Grouped heads are counted as repeated, which they are only for kernels that do not take them."""
+    model = saved(tmp_path, kind(**SHAPE, num_key_value_heads=heads, head_dim=8))
+    assert 0.99 <= sizes_of(model).activations / kept(model, 256) <= 1.01 * most
+
+
+def test_parameters_are_those_of_the_trainer_s_own_model(tmp_path: Path) -> None:
+    model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True))
+    policy, sizes = outline(model), sizes_of(model)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in policy.layers]
+    assert sizes.parameters == sizes.trained == sum(p.numel() for p in policy.parameters())
+    assert (sizes.layers, sizes.layer, sizes.outside_layers) == (3, layers[0], sizes.parameters - sum(layers))
+    assert (sizes.hidden, sizes.vocabulary, sizes.width, sizes.head_trained) == (32, 64, 4, True)
+    assert (sizes.kv, sizes.kv_heads) == (3 * 2 * 2 * 8, 2)
+
+
+def test_half_as_wide_numbers_take_half_of_the_weights(tmp_path: Path) -> None:
+    model = saved(tmp_path, Qwen3Config(**SHAPE, head_dim=8), dtype="bfloat16")
+    wide = sizes_of(model.model_copy(update={"dtype": "float32"}))
+    assert sizes_of(model).weights == wide.weights / 2
+    assert sizes_of(model).activations < wide.activations
+
+
+def test_below_adapters_only_they_are_trained(tmp_path: Path) -> None:
+    model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8), lora=LoraConfig(rank=4))
+    torch.save({}, tmp_path / "model.safetensors")  # adapters stand on weights from disk, which nobody reads here
+    model = model.model_copy(update={"init": "pretrained"})
+    policy, sizes = outline(model), sizes_of(model)
+    assert sizes.trained == sum(p.numel() for p in policy.parameters() if p.requires_grad) < sizes.parameters
+    assert not sizes.head_trained
+
+
+def test_a_router_that_looks_at_numbers_leaves_the_rest_known(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    model = saved(tmp_path, Qwen2MoeConfig(**SHAPE, **experts, num_key_value_heads=2))
+    sizes = sizes_of(model)
+    assert sizes.parameters == sum(p.numel() for p in outline(model).parameters())
+    assert sizes.activations >= 0
+
+
+LAYER = 2 * 2 * 8
+"""Numbers a token of one layer: keys and values of two heads of 8."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv", "kv_window", "window"),
+    [
+        ({"layer_types": ["linear_attention", "linear_attention", "full_attention"]}, LAYER, 0, 0),
+        ({"layer_types": ["sliding_attention", "full_attention", "conv"], "sliding_window": 16}, LAYER, LAYER, 16),
+        ({"layer_types": ["sliding_attention", "full_attention", "conv"]}, 2 * LAYER, 0, 0),
+        ({"layer_types": ["hybrid", "mamba", "hybrid"]}, 2 * LAYER, 0, 0),
+        ({"layer_types": ["mamba", "mamba", "hybrid"], "attention_head_dim": 16}, 2 * LAYER, 0, 0),
+        ({"sliding_window": 16}, 0, 3 * LAYER, 16),
+        ({"sliding_window": 16, "use_sliding_window": False}, 3 * LAYER, 0, 0),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 4}, 3 * 20, 0, 0),
+        ({}, 3 * LAYER, 0, 0),
+    ],
+)
+def test_the_cache_holds_what_layers_of_its_kind_keep(
+    settings: dict[str, object], kv: int, kv_window: int, window: int
+) -> None:
+    text = SimpleNamespace(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **settings)
+    assert _cache(text, 3) == {"kv": kv, "kv_window": kv_window, "window": window}
+
+
+@pytest.mark.parametrize("family", ["no_such_model", "gpt2"])
+def test_what_cannot_be_told_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "n_layer": 1}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.path.*expected a model that transformers knows") as caught:
+        sizes_of(ModelConfig(path=str(tmp_path), init="random"))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,88 @@
+"""Rows and the weights that a batch gives them."""
+
+import numpy as np
+import pytest
+
+from pipeline.errors import TrainingError
+from pipeline.train.batching.sequences import COLUMNS, Batch, Normalise, Row
+
+
+def row(counted: int, masked: int = 1, prompt: int = 0, **fields: object) -> Row:
+    mask = np.array([0] * masked + [1] * counted, np.uint8)
+    return Row(np.zeros(len(mask), np.int32), mask, prompt=prompt, **fields)  # type: ignore[arg-type]
+
+
+ROWS = [row(1, prompt=7), row(3, prompt=7), row(4, prompt=8), row(0, masked=3, prompt=9)]
+
+
+@pytest.mark.parametrize(
+    ("normalise", "weights"),
+    [
+        ("token", [1 / 8, 1 / 8, 1 / 8, 1 / 8]),
+        ("sequence", [1 / 3, 1 / 9, 1 / 12, 0]),
+        ("prompt", [1 / 8, 1 / 8, 1 / 8, 0]),
+        ("fixed", [1 / 40, 1 / 40, 1 / 40, 1 / 40]),
+    ],
+)
+def test_a_token_weighs_what_its_normalisation_says(normalise: Normalise, weights: list[float]) -> None:
+    assert Batch.of(ROWS, normalise, max_length=10).weights == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("normalise", ["token", "sequence", "prompt"])
+def test_the_weights_of_all_counted_tokens_sum_to_one(normalise: Normalise) -> None:
+    batch = Batch.of([*ROWS, row(9, prompt=9)], normalise)
+    assert sum(w * r.counted for w, r in zip(batch.weights, batch.rows, strict=True)) == pytest.approx(1)
+
+
+def test_a_part_of_a_batch_keeps_the_weights_of_the_whole() -> None:
+    part = Batch.of(ROWS, "sequence", temperature=0.7).take([2, 0])
+    assert part.weights == pytest.approx((1 / 12, 1 / 3))
+    assert part.rows == (ROWS[2], ROWS[0])
+    assert part.temperature == 0.7
+
+
+def test_a_batch_without_counted_tokens_weighs_nothing() -> None:
+    assert Batch.of([row(0, masked=3)], "token").weights == (0.0,)
+
+
+def test_fixed_normalisation_needs_a_length() -> None:
+    with pytest.raises(TrainingError, match="max_length is 0"):
+        Batch.of(ROWS, "fixed")
+
+
+NAN_AT_END = np.array([np.nan, 0.0, np.nan], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (Row(np.zeros(0, np.int32), np.zeros(0, np.uint8)), "no tokens"),
+        (Row(np.zeros(3, np.int32), np.array([0, 1], np.uint8)), "mask needs 3 entries"),
+        (Row(np.zeros(2, np.int32), np.array([1, 1], np.uint8)), "the first of them 0"),
+        (row(2, advantages=float("nan")), "advantages holds a value that is not finite"),
+        (row(2, behaviour=NAN_AT_END), "behaviour holds a value that is not finite"),
+        (row(2, behaviour=np.zeros(2, np.float32)), r"behaviour has shape \(2,\), expected \(3,\)"),
+        (row(2, reference=np.float32(1)), "reference has shape"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_is_named(bad: Row, complaint: str) -> None:
+    with pytest.raises(TrainingError, match=f"row 1.*{complaint}"):
+        Batch.of([row(2), bad])
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_refused_in_every_column(column: str, value: float) -> None:
+    last = np.array([0.0, 0.0, value], np.float32)
+    with pytest.raises(TrainingError, match=f"row 0: {column} holds a value that is not finite"):
+        Batch.of([row(2, **{column: last})])
+
+
+def test_a_number_that_is_not_finite_may_stand_where_nothing_is_counted() -> None:
+    masked_nan = np.array([np.nan, 0.0, 0.0], np.float32)
+    assert Batch.of([row(2, behaviour=masked_nan)]).counted == 2
+
+
+def test_a_batch_either_has_behaviour_log_probabilities_or_has_none() -> None:
+    with pytest.raises(TrainingError, match="row 1 has no behaviour"):
+        Batch.of([row(2, behaviour=np.zeros(3, np.float32)), row(2)])

@@ -1,0 +1,179 @@
+"""Episodes of several rows: what travels, what is refused, and how trainers count them."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.errors import RecordError
+from pipeline.roles.preprocessor import prepare_group
+from pipeline.train.algorithms import POLICY_LOSSES
+from pipeline.train.algorithms.token_advantages import assign_advantages
+from pipeline.train.batching.sequences import Batch, Row, episodes_of
+from pipeline.train.loop.rl import batch_metrics, rows_of
+from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
+from tests.fakes.configs import make_config
+
+
+def packed(tokens: list[int], sampled: list[int], logprobs: list[float]) -> dict[str, bytes]:
+    return {
+        "tokens": np.array(tokens, "<i4").tobytes(),
+        "sampled": np.array(sampled, "<u1").tobytes(),
+        "logprobs": np.array(logprobs, "<f4").tobytes(),
+    }
+
+
+def a_sample(reward: float = 1.0, **branches: Any) -> Sample:
+    """Rows 1 2 3 4 and, from its branches, 1 2 7 and 1 2 7 9 8."""
+    further = (
+        Branch(of=0, shared=2, **packed([7], [1], [-3.0])),
+        Branch(of=1, shared=3, **packed([9, 8], [0, 1], [0.0, -4.0])),
+    )
+    return Sample(
+        **packed([1, 2, 3, 4], [0, 1, 0, 1], [0.0, -1.0, 0.0, -2.0]),
+        reward=reward,
+        version_min=1,
+        version_max=1,
+        finish="stop",
+        branches=branches.get("branches", further),
+    )
+
+
+ALONE = a_sample(0.0, branches=())
+
+
+def test_each_row_is_whole_and_each_sampled_token_is_marked_in_one_of_them() -> None:
+    sample = decode_record(encode_record(a_sample()), Sample)
+    sample.check()
+    rows = sample.rows()
+    assert [row.tokens.tolist() for row in rows] == [[1, 2, 3, 4], [1, 2, 7], [1, 2, 7, 9, 8]]
+    assert [row.sampled.tolist() for row in rows] == [[0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 0, 1]]
+    assert [row.logprobs.tolist() for row in rows] == [[0, -1, 0, -2], [0, 0, -3], [0, 0, 0, 0, -4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"of": 2}, "begins as row 2, which does not come before it"),
+        ({"shared": 9}, "shares more than there is"),
+        (packed([], [], []), "shares more than there is"),
+        (packed([1], [1, 0], [0.0]), "differ in length"),
+        ({"newer": bytes(2)}, "differ in length"),
+        (packed([1], [2], [0.0]), "no row of 0 and 1"),
+        (packed([1], [1], [float("nan")]), "not finite"),
+        (packed([-1], [1], [0.0]), "negative"),
+        ({"shared": 0} | packed([7], [1], [0.0]), "begins with a prompt"),
+    ],
+)
+def test_a_branch_that_makes_no_sense_is_refused(change: dict[str, Any], complaint: str) -> None:
+    good = Branch(of=0, shared=2, **packed([7], [1], [-3.0]))
+    with pytest.raises(RecordError, match=complaint):
+        a_sample(branches=(good, msgspec.structs.replace(good, **change))).check()
+
+
+@pytest.mark.parametrize(("length", "vocabulary", "complaint"), [(4, 99, "5 tokens, above"), (9, 9, "token id 9")])
+def test_bounds_hold_for_every_row(length: int, vocabulary: int, complaint: str) -> None:
+    group = PreparedGroup(group=Group(position=0, prompt=0, samples=(a_sample(),)), advantages=(1.0,))
+    group.check(5, 10)
+    with pytest.raises(RecordError, match=complaint):
+        group.check(length, vocabulary)
+
+
+def groups() -> list[PreparedGroup]:
+    config = make_config()
+    group = Group(position=3, prompt=0, samples=(a_sample(), ALONE))
+    return [prepare_group(group, config)]
+
+
+def test_baselines_and_means_count_an_episode_once() -> None:
+    (prepared,) = groups()
+    assert prepared.advantages == pytest.approx((1.0, -1.0), abs=1e-5)
+    metrics = batch_metrics([prepared], 2)
+    assert (metrics["reward/mean"], metrics["samples"]) == (0.5, 2.0)
+
+
+def test_each_row_has_what_a_teacher_says_of_it() -> None:
+    (group,) = groups()
+    lengths = [len(row.tokens) for sample in group.group.samples for row in sample.rows()]
+    said = [np.full(length, -0.5 - place, "<f4") for place, length in enumerate(lengths)]
+    taught = msgspec.structs.replace(group, references=tuple(each.tobytes() for each in said))
+    taught.check(64, 1 << 20)
+    assert [row.reference.tolist() for row in rows_of([taught]) if row.reference is not None] == [
+        each.tolist() for each in said
+    ]
+    assert [row.reference for row in rows_of([group])] == [None] * len(lengths)
+    for references, reason in (
+        (taught.references[1:], "references of 3 rows do not fit the 4 rows"),
+        ((said[0].tobytes()[4:], *taught.references[1:]), "do not fit"),
+        ((np.full(lengths[0], np.nan, "<f4").tobytes(), *taught.references[1:]), "not finite"),
+    ):
+        with pytest.raises(RecordError, match=reason):
+            msgspec.structs.replace(group, references=references).check(64, 1 << 20)
+
+
+def test_all_rows_of_an_episode_have_its_advantage() -> None:
+    rows = rows_of(groups())
+    assert [row.advantages for row in rows] == pytest.approx([1.0, 1.0, 1.0, -1.0], abs=1e-5)
+    assert [row.counted for row in rows] == [2, 1, 1, 2]
+    assert episodes_of(rows) == [0, 0, 0, 3]
+    assert not any(row.counted for row in rows_of(groups(), masked="stop"))
+
+
+def test_tokens_that_are_too_old_count_in_no_denominator_and_are_told() -> None:
+    """Of the episode's tokens, of versions 1 2, 4 and 3, and of the other sample's, both of version 1."""
+    versions = bytes([0, 0, 0, 1]), bytes([3]), bytes([0, 2])
+    own, first, second = versions
+    one, other = a_sample().branches
+    branches = msgspec.structs.replace(one, newer=first), msgspec.structs.replace(other, newer=second)
+    episode = msgspec.structs.replace(a_sample(branches=branches), newer=own, version_max=4)
+    group = prepare_group(Group(position=3, prompt=0, samples=(episode, ALONE)), make_config())
+    rows = rows_of([group], oldest=2)
+    assert [row.counted for row in rows] == [1, 1, 1, 0]
+    assert [row.advantages for row in rows] == pytest.approx([1.0, 1.0, 1.0, -1.0], abs=1e-5), "rewards all count"
+    assert Batch.of(rows, "token").weights == pytest.approx([1 / 3] * 4)
+    assert Batch.of(rows, "sequence").weights == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    metrics = batch_metrics([group], 4, oldest=2)
+    assert {type(value) for value in metrics.values()} == {float}, "what a sink can write"
+    assert (metrics["lag/mean"], metrics["lag/max"]) == (2, 2)
+    assert (metrics["lag/masked"], metrics["samples/masked"]) == (0.5, 0.5)
+    unmasked = batch_metrics([group], 4)
+    assert (unmasked["lag/max"], unmasked["lag/masked"], unmasked["samples/masked"]) == (3, 0, 0)
+
+
+def test_a_sequence_is_an_episode() -> None:
+    rows = rows_of(groups())
+    assert Batch.of(rows, "sequence").weights == pytest.approx([1 / 8, 1 / 8, 1 / 8, 1 / 4])
+    assert Batch.of(rows, "fixed", max_length=10).weights == pytest.approx([1 / 20] * 4)
+    assert Batch.of(rows, "token").weights == pytest.approx([1 / 6] * 4)
+
+
+def test_rows_of_other_prompts_are_other_episodes() -> None:
+    one = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=1, episode=0)
+    other = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=2, episode=0)
+    alone = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=2)
+    assert episodes_of([one, other, one, alone, alone]) == [0, 1, 0, 3, 4]
+
+
+def test_the_deviation_of_a_batch_counts_an_episode_once() -> None:
+    """Rewards 1 and 0 have the deviation one half, however many rows the first has."""
+    loss = make_config(loss={"name": "reinforce_pp", "advantage": "batch"}).loss
+    assert loss.name in POLICY_LOSSES
+    rows = [
+        Row(row.tokens, row.sampled, reward, row.logprobs, prompt=3, episode=number)
+        for number, (sample, reward) in enumerate([(a_sample(), 1.0), (ALONE, 0.0)])
+        for row in sample.rows()
+    ]
+    found = assign_advantages(rows, loss).advantages
+    assert [float(each[np.asarray(row.mask, bool)][0]) for each, row in zip(found, rows, strict=True)] == pytest.approx(
+        [1.0, 1.0, 1.0, -1.0], abs=1e-4
+    )
+
+
+def test_what_was_abandoned_beside_a_batch_is_told() -> None:
+    (prepared,) = groups()
+    samples = tuple(msgspec.structs.replace(sample, seconds=3.0) for sample in prepared.group.samples)
+    group = msgspec.structs.replace(prepared.group, samples=samples, abandoned=(1.0, 1.0))
+    metrics = batch_metrics([msgspec.structs.replace(prepared, group=group)], 1)
+    assert (metrics["groups/abandoned_samples"], metrics["groups/abandoned_time"]) == (2, 0.25)
+    assert batch_metrics([prepared], 1)["groups/abandoned_time"] == 0

@@ -1,0 +1,111 @@
+"""aiohttp's connections to servers that prove themselves, and to others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pipeline.utils.authenticated_connector import ProvenConnector
+from pipeline.utils.authenticated_http import ROUTE
+from tests.fakes.async_server import prove
+from tests.fakes.http_server import PASSWORD
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.json_response({"body": await request.text(), "key": request.headers["Authorization"]})
+
+
+async def lies(_: web.Request) -> web.Response:
+    return web.Response(text="0" * 64)
+
+
+async def hangs_up(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+class Asked:
+    """A server, and the requests that it heard beside those for a proof."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.proofs, self.others = 0, list[str]()
+        self._answer = answer
+
+    async def _prove(self, request: web.Request) -> web.StreamResponse:
+        self.proofs += 1
+        return await self._answer(request)
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        self.others.append(request.path)
+        return await echo(request)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get(ROUTE, self._prove)
+        app.router.add_post("/work", self._echo)
+        return app
+
+
+async def post(http: aiohttp.ClientSession, port: int, body: str) -> str:
+    headers = {"Authorization": f"Bearer {PASSWORD}"}
+    async with http.post(f"http://127.0.0.1:{port}/work", data=body, headers=headers) as response:
+        return str((await response.json())["body"])
+
+
+def test_a_connection_is_proved_once_and_used_again() -> None:
+    asked = Asked(prove)
+
+    async def story() -> None:
+        connector = ProvenConnector(lambda: PASSWORD)
+        async with TestServer(asked.app()) as server, aiohttp.ClientSession(connector=connector) as http:
+            for body in ("a", "b" * 1_000_000, "c"):
+                assert await post(http, server.port or 0, body) == body
+
+    asyncio.run(story())
+    assert asked.proofs == 1
+
+
+@pytest.mark.parametrize("answer", [lies, hangs_up, echo])
+def test_a_server_that_cannot_prove_itself_gets_no_request(answer: Answer) -> None:
+    asked = Asked(answer)
+
+    async def story() -> None:
+        connector = ProvenConnector(lambda: PASSWORD)
+        async with TestServer(asked.app()) as server, aiohttp.ClientSession(connector=connector) as http:
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await post(http, server.port or 0, "a")
+
+    asyncio.run(story())
+    assert asked.proofs == 1
+    assert asked.others == []
+
+
+def test_a_proof_of_another_server_is_none() -> None:
+    """Whoever listens in one server's place may ask another one."""
+    passed_on = Asked(prove)
+
+    async def story() -> None:
+        async with TestServer(passed_on.app()) as real:
+
+            async def pass_on(request: web.Request) -> web.Response:
+                async with (
+                    aiohttp.ClientSession() as http,
+                    http.get(f"http://127.0.0.1:{real.port}{request.path_qs}") as given,
+                ):
+                    return web.Response(body=await given.read())
+
+            between = Asked(pass_on)
+            connector = ProvenConnector(lambda: PASSWORD)
+            async with TestServer(between.app()) as server, aiohttp.ClientSession(connector=connector) as http:
+                with pytest.raises(aiohttp.ClientConnectorError, match="does not know this attempt's secret"):
+                    await post(http, server.port or 0, "a")
+            assert between.others == []
+
+    asyncio.run(story())
+    assert passed_on.proofs == 1

@@ -1,0 +1,84 @@
+"""Connections to a server of ours that have shown no key."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pipeline.utils import connection_limits
+from pipeline.utils.limited_site import LimitedSite, limit, proved
+
+MOST = 4
+
+
+def with_site(play: Callable[[int], Awaitable[None]]) -> None:
+    """`play` gets the port of a server that echoes whoever has the key, and admits `MOST` who have shown none."""
+
+    async def echo(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "key":
+            return web.Response(status=401)
+        proved(request)
+        return web.Response(body=await request.read())
+
+    async def run() -> None:
+        app = web.Application(client_max_size=1 << 24)
+        app.router.add_post("/", echo)
+        admits = limit(app, "a test", MOST)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await LimitedSite(runner, "127.0.0.1", 0, admits).start()
+            await play(runner.addresses[0][1])
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+async def connected(stack: AsyncExitStack, port: int, said: bytes) -> asyncio.StreamReader:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    stack.callback(writer.close)
+    writer.write(said)
+    return reader
+
+
+async def post(http: aiohttp.ClientSession, port: int, body: bytes) -> bytes:
+    async with http.post(f"http://127.0.0.1:{port}/", data=body, headers={"Authorization": "key"}) as answer:
+        assert answer.status == 200
+        return await answer.read()
+
+
+@pytest.mark.parametrize("said", [b"", b"POST / HTTP/1.1\r\nHost", b"POST / HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_the_oldest_strangers_make_room_and_who_has_the_key_stays(said: bytes) -> None:
+    async def play(port: int) -> None:
+        async with aiohttp.ClientSession() as http, AsyncExitStack() as strangers:
+            assert await post(http, port, b"first") == b"first"
+            silent = [await connected(strangers, port, said) for _ in range(3 * MOST)]
+            async with aiohttp.ClientSession() as another:
+                assert await post(another, port, b"x" * 1_000_000) == b"x" * 1_000_000
+            for reader in silent[: 2 * MOST]:
+                await asyncio.wait_for(reader.read(), 30)  # comes to an end
+            assert await post(http, port, b"second") == b"second"
+
+    with_site(play)
+
+
+def test_a_connection_that_shows_no_key_in_time_is_cut(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection_limits.Admission.__init__, "__defaults__", (MOST, 0.2))
+
+    async def play(port: int) -> None:
+        async with aiohttp.ClientSession() as http, AsyncExitStack() as strangers:
+            assert await post(http, port, b"first") == b"first"
+            silent = [await connected(strangers, port, b"POST") for _ in range(MOST)]
+            assert [await asyncio.wait_for(reader.read(), 30) for reader in silent] == [b""] * MOST
+            assert await post(http, port, b"second") == b"second"
+
+    with caplog.at_level(logging.WARNING):
+        with_site(play)
+    assert f"closed {MOST} connections that proved nothing within" in caplog.text
