@@ -2,25 +2,22 @@
 
 | room | what is in it |
 |---|---|
-| `observability` | the page of a run: its history, drawn; its samples, there and in the terminal |
+| `observability` | the report of a run: its history as charts; its samples, there and in the terminal |
 | `roles` | one module for each kind of process: redis, trainer, inference, actor, preprocessor |
-| `train` | the algorithm, the dispatch below it, the workers below that; the jobs of files |
-| `tinker` | the Tinker API: the front that its clients talk to, a process apart from the trainer |
-| `rollout` | requests to the servers, episodes, groups, evaluation; samples that are kept |
+| `train` | the training loop, the controller below it, the models below that; job files |
+| `tinker` | the Tinker API: the gateway that its clients talk to, a process apart from the trainer |
+| `rollout` | requests to the servers, episodes, groups, evaluation; stored samples |
 | `environments` | prompts and rewards, and the processes that run them |
-| `algorithms` | losses as functions of tensors |
 | `data` | datasets: conversations and prompts by index |
-| `tracking` | wandb, in a process of its own |
-| `transport` | the topics between actor, preprocessor and trainer, and the board beside them |
-| `weight_sync` | the way of weights to the servers, on both sides |
-| `checkpoints` | commits: written, verified, fenced, pruned |
-| `pinned_memory` | host memory that GPUs read and write by themselves |
-| `topology` | the plan that a config asks for, and who gets which part of it |
-| `config` | the keys, their rules, the copy that a run keeps |
-| `run` | where the files of a run lie, and what they say |
-| `transport` | what flows from actor to trainer, and its rules: ledger, staleness, advantages |
-| `utils` | files, waiting, processes, addresses, logs, heartbeats |
+| `tracking` | wandb, in a separate process |
+| `transport` | topics between actor, preprocessor and trainer; sample records, ledger, staleness |
+| `inference` | code inside the vLLM servers, and weight sync to them |
+| `checkpoints` | checkpoints: written, verified, fenced, pruned |
+| `topology` | the plan that a config asks for, and which rank gets which part of it |
+| `config` | the keys, the checks across keys, the copy that a run keeps |
+| `run` | the run directory: where its files lie, and what they contain |
+| `utils` | files, waiting, processes, addresses, logs, heartbeats, pinned memory |
 | `errors` | every error that a user sees |
 
-A room imports those below it only; `.importlinter` holds it. How the data goes through them: `docs/concepts.md`.
+A room imports those below it only; `.importlinter` checks it. How the data goes through them: `docs/concepts.md`.
 """

@@ -8,7 +8,7 @@
 | `fencing` | who may write, and whose commits count |
 | `checkpoint_location`, `fsspec_storage` | where a run keeps them; a folder of files behind a URL |
 | `sharded_state`, `async_save` | saving and loading as collective operations; while training goes on |
-| `shard_io`, `block_hashes`, `safe_metadata` | files of shards; their content in blocks; read without running what is in it |
+| `shard_io`, `block_hashes`, `safe_metadata` | files of shards; block hashes; metadata without unpickling |
 
 Owns the form of a checkpoint, which of them counts, and which are kept. Promises that a checkpoint is whole or does not
 exist, that the newest committed one survives everything done here, and that a half-written one is never loaded. Must

@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `task_protocol`, `episode` | what a task is, and an episode of several turns |
-| `chat_template`, `chat_tokenizer`, `assistant_masks` | the model's view of text, and which of a conversation's tokens are trained |
+| `chat_template`, `chat_tokenizer`, `assistant_masks` | text as the model sees it; which tokens are trained |
 | `task_calls`, `task_worker`, `worker_pool` | the processes in which prompts and rewards are made |
 | `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user's and of the policy's |
 | `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `zero_reward` | what an answer is worth |

@@ -3,7 +3,6 @@
 | module | owns |
 |---|---|
 | `redis`, `trainer`, `inference`, `actor`, `preprocessor` | a role |
-| `server_arguments` | whether vLLM takes what a user adds to its command line |
 | `role_context` | what every role's process knows when it starts |
 | `rank0` | the trainer's rank 0, whatever it trains |
 | `trainer_session`, `rl_services` | upon that, a run of ours; what it has of the other roles |

@@ -3,14 +3,17 @@
 | module | owns |
 |---|---|
 | `streams` | the protocol, and the waiting that both backends share |
-| `redis_streams`, `redis_scripts` | streams in Redis; what runs inside it, each script one atomic step |
-| `redis_persistence`, `redis_repair` | which data the Redis of an attempt starts from; mending what it would not load |
-| `file_streams`, `topic_segments`, `topic_cursors` | streams in files; how a topic lies on disk; how far its reader has come |
+| `redis_streams`, `redis_scripts` | streams in Redis; the scripts that run inside it, each one atomic step |
+| `redis_persistence`, `redis_repair` | the data that Redis starts from; the repair of data it would not load |
+| `file_streams`, `topic_segments`, `topic_cursors` | streams in files; the files of a topic; its reader's cursor |
 | `async_streams` | the streams inside an event loop |
-| `ending_patience` | how long an attempt that is ending waits for a backend that is away |
+| `ending_patience` | how long an attempt that is ending waits for a backend |
 | `shared_state` | the few values that the trainer posts and the actor watches |
+| `sample_records`, `value_bounds` | records between roles: samples, groups, evaluations; bounds of their values |
+| `ledger`, `staleness` | which prompt is next, and its outcome; how far generation may run ahead of training |
+| `group_advantages` | advantages of a sample within its group |
 
-Owns the streams between the roles. One interface (`interface.Streams`), two backends: Redis Streams (`redis`, the
+Owns the streams between the roles. One interface (`streams.Streams`), two backends: Redis Streams (`redis`, the
 default) and files in the run directory (`files`, no Redis node). Promises:
 
 - A record is safe when `publish` has returned: it survives its writer, its reader and a restart of the backend, and is

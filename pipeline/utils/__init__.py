@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `waiting` | the one loop that asks again, and how pauses grow |
-| `shared_files`, `atomic_dirs`, `append_log` | documents, replaced as a whole; directories; files of lines that grow and go back |
+| `shared_files`, `atomic_dirs`, `append_log` | atomic documents; atomic directories; files of lines |
 | `shared_dir` | the shared directory of an attempt |
 | `private_files` | directories and files that only their owner may use |
 | `fs_retry` | a disk that fails for a while |
@@ -17,5 +17,6 @@
 | `backoff`, `poison_request` | servers that fail are left alone for a while; requests that they die of are given up |
 | `signed_store` | messages that only the world can have written |
 | `logs`, `terminal` | the roles' logging; text from outside in a terminal |
+| `pinned_memory` | host memory that GPUs read and write directly |
 | `optional_extras` | how to install an optional part of the project |
 """

@@ -239,9 +239,8 @@ def _off_network(addresses: Sequence[str], wanted: str) -> list[str]:
     """Why no address of this node will do; empty if one may."""
     if addresses:
         return []
-    return [
-        f"no interface that is up is on cluster.network={wanted} (there are: {network_interfaces.describe_interfaces()})"
-    ]
+    there = network_interfaces.describe_interfaces()
+    return [f"no interface that is up is on cluster.network={wanted} (there are: {there})"]
 
 
 class AlertClock(Clock):

@@ -2,7 +2,6 @@
 
 | module | owns |
 |---|---|
-| `batch_file` | what is asked of Slurm: the batch file |
 | `executors` | submitit's executors, as one job of several agents |
 | `site_checks` | what a submission asks the site before anything is queued |
 | `local_controller` | of a local job, what slurmctld and srun are to a cluster's |

@@ -15,7 +15,10 @@ PORT = "7070"
 
 
 def test_every_rank_publishes_the_address_of_its_own_node(networked):
-    code = "import socket; from pipeline.utils.network_interfaces import candidate_addresses as a; print(socket.gethostname(), *a())"
+    code = (
+        "import socket; from pipeline.utils import network_interfaces as there;"
+        "print(socket.gethostname(), *there.candidate_addresses())"
+    )
     shown = networked.run("srun", "-N4", sys.executable, "-c", code)
     assert sorted(shown.splitlines()) == [f"node{node} {networked.address(node)}" for node in range(4)]
 

@@ -1,2 +1,14 @@
-"""The code that runs inside vLLM's processes: the plugin and its patches, the middleware, the receiving ends of weight
-sync."""
+"""Code that runs inside the processes of a vLLM server.
+
+| module | owns |
+|---|---|
+| `plugin`, `vllm_compat` | what vLLM loads first; what older releases lack |
+| `worker_extension` | methods that the trainer calls in a server's worker processes |
+| `gloo_engine`, `nccl_engine`, `copy_plan` | weights received on CPUs and GPUs; checkpoint tensors to parameters |
+| `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
+| `expert_packing` | experts of a mixture, packed again at each update |
+| `kv_cache_size` | the size of the KV cache on a shared GPU |
+| `compact_logprobs`, `token_versions` | cheaper log-probabilities; the policy version that sampled each token |
+| `auth_middleware`, `server_password` | authentication of requests |
+| `server_arguments` | validation of `inference.extra_args` by vLLM's own parser |
+"""

@@ -4,10 +4,11 @@
 |---|---|
 | `loss_specs` | what a model can be trained for |
 | `policy_losses` | policy losses, token by token |
-| `kl_penalties`, `importance_correction` | terms added to a policy loss; what it owes to the policy that sampled |
-| `value_losses`, `summed_losses` | the loss of a critic; plain sums over tokens |
+| `kl_penalties`, `importance_correction` | terms added to a policy loss; importance weights of the sampling policy |
+| `value_losses`, `summed_losses` | the loss of a critic; plain sums over tokens, for the Tinker API |
+| `token_advantages` | from rewards to advantages of tokens |
 | `loss_tokens` | the tensors that every loss reads |
-| `loss_metrics`, `token_statistics` | from sums to metrics; from what was watched of each token to sums |
+| `loss_metrics`, `token_statistics` | from sums to metrics; statistics over tokens as sums |
 
 Owns the one place where the terms of an objective become a number. Promises that `total` and `total_value` return a
 plain weighted SUM over the counted tokens of a micro-batch: the normalisation lies in the weights, which the controller

@@ -4,14 +4,14 @@
 |---|---|
 | `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
 | `models`, `lm_head`, `packed_attention` | what the model answers, and attention kept inside each row |
-| `supported_architectures`, `rope` | which architectures are computed right; rotary frequencies that the servers use as well |
+| `supported_architectures`, `rope` | supported architectures; rotary frequencies, as in the servers |
 | `fsdp`, `row_shards` | the model spread over ranks; one tensor's rows, filled and gathered |
 | `collate` | a micro-batch as tensors |
 | `optimizer` | AdamW, its schedule, clipping, skipped steps |
 | `cpu_offload` | parts that leave the device and come back |
-| `weight_loading`, `checkpoint_layout`, `safetensors_files` | a model's first weights; which tensors of files make which of the network |
+| `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |
 | `lora`, `hf_export` | adapters; model directories that others load |
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; answers about given tokens |
-| `model_size`, `tiny_config`, `packing_probe` | a model's size; a small copy of it; whether its rows come out packed as alone |
+| `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; whether packing changes results |
 | `to_device` | numbers from the host to the device |
 """

@@ -1,1 +1,8 @@
-"""Slurm: its commands, its environment variables, its batch file."""
+"""Slurm as a scheduler.
+
+| module | owns |
+|---|---|
+| `slurm_commands` | Slurm's commands, and the parsing of their output |
+| `slurm_environment` | Slurm's environment variables, and the environments of children |
+| `batch_file` | the batch file of a run |
+"""

@@ -122,7 +122,10 @@ def test_a_program_cannot_undo_its_bounds_nor_see_other_processes() -> None:
 
 @needs_namespaces
 def test_mounts_are_read_only_also_on_kernels_that_take_each_by_itself(tmp_path: Path) -> None:
-    tries = "from pathlib import Path; from pipeline.environments import sandbox_jail as jail; jail.make_read_only(at_once=False); "
+    tries = (
+        "from pathlib import Path; from pipeline.environments import sandbox_jail;"
+        " sandbox_jail.make_read_only(at_once=False); "
+    )
     command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c"]
     done = subprocess.run(
         [*command, f"{tries} Path({str(tmp_path / 'file')!r}).touch()"], capture_output=True, text=True, check=False
