@@ -65,7 +65,7 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Server(Resting):
+class Server(Resting):
     """One server: what it works on, and its adapters, the last used one at the end."""
 
     endpoint: str
@@ -79,11 +79,15 @@ class _Server(Resting):
     """Set when nobody samples from some adapter any more."""
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A server says that the request can never work."""
 
 
-class _Died(Exception):
+class Unwell(OSError):
+    """A server answers that it cannot do the request now."""
+
+
+class Died(Exception):
     """A server died while it worked on the request."""
 
     def __init__(self, endpoint: str, error: Exception) -> None:
@@ -99,9 +103,9 @@ class SampleQueue:
         self._jobs: dict[str, _Job] = {}
         self._waiting = 0
         """Samples that are worked on, or wait for a server."""
-        self._servers: list[_Server] = []
+        self._servers: list[Server] = []
         self._password = ""
-        self._there, self._suspects = asyncio.Event(), Suspects()
+        self._there, self.suspects = asyncio.Event(), Suspects()
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -126,7 +130,7 @@ class SampleQueue:
         known = {server.endpoint for server in self._servers}
         wanted = set(facts.servers) if facts else set()
         if facts is not None and (wanted != known or facts.password != self._password):
-            self._servers = [_Server(endpoint) for endpoint in facts.servers]
+            self._servers = [Server(endpoint) for endpoint in facts.servers]
             self._password = facts.password
         elif facts is None:
             self._servers = []
@@ -205,25 +209,25 @@ class SampleQueue:
     async def _work(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
         failures = wrong = deaths = 0
-        attempt, given_up = self._password, self._suspects.given_up
+        attempt, given_up = self._password, self.suspects.given_up
         while True:
-            if (attempt, given_up) != (self._password, self._suspects.given_up):
-                attempt, given_up, deaths = self._password, self._suspects.given_up, 0
+            if (attempt, given_up) != (self._password, self.suspects.given_up):
+                attempt, given_up, deaths = self._password, self.suspects.given_up, 0
             try:
-                async with self._suspects.trying(deaths):
+                async with self.suspects.trying(deaths):
                     return await self._once(given)
-            except (_Refused, ApiError) as error:
+            except (Refused, ApiError) as error:
                 return Failed(str(error), "user")
             except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
                 reason, wrong = one_line(error), wrong + 1
                 if wrong >= MOST_WRONG:
                     log.error("%s: the servers' answers make no sense: %s", id, reason)
                     return Failed(f"the server's answer makes no sense: {reason}", "server")
-            except _Died as death:
+            except Died as death:
                 reason, deaths = str(death), deaths + 1
-                if deaths >= MOST_DEATHS and await self._is_back(death.endpoint, attempt):
+                if deaths >= MOST_DEATHS and await self.is_back(death.endpoint, attempt):
                     log.error("%s: %s", id, GIVEN_UP)
-                    self._suspects.give_up()
+                    self.suspects.give_up()
                     return Failed(GIVEN_UP, "server")
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = one_line(error)
@@ -233,26 +237,36 @@ class SampleQueue:
             failures += 1
 
     async def _once(self, given: Sampled) -> bytes:
+        async with self.server_with(given.folder) as server:
+            body = request_body(given.body, adapter_name(given.folder), self._limits)
+            answer = await self._post(server, "/inference/v1/generate", body)
+            server.rest.worked()
+            return written_sample(msgspec.json.decode(answer), given.body)
+
+    @asynccontextmanager
+    async def server_with(self, folder: str) -> AsyncIterator[Server]:
+        """The server that is least busy, with the adapter of a folder (empty: the base) as long as it is entered.
+
+        Waits for a server, and for room for the adapter. A connection that fails meanwhile has the server rest, and
+        raises `Died` if the server is dead; `Refused` where the adapter cannot be loaded.
+        """
         await self._there.wait()
         server = min(rested(self._servers), key=lambda each: each.running, default=None)
         if server is None:
             raise OSError("the servers are gone")
         server.running += 1
         try:
-            async with self._adapter(server, given.folder):
-                body = request_body(given.body, adapter_name(given.folder), self._limits)
-                answer = await self._post(server, "/inference/v1/generate", body)
-                server.rest.worked()
-                return written_sample(msgspec.json.decode(answer), given.body)
+            async with self._adapter(server, folder):
+                yield server
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             server.rest.failed()
             if not isinstance(error, aiohttp.ClientConnectorError) and await self._is_dead(server):
-                raise _Died(server.endpoint, error) from None
+                raise Died(server.endpoint, error) from None
             raise
         finally:
             server.running -= 1
 
-    async def _is_back(self, endpoint: str, attempt: str) -> bool:
+    async def is_back(self, endpoint: str, attempt: str) -> bool:
         """Wait until a server that died is there again. False once another attempt has come: the servers of the one
         before ended with it, perhaps one after another, and of no request."""
         assert self._http is not None
@@ -266,7 +280,7 @@ class SampleQueue:
             await asyncio.sleep(BACK_SECONDS)
         return False
 
-    async def _is_dead(self, server: _Server) -> bool:
+    async def _is_dead(self, server: Server) -> bool:
         assert self._http is not None
         return await is_dead(self._http, server.endpoint, self._authorization)
 
@@ -275,7 +289,7 @@ class SampleQueue:
         return {"Authorization": f"Bearer {self._password}"}
 
     @asynccontextmanager
-    async def _adapter(self, server: _Server, folder: str) -> AsyncIterator[None]:
+    async def _adapter(self, server: Server, folder: str) -> AsyncIterator[None]:
         """While it is entered, the server has the adapter; without a folder none is needed."""
         if not folder:
             yield
@@ -294,7 +308,7 @@ class SampleQueue:
                 del server.in_use[folder]
                 server.unused.set()
 
-    async def _make_room(self, server: _Server) -> None:
+    async def _make_room(self, server: Server) -> None:
         """Have the adapters that were not used for longest give way; where all are in use, wait until one is not."""
         while len(server.adapters) >= self._most:
             oldest = next((each for each in server.adapters if each not in server.in_use), None)
@@ -302,35 +316,43 @@ class SampleQueue:
                 server.unused.clear()
                 await server.unused.wait()
                 continue
-            with suppress(_Refused):
+            with suppress(Refused):
                 await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(oldest)})
             server.adapters.pop(oldest, None)
 
-    async def _load(self, server: _Server, folder: str) -> None:
+    async def _load(self, server: Server, folder: str) -> None:
         place = self._weights / folder
         if not (place / "adapter_config.json").is_file():
-            raise _Refused("the checkpoint that this client samples from was removed")
+            raise Refused("the checkpoint that this client samples from was removed")
         name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
         try:
             await self._post(server, "/v1/load_lora_adapter", name)
-        except _Refused as refusal:
+        except Refused as refusal:
             if "already" not in str(refusal):
                 raise
         server.adapters[folder] = None
 
-    async def _post(self, server: _Server, route: str, body: Mapping[str, Any]) -> bytes:
+    async def _post(self, server: Server, route: str, body: Mapping[str, Any]) -> bytes:
+        async with self.asked(server, route, body) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def asked(self, server: Server, route: str, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A server's answer, of which the body is yet to be read; `Refused` for what can never work, `Unwell` for an
+        answer that another try may change."""
         assert self._http is not None
         url = f"http://{server.endpoint}{route}"
         async with self._http.post(url, json=body, headers=self._authorization) as response:
+            if response.status == 200:
+                yield response
+                return
             answer = await response.read()
-            if response.status == 404 and route.endswith("generate"):
+            if response.status == 404 and route.endswith(("generate", "completions")):
                 server.adapters.clear()  # it was started anew
                 raise OSError(f"{server.endpoint} does not know the adapter")
             if 400 <= response.status < 500 and response.status not in (408, 409, 429):
-                raise _Refused(_reason(answer))
-            if response.status != 200:
-                raise OSError(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
-            return answer
+                raise Refused(_reason(answer))
+            raise Unwell(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
 
 
 def _reason(answer: bytes) -> str:
