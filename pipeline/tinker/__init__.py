@@ -11,6 +11,7 @@
 | `retention` | how long what nobody asked for again is kept |
 | `sampling_limits` | what a client may ask of a sample |
 | `sampler`, `generate_requests` | requests to the servers; their form, and that of the answers |
+| `completions`, `forwarding` | OpenAI's requests and answers; how they are passed on to the servers |
 | `request_queue` | the order of a model's requests |
 | `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |
 | `durable_store`, `byte_lru` | what is on disk, and what of it is in memory too |

@@ -13,6 +13,7 @@ from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.routes.future_routes import FutureRoutes
 from pipeline.tinker.routes.list_routes import ListRoutes
 from pipeline.tinker.routes.model_routes import ModelRoutes
+from pipeline.tinker.routes.openai import PREFIXES, OpenAiRouter, OpenAiRoutes
 from pipeline.tinker.routes.sample_routes import SampleRoutes
 from pipeline.tinker.routes.session_routes import SessionRoutes
 from pipeline.tinker.routes.training_routes import TrainingRoutes
@@ -36,6 +37,7 @@ class Front:
             self._futures,
             ListRoutes(registry),
         )
+        self._openai = OpenAiRoutes(settings, registry, sampling)
 
     @property
     def attached(self) -> bool:
@@ -51,3 +53,7 @@ class Front:
         for each in self._routes:
             each.add(router)
         router.refuse_others()
+        for prefix in PREFIXES:
+            other = OpenAiRouter(app, self._keys, self._limit, prefix)
+            self._openai.add(other)
+            other.refuse_others()

@@ -137,6 +137,11 @@ class SampleQueue:
         self._there.set() if self._servers else self._there.clear()
 
     @property
+    def attempt(self) -> str:
+        """Another text for each attempt whose servers came."""
+        return self._password
+
+    @property
     def waits_for_servers(self) -> bool:
         return not self._servers
 
@@ -338,7 +343,7 @@ class SampleQueue:
 
     @asynccontextmanager
     async def asked(self, server: Server, route: str, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A server's answer, of which the body is yet to be read; `Refused` for what can never work, `Unwell` for an
+        """A server's answer, whose body is not read yet; `Refused` for what can never work, `Unwell` for an
         answer that another try may change."""
         assert self._http is not None
         url = f"http://{server.endpoint}{route}"

@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
+import openai
 import pytest
 import tinker
 import torch
@@ -243,3 +244,49 @@ def test_what_cannot_be_sampled_is_the_sdks_own_error(client: tinker.ServiceClie
     with pytest.raises(tinker.BadRequestError, match="save_weights_for_sampler makes what can be sampled from"):
         client.create_sampling_client(model_path=path).sample(prompt_of(), 1, params()).result()
     assert sampler.sample(prompt_of(), 1, params()).result().sequences
+
+
+def test_openais_client_chats_with_the_adapter_that_was_saved(
+    server: TinkerServer, client: tinker.ServiceClient, base: Any
+) -> None:
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=4).result()
+    for number in range(3):
+        trainer.forward_backward(make_data(number), "cross_entropy").result()
+        trainer.optim_step(adam(5e-2)).result()
+    path = trainer.save_weights_for_sampler("chat").result().path
+    truth = Truth(server.root / "base", folder_of(server, path)).model
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key, timeout=WAIT_SECONDS) as asking:
+        assert {"tiny", path} <= {model.id for model in asking.models.list()}
+        assert asking.models.retrieve(path).id == path
+        for name, model in (("tiny", base), (path, truth)):
+            completion = asking.completions.create(
+                model=name, prompt=PROMPT, logprobs=1, extra_body={"return_token_ids": True}, **greedy
+            )
+            (choice,) = completion.choices
+            assert completion.model == name
+            assert choice.logprobs is not None
+            tokens: list[int] = choice.token_ids  # type: ignore[attr-defined]
+            found = np.array(choice.logprobs.token_logprobs, float)
+            np.testing.assert_allclose(found, of_own(model, PROMPT, tokens), atol=CLOSE)
+        messages: Any = [{"role": "user", "content": "1+1"}]
+        said = asking.chat.completions.create(model=path, messages=messages, logprobs=True, top_logprobs=2, **greedy)
+        assert said.usage is not None
+        assert said.usage.prompt_tokens == 5  # the template's ^ and = stand around what the user says
+        assert said.choices[0].logprobs is not None
+        assert len(said.choices[0].logprobs.content or []) == said.usage.completion_tokens
+        streamed = asking.chat.completions.create(
+            model=path, messages=messages, stream=True, stream_options={"include_usage": True}, **greedy
+        )
+        *parts, last = list(streamed)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == said.choices[0].message.content
+        assert (last.choices, last.usage and last.usage.completion_tokens) == ([], said.usage.completion_tokens)
+        tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+            asking.chat.completions.create(model=path, messages=messages, tools=[tool])
+        with pytest.raises(openai.NotFoundError, match="no checkpoint"):
+            asking.chat.completions.create(model=path + "-other", messages=messages)
+        with pytest.raises(openai.BadRequestError, match="the server refuses"):
+            asking.completions.create(model=path, prompt=[VOCABULARY + 3], **greedy)
+        with pytest.raises(openai.AuthenticationError):
+            asking.with_options(api_key="tml-other").models.list()

@@ -9,6 +9,7 @@
 | `training_routes` | passes and steps |
 | `weight_routes` | saving, loading and taking away |
 | `sample_routes` | sampling |
+| `openai` | OpenAI's API over the same models |
 | `future_routes` | what became of a request |
 | `list_routes` | training runs and checkpoints |
 

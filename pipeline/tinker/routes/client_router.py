@@ -22,16 +22,20 @@ from pipeline.utils.limited_site import proved
 log = logging.getLogger(__name__)
 API = "/api/v1/"
 Body = dict[str, Any]
-Handler = Callable[[Owner, web.Request], Awaitable[web.Response]]
+Handler = Callable[[Owner, web.Request], Awaitable[web.StreamResponse]]
 OpenHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 JsonHandler = Callable[[Owner, Body], Awaitable[Body]]
 
 
 class Router:
-    """Routes under /api/v1 of an application."""
+    """Routes below a prefix of an application."""
 
-    def __init__(self, app: web.Application, keys: Keys, request_bytes: int) -> None:
-        self._app, self._keys, self._limit = app, keys, request_bytes
+    def __init__(self, app: web.Application, keys: Keys, request_bytes: int, prefix: str = API) -> None:
+        self._app, self._keys, self._limit, self._prefix = app, keys, request_bytes, prefix
+
+    def refusal(self, error: ApiError) -> web.Response:
+        """An error as clients read it."""
+        return web.json_response({"detail": str(error)}, status=error.status)
 
     def post(self, route: str, handler: JsonHandler) -> None:
         """A route whose body and answer are JSON objects."""
@@ -44,18 +48,18 @@ class Router:
     def add(self, method: str, route: str, handler: Handler) -> None:
         """A route that reads its request itself."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 owner = self._keys.owner(_key_of(request))
                 proved(request)
                 return await handler(owner, request)
             except ApiError as error:
-                return web.json_response({"detail": str(error)}, status=error.status)
+                return self.refusal(error)
             except (TypeError, AttributeError, KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
                 log.warning("%s is malformed: %s", request.path, one_line(error))
-                return web.json_response({"detail": f"the request is malformed: {one_line(error)}"}, status=400)
+                return self.refusal(ApiError(f"the request is malformed: {one_line(error)}"))
 
-        self._app.router.add_route(method, API + route, answer)
+        self._app.router.add_route(method, self._prefix + route, answer)
 
     def add_open(
         self, method: str, route: str, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -66,15 +70,15 @@ class Router:
             try:
                 return await handler(request)
             except ApiError as error:
-                return web.json_response({"detail": str(error)}, status=error.status)
+                return self.refusal(error)
 
-        self._app.router.add_route(method, API + route, answer)
+        self._app.router.add_route(method, self._prefix + route, answer)
 
     def refuse_others(self) -> None:
         """Answer every route that there is not in one line. To be called when all others are there."""
 
         async def refuse(owner: Owner, request: web.Request) -> web.Response:
-            route = request.path.removeprefix(API)
+            route = request.path.removeprefix(self._prefix)
             raise Missing(f"{request.method} {route} is not served here; docs/tinker.md lists what is")
 
         self.add("*", "{rest:.*}", refuse)

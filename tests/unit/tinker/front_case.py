@@ -15,7 +15,7 @@ from pipeline.tinker.gateway import Front
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.sampler import SampleQueue
 from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Attach, Done, Facts, TrainerTurn, Work, encode
+from pipeline.tinker.tinker_records import Attach, Done, Facts, Plain, Saved, TrainerTurn, Work, encode
 from pipeline.tinker.trainer_routes import ATTACH, SECRET, TURN, Door
 
 ADA, BOB = {"X-API-Key": "tml-ada"}, {"X-API-Key": "tml-bob"}
@@ -27,8 +27,10 @@ _works = msgspec.msgpack.Decoder(Work)
 class Client:
     """A front of its own, as clients and as a trainer see it."""
 
-    def __init__(self, http: TestClient[Any, Any], registry: Registry, kept: Store) -> None:
-        self.http, self.registry, self.kept = http, registry, kept
+    def __init__(
+        self, http: TestClient[Any, Any], registry: Registry, kept: Store, sampling: SampleQueue, root: Path
+    ) -> None:
+        self.http, self.registry, self.kept, self.sampling, self.root = http, registry, kept, sampling, root
 
     async def post(self, route: str, body: Any, headers: dict[str, str] = ADA) -> tuple[int, Any]:
         async with self.http.post(f"/api/v1/{route}", json=body, headers=headers) as answer:
@@ -41,6 +43,20 @@ class Client:
         body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": LORA}
         return await self.post("create_model", body, headers)
 
+    async def adapter(self, name: str = "mine") -> str:
+        """The path of sampler weights of Ada's, with their files."""
+        model = (await self.model(await self.session()))[1]["model_id"]
+        await self.attach("one")
+        await self.turn("one", Done(f"{model}:0", Plain()))
+        await self.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": name})
+        await self.turn("one")
+        await self.turn("one", Done(f"{model}:1", Saved(10)))
+        path = f"tinker://{model}/sampler_weights/{name}"
+        folder = self.root / "weights" / self.registry.shelf.checkpoints[path].folder
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+        return path
+
     async def attach(self, attempt: str, **cursors: int) -> int:
         body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, Facts()))
         async with self.http.post(ATTACH, data=body, headers=DOOR) as answer:
@@ -50,6 +66,13 @@ class Client:
         async with self.http.post(TURN, data=encode(TrainerTurn(attempt, done)), headers=DOOR) as answer:
             body = await answer.read()
             return answer.status, _works.decode(body) if answer.status == 200 else None
+
+
+class _Server(TestServer):
+    """Without the end of handlers whose clients hang up, as in the front's process."""
+
+    async def _make_runner(self, **given: Any) -> web.AppRunner:
+        return web.AppRunner(self.app, **{**given, "handler_cancellation": False})
 
 
 def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], request_bytes: int = 1 << 16) -> None:
@@ -79,10 +102,10 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], reques
         front.add_routes(app)
         Door(registry, "secret", lambda facts: None).add_routes(app)
         await sampling.start()
-        server = TestServer(app)
+        server = _Server(app)
         await server.start_server(auto_decompress=False)
         async with TestClient(server) as http:
-            await play(Client(http, registry, kept))
+            await play(Client(http, registry, kept, sampling, tmp_path))
         await sampling.close()
         kept.close()
 

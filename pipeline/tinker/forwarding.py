@@ -1,0 +1,144 @@
+"""Requests of OpenAI's API, passed on to the servers that sample.
+
+Owns the tries of one such request: which failures are tried again, and for how long. Promises that a server which ends
+before the first part of an answer costs the client nothing but time, that no part is sent twice, and that closing the
+generator ends the request on the server. Must not know the fields of a request, or whose it is.
+
+    async with aclosing(forwarder.parts(CHAT, folder, body)) as parts:
+        async for part in parts: …         # `stream`: the data of each event; else the whole answer, once
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from pipeline.errors import one_line
+from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.generate_requests import adapter_name
+from pipeline.tinker.sampler import Died, Refused, SampleQueue, Server, Unwell
+from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HOLD_SECONDS = 60.0
+"""How long a request waits for a server, and is tried again after lost connections. Clients wait longer by default."""
+MAX_UNWELL = 3
+"""Answers of status 5xx, which may be the request's own fault."""
+PAUSE_SECONDS = 0.5
+
+
+class Unavailable(ApiError):
+    """No server answers now; the client may ask again."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message, status)
+
+
+class Hopeless(ApiError):
+    """Asking again would harm the servers."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message, status)
+
+
+@dataclass
+class _Tries:
+    """What became of a request so far; `until` is the time (of `time.monotonic`) of its last try."""
+
+    until: float
+    attempt: str
+    deaths: int = 0
+    unwell: int = 0
+
+
+class Forwarder:
+    """Passes requests on to the servers of a queue of samples."""
+
+    def __init__(self, sampling: SampleQueue) -> None:
+        self._sampling = sampling
+
+    async def parts(self, route: str, folder: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The answer to `body`, whose model is the adapter of a folder (empty: the base).
+
+        Raises `ApiError` with the server's reason for what it refuses, `Unavailable` and `Hopeless`.
+        """
+        asked = {**body, "model": adapter_name(folder)}
+        tries, begun = _Tries(time.monotonic() + HOLD_SECONDS, self._sampling.attempt), False
+        while True:
+            try:
+                async with aclosing(self._one_try(route, folder, asked, tries)) as parts:
+                    async for part in parts:
+                        begun = True
+                        yield part
+                return
+            except Refused as error:
+                raise ApiError(str(error)) from None
+            except Died as error:
+                await self._count_death(error, tries, begun=begun)
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                _count_failure(error, tries, begun=begun)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _one_try(
+        self, route: str, folder: str, asked: Mapping[str, Any], tries: _Tries
+    ) -> AsyncGenerator[bytes, None]:
+        async with self._sampling.suspects.trying(tries.deaths), self._server(folder, tries.until) as server:
+            async with self._sampling.asked(server, route, asked) as response:
+                if not asked.get("stream"):
+                    yield await response.read()
+                else:
+                    async for event in _events(response.content):
+                        yield event
+            server.rest.worked()
+
+    @asynccontextmanager
+    async def _server(self, folder: str, until: float) -> AsyncGenerator[Server, None]:
+        """A server with the adapter; `TimeoutError` where none has room for it until then."""
+        async with AsyncExitStack() as held:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                server = await held.enter_async_context(self._sampling.server_with(folder))
+            yield server
+
+    async def _count_death(self, death: Died, tries: _Tries, *, begun: bool) -> None:
+        """Note that a server died; `ApiError` if the request is not tried again."""
+        if begun:
+            raise Unavailable("the server ended in the middle of this answer; ask again", 502)
+        if tries.attempt != self._sampling.attempt:  # servers that end with their attempt died of no request
+            tries.attempt, tries.deaths = self._sampling.attempt, 0
+        tries.deaths += 1
+        if tries.deaths >= MOST_DEATHS and await self._is_back(death, tries.attempt):
+            self._sampling.suspects.give_up()
+            raise Hopeless(GIVEN_UP)
+        tries.until = time.monotonic() + HOLD_SECONDS  # another server, or the same one once it was started again
+
+    async def _is_back(self, death: Died, attempt: str) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HOLD_SECONDS):
+                return await self._sampling.is_back(death.endpoint, attempt)
+        raise Unavailable("the servers ended; ask again")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
+    """The data of each server-sent event; a line may be of any length."""
+    line = b""
+    async for chunk in content.iter_any():
+        *lines, line = (line + chunk).split(b"\n")
+        for full in lines:
+            if full.startswith(b"data:"):
+                yield full.removeprefix(b"data:").strip()
+
+
+def _count_failure(error: Exception, tries: _Tries, *, begun: bool) -> None:
+    """Note that a try failed; `ApiError` if there is no other."""
+    if begun:
+        raise Unavailable(f"the connection to the server broke in the middle of this answer: {one_line(error)}", 502)
+    if isinstance(error, Unwell):
+        tries.unwell += 1
+        if tries.unwell >= MAX_UNWELL:
+            raise Unavailable(f"the server fails at this request: {one_line(error)}", 502)
+    if time.monotonic() + PAUSE_SECONDS >= tries.until:
+        raise Unavailable("no server has room for this request now; ask again")

@@ -1,0 +1,178 @@
+"""OpenAI's API over the models that can be sampled from.
+
+A model's name is a `tinker://` path of `save_weights_for_sampler`, or the base's. A request lives as long as its
+connection: nothing of it is stored, and a client that hangs up ends it on the server."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_keys import Owner
+from pipeline.tinker.completions import checked_body, error_body, read_part, wants_usage, written, written_event
+from pipeline.tinker.forwarding import CHAT, COMPLETION, Forwarder, Hopeless, Unavailable
+from pipeline.tinker.gateway_settings import Settings
+from pipeline.tinker.routes.client_router import Router
+from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.service_state import Registry
+from pipeline.tinker.tinker_paths import parse_path
+
+log = logging.getLogger(__name__)
+PREFIXES = ("/v1/", "/oai/api/v1/")
+"""The second one stands where the public service has it, below the SDK's base URL."""
+MAX_OPEN = 1024
+"""Requests of one owner that are worked on at once."""
+LOOK_SECONDS = 0.5
+"""Between two looks whether a client that waits for a whole answer is still there."""
+_TEXT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class OpenAiRouter(Router):
+    """Errors in OpenAI's form, and when to ask again."""
+
+    def refusal(self, error: ApiError) -> web.Response:
+        headers = {}
+        if isinstance(error, Unavailable):
+            headers["Retry-After"] = "2"
+        if isinstance(error, Hopeless):
+            headers["X-Should-Retry"] = "false"
+        return web.json_response(error_body(str(error), error.status), status=error.status, headers=headers)
+
+
+class OpenAiRoutes:
+    """Chats, completions and the list of models."""
+
+    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue) -> None:
+        self._settings, self._registry = settings, registry
+        self._forwarder = Forwarder(sampling)
+        self._open: dict[str, int] = {}
+        """Requests by owner."""
+
+    def add(self, router: Router) -> None:
+        self._read = router.read_json
+        router.add("POST", "chat/completions", self._chat)
+        router.add("POST", "completions", self._complete)
+        router.add("GET", "models", self._list)
+        router.add("GET", "models/{model:.+}", self._get)
+
+    async def _chat(self, owner: Owner, request: web.Request) -> web.StreamResponse:
+        return await self._answer(CHAT, owner, request)
+
+    async def _complete(self, owner: Owner, request: web.Request) -> web.StreamResponse:
+        return await self._answer(COMPLETION, owner, request)
+
+    async def _list(self, owner: Owner, request: web.Request) -> web.Response:
+        paths = [path for path in self._registry.shelf.checkpoints if self._is_sampled(owner, path)]
+        names = [*self._settings.base_names, *paths] if self._settings.sampling else []
+        return web.json_response({"object": "list", "data": [self._described(owner, name) for name in names]})
+
+    async def _get(self, owner: Owner, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        self._folder(owner, name)
+        return web.json_response(self._described(owner, name))
+
+    def _described(self, owner: Owner, name: str) -> dict[str, Any]:
+        found = self._registry.shelf.checkpoints.get(name)
+        about: dict[str, Any] = {"id": name, "object": "model", "max_model_len": self._settings.max_length}
+        if found is None:
+            return about | {"created": 0, "owned_by": "base"}
+        return about | {"created": int(found.created), "owned_by": owner.name, "parent": found.base}
+
+    def _is_sampled(self, owner: Owner, path: str) -> bool:
+        try:
+            return bool(self._folder(owner, path))
+        except ApiError:
+            return False
+
+    def _folder(self, owner: Owner, model: Any) -> str:
+        """The folder of a model's adapter, empty for the base; `Missing` for a model that this owner has not."""
+        if not self._settings.sampling:
+            raise Missing("nothing samples here: this server was started without serve.sampling=true")
+        if not isinstance(model, str) or not model.startswith("tinker://"):
+            if model not in self._settings.base_names:
+                known = ", ".join(self._settings.base_names)
+                raise Missing(f"model {str(model)[:200]!r}; served: {known}, and tinker:// paths of sampler weights")
+            return ""
+        checkpoint = self._registry.shelf.checkpoint(owner, model)
+        if parse_path(checkpoint.path).kind != "sampler_weights":
+            raise ApiError(f"{model} is for training; save_weights_for_sampler makes what can be sampled from")
+        return checkpoint.folder
+
+    async def _answer(self, route: str, owner: Owner, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        folder, usage, asked = self._folder(owner, body.get("model")), wants_usage(body), checked_body(route, body)
+        if self._open.get(owner.name, 0) >= MAX_OPEN:
+            raise ApiError(f"{owner.name} has {MAX_OPEN} requests open, which is all it may have", 429)
+        self._open[owner.name] = self._open.get(owner.name, 0) + 1
+        try:
+            async with aclosing(self._parts(route, folder, asked, body["model"])) as parts:
+                if asked.get("stream"):
+                    return await _streamed(request, parts, body["model"], usage=usage)
+                part = await _while_connected(request, anext(parts))
+                return web.json_response(written(part, body["model"]))
+        finally:
+            self._open[owner.name] -= 1
+            if not self._open[owner.name]:
+                del self._open[owner.name]
+
+    async def _parts(
+        self, route: str, folder: str, asked: Mapping[str, Any], model: str
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The parts of an answer, decoded; errors name the model as the client does."""
+        try:
+            async with aclosing(self._forwarder.parts(route, folder, asked)) as parts:
+                async for text in parts:
+                    if text != b"[DONE]":
+                        yield read_part(text)
+        except ApiError as error:
+            if folder and type(error) is ApiError:
+                raise ApiError(str(error).replace(folder.replace("/", "--"), model), error.status) from None
+            raise
+
+
+async def _streamed(
+    request: web.Request, parts: AsyncGenerator[dict[str, Any], None], model: str, *, usage: bool
+) -> web.StreamResponse:
+    """Server-sent events. What fails before the first has a status of its own; what fails later is an event."""
+    first = await _while_connected(request, anext(parts))
+    answer = web.StreamResponse(headers=_TEXT_STREAM)
+    try:
+        await answer.prepare(request)
+        await _write(answer, written_event(first, model, usage=usage))
+        try:
+            async for part in parts:
+                await _write(answer, written_event(part, model, usage=usage))
+            await answer.write(b"data: [DONE]\n\n")
+        except ApiError as error:
+            await _write(answer, error_body(str(error), error.status))
+        await answer.write_eof()
+    except ConnectionError:
+        log.info("a client hung up in the middle of a stream")
+    return answer
+
+
+async def _write(answer: web.StreamResponse, event: Mapping[str, Any] | None) -> None:
+    if event is not None:
+        await answer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
+async def _while_connected(request: web.Request, first: Any) -> dict[str, Any]:
+    """The first part of an answer; `ApiError` 499 once its client has hung up, which nobody reads."""
+    task = asyncio.ensure_future(first)
+    try:
+        while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            if request.transport is None or request.transport.is_closing():
+                raise ApiError("the client hung up", 499)
+        found: dict[str, Any] = task.result()
+        return found
+    except StopAsyncIteration:
+        raise Unavailable("the server gave no answer", 502) from None
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})

@@ -1,0 +1,297 @@
+"""OpenAI's routes of the front, over servers that are scripted here."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pipeline.tinker import forwarding
+from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.completions import checked_body, wants_usage
+from pipeline.tinker.forwarding import CHAT, COMPLETION
+from pipeline.tinker.tinker_records import Facts
+from pipeline.utils.authenticated_http import ROUTE
+from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
+from tests.fakes.async_server import prove
+from tests.fakes.http_server import PASSWORD
+from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
+
+MESSAGES = [{"role": "user", "content": "1+1"}]
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+class Script:
+    """A server with the routes of vLLM's OpenAI API."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.answers: list[Answer] = []
+        """What answers the next requests; then `whole` and `streamed` do."""
+        self.let_go = asyncio.Event()
+        """Set when a client of a request that hangs has gone."""
+
+    async def start(self) -> str:
+        app = web.Application()
+        app.router.add_get(ROUTE, prove)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._health)
+        app.router.add_post("/v1/load_lora_adapter", self._load)
+        for route in (CHAT, COMPLETION):
+            app.router.add_post(route, self._answer)
+        self._server = TestServer(app)
+        await self._server.start_server()
+        return f"127.0.0.1:{self._server.port}"
+
+    async def stop(self) -> None:
+        await self._server.close()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
+
+    health = 200
+
+    async def _load(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path, await request.json()))
+        return web.Response(text="ok")
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append((request.path, body))
+        if self.answers:
+            return await self.answers.pop(0)(request, body)
+        return await (streamed if body.get("stream") else whole)(request, body)
+
+    async def hang(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.let_go.set()
+        return web.Response()
+
+
+async def whole(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "2"}, "finish_reason": "stop"}
+    return web.json_response({"id": "x", "model": body["model"], "choices": [choice], "usage": USAGE})
+
+
+async def streamed(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await _stream(request, body, ("1", "2" * 200_000), whole=True)
+
+
+async def torn(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await _stream(request, body, ("1",), whole=False)
+
+
+async def dead(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def _stream(request: web.Request, body: dict[str, Any], texts: tuple[str, ...], *, whole: bool) -> Any:
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    for text in texts:
+        event = {"model": body["model"], "choices": [{"index": 0, "delta": {"content": text}}], "usage": USAGE}
+        await answer.write(b": keep-alive\n\ndata: " + json.dumps(event).encode() + b"\n\n")
+    if not whole:
+        return await dead(request, body)
+    await answer.write(b"data: " + json.dumps({"model": body["model"], "choices": [], "usage": USAGE}).encode())
+    await answer.write(b"\n\ndata: [DONE]\n\n")
+    return answer
+
+
+def with_script(tmp_path: Path, play: Callable[[Client, Script], Awaitable[None]]) -> None:
+    async def run(client: Client) -> None:
+        script = Script()
+        client.sampling.use(Facts((await script.start(),), PASSWORD))
+        try:
+            await play(client, script)
+        finally:
+            await script.stop()
+
+    with_front(tmp_path, run)
+
+
+async def ask(client: Client, body: dict[str, Any], key: str = "tml-ada", route: str = CHAT) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with client.http.post(route, json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def events(client: Client, body: dict[str, Any]) -> list[Any]:
+    async with client.http.post(CHAT, json={"stream": True, **body}, headers=ADA) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        lines = (await answer.text()).split("\n\n")
+    assert lines.pop() == ""
+    return [line.removeprefix("data: ") if "[DONE]" in line else json.loads(line[6:]) for line in lines]
+
+
+def test_a_path_of_its_owner_is_a_model_and_nobody_elses(tmp_path: Path) -> None:
+    async def play(client: Client, script: Script) -> None:
+        path = await client.adapter()
+        for prefix in ("/v1", "/oai/api/v1"):
+            for key, expected in ((ADA, {"tiny", path}), (BOB, {"tiny"})):
+                async with client.http.get(f"{prefix}/models", headers=key) as answer:
+                    assert {each["id"] for each in (await answer.json())["data"]} == expected
+        async with client.http.get(f"/v1/models/{path.replace('/', '%2F')}", headers=ADA) as answer:
+            assert (answer.status, (await answer.json())["id"]) == (200, path)
+        status, answer_body = await ask(client, {"model": path, "messages": MESSAGES, "user": "me"})
+        assert (status, answer_body["model"]) == (200, path)
+        (_, loaded), (_, asked) = script.asked
+        assert asked == {"model": loaded["lora_name"], "messages": MESSAGES}
+        status, refused = await ask(client, {"model": path, "messages": MESSAGES}, "tml-bob")
+        assert (status, refused["error"]["code"]) == (404, "model_not_found")
+        status, refused = await ask(client, {"model": "tiny", "messages": MESSAGES}, "tml-nobody")
+        assert (status, refused["error"]["code"]) == (401, "invalid_api_key")
+        assert len(script.asked) == 2, "what is refused reaches no server"
+
+    with_script(tmp_path, play)
+
+
+def test_a_stream_names_the_model_and_ends_with_the_usage_for_who_asks(tmp_path: Path) -> None:
+    async def play(client: Client, script: Script) -> None:
+        plain = await events(client, {"model": "tiny", "messages": MESSAGES})
+        *parts, done = plain
+        assert [part["choices"][0]["delta"]["content"] for part in parts] == ["1", "2" * 200_000]
+        assert done == "[DONE]"
+        assert all("usage" not in part and part["model"] == "tiny" for part in parts)
+        options = {"stream_options": {"include_usage": True}}
+        *parts, last, done = await events(client, {"model": "tiny", "messages": MESSAGES, **options})
+        assert (last["choices"], last["usage"]) == ([], USAGE)
+        assert all("usage" not in part for part in parts)
+
+    with_script(tmp_path, play)
+
+
+def test_a_server_that_fails_before_the_first_part_is_asked_again(tmp_path: Path) -> None:
+    async def play(client: Client, script: Script) -> None:
+        script.answers = [dead]
+        assert (await ask(client, {"model": "tiny", "messages": MESSAGES}))[0] == 200
+        script.answers = [dead]
+        assert (await events(client, {"model": "tiny", "messages": MESSAGES}))[-1] == "[DONE]"
+        script.answers = [torn]
+        first, error = await events(client, {"model": "tiny", "messages": MESSAGES})
+        assert first["choices"][0]["delta"]["content"] == "1"
+        assert "in the middle of this answer" in error["error"]["message"]
+        assert not script.answers, "what was begun is not asked again"
+
+    with_script(tmp_path, play)
+
+
+def test_a_request_that_kills_servers_is_given_up_and_the_client_does_not_retry(tmp_path: Path) -> None:
+    async def play(client: Client, script: Script) -> None:
+        async def kill(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            script.health = 503
+            asyncio.get_running_loop().call_later(0.2, setattr, script, "health", 200)
+            return await dead(request, body)
+
+        script.answers = [kill] * (MOST_DEATHS + 1)
+        body = {"model": "tiny", "messages": MESSAGES}
+        async with client.http.post(CHAT, json=body, headers=ADA) as answer:
+            assert (answer.status, answer.headers["X-Should-Retry"]) == (500, "false")
+            assert (await answer.json())["error"]["message"] == GIVEN_UP
+        assert len(script.answers) == 1
+
+    with_script(tmp_path, play)
+
+
+def test_errors_of_servers_are_told_and_their_trouble_is_not_tried_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: Client, script: Script) -> None:
+        async def refuse(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            error = {"message": f"{body['model']} wants a --tool-call-parser"}
+            return web.json_response({"error": error}, status=400)
+
+        async def fail(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.Response(status=500)
+
+        path = await client.adapter()
+        script.answers = [refuse]
+        status, refused = await ask(client, {"model": path, "messages": MESSAGES, "tools": [{}], "stream": True})
+        assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
+        assert refused["error"]["message"] == f"the server refuses: {path} wants a --tool-call-parser"
+        script.answers = [fail] * (forwarding.MAX_UNWELL + 1)
+        assert (await ask(client, {"model": path, "messages": MESSAGES}))[0] == 502
+        assert len(script.answers) == 1
+        monkeypatch.setattr(forwarding, "HOLD_SECONDS", 0.1)
+        client.sampling.use(None)
+        async with client.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES}, headers=ADA) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+
+    with_script(tmp_path, play)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_ends_its_request(tmp_path: Path, stream: bool) -> None:
+    async def play(client: Client, script: Script) -> None:
+        script.answers = [script.hang]
+        body = {"model": "tiny", "messages": MESSAGES, "stream": stream}
+        asking = asyncio.create_task(client.http.post(CHAT, json=body, headers=ADA))
+        while not script.asked:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait_for(script.let_go.wait(), 10)
+
+    with_script(tmp_path, play)
+
+
+def test_no_owner_has_more_requests_open_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.tinker.routes.openai.MAX_OPEN", 1)
+
+    async def play(client: Client, script: Script) -> None:
+        script.answers = [script.hang]
+        body = {"model": "tiny", "messages": MESSAGES}
+        asking = asyncio.create_task(client.http.post(CHAT, json=body, headers=ADA))
+        while not script.asked:
+            await asyncio.sleep(0.01)
+        assert (await ask(client, body))[0] == 429
+        assert (await ask(client, body, "tml-bob"))[0] == 200, "another owner has requests of its own"
+        asking.cancel()
+        await asyncio.wait_for(script.let_go.wait(), 10)
+        while (await ask(client, body))[0] == 429:
+            await asyncio.sleep(0.05)
+
+    with_script(tmp_path, play)
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "http://inside/"}}]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "says"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, "only text is served"),
+        (CHAT, {"messages": [{"role": "user", "content": {"type": "text"}}]}, "expected a text, or a list of parts"),
+        (CHAT, {"messages": ["1+1"]}, "expected an object"),
+        (CHAT, {"messages": []}, "expected a list of messages"),
+        (CHAT, {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template is not served"),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, "without chat_template"),
+        (CHAT, {"messages": MESSAGES, "priority": -1}, "priority is not served"),
+        (CHAT, {"messages": MESSAGES, "n": 257}, "n=257; expected 1 to 256"),
+        (CHAT, {"messages": MESSAGES, "stream": "yes"}, "stream='yes'; expected true or false"),
+        (CHAT, {"messages": MESSAGES, "stop_token_ids": [-1]}, "expected a list of token ids"),
+        (COMPLETION, {"prompt_embeds": "AAAA"}, "prompt_embeds is not served"),
+        (COMPLETION, {"prompt": ""}, "none may be empty"),
+        (COMPLETION, {"prompt": [1, -1]}, "none may be empty"),
+        (COMPLETION, {"prompt": [[1], []]}, "none may be empty"),
+        (COMPLETION, {"prompt": ["a"] * 129, "n": 2}, "256 completions at most"),
+    ],
+)
+def test_what_no_server_is_asked_is_refused_by_its_name(route: str, body: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        checked_body(route, body)
+
+
+def test_every_form_of_a_prompt_is_served() -> None:
+    for prompt in ("a", ["a", "b"], [1, 2], [[1], [2, 3]]):
+        assert checked_body(COMPLETION, {"prompt": prompt, "echo": True, "logprobs": 0})["prompt"] == prompt
+    with pytest.raises(ApiError, match="include_usage alone"):
+        wants_usage({"stream": True, "stream_options": {"include_obfuscation": True}})
