@@ -16,6 +16,7 @@
 | `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |
 | `durable_store`, `byte_lru` | what is on disk, and what of it is in memory too |
 | `tinker_paths` | ids, `tinker://` paths and the folders behind them |
+| `usage` | what keys used |
 | `api_keys` | API keys and limits |
 | `tinker_records`, `entities`, `gateway_settings` | what travels, what is kept, what the process is told |
 | `api_errors` | what a client is told |

@@ -17,6 +17,7 @@ from pipeline.tinker.routes.openai import PREFIXES, OpenAiRouter, OpenAiRoutes
 from pipeline.tinker.routes.sample_routes import SampleRoutes
 from pipeline.tinker.routes.session_routes import SessionRoutes
 from pipeline.tinker.routes.training_routes import TrainingRoutes
+from pipeline.tinker.routes.usage import UsageRoutes
 from pipeline.tinker.routes.weight_routes import WeightRoutes
 from pipeline.tinker.sampler import SampleQueue
 from pipeline.tinker.service_state import Registry
@@ -36,6 +37,7 @@ class Front:
             SampleRoutes(settings, registry, sampling),
             self._futures,
             ListRoutes(registry),
+            UsageRoutes(registry),
         )
         self._openai = OpenAiRoutes(settings, registry, sampling)
 

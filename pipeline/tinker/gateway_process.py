@@ -55,8 +55,8 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     keys.check()
     store = Store(settings.store)
     stop = stop or _stopped_by_signals()
-    sampling = SampleQueue(store, settings.weights, settings.limits, MOST_ADAPTERS)
     registry = Registry(store)
+    sampling = SampleQueue(store, settings.weights, settings.limits, MOST_ADAPTERS, registry.usage)
     registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
     known = _known(settings)
     secret = known.secret if known else secrets.token_hex(16)
@@ -82,6 +82,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     finally:
         await sampling.close()
         await runner.cleanup()
+        await registry.usage.flush()
         store.close()
 
 
@@ -114,6 +115,7 @@ async def _look_around(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
         door.look()
+        await registry.usage.flush()
         rounds += 1
         if rounds % int(SWEEP_SECONDS / LOOK_SECONDS) == 0:
             try:

@@ -3,6 +3,7 @@
 Owns what is remembered of each beside the store, and what a body means for doing it again. Pure but for events."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipeline.tinker.entities import Model
 from pipeline.tinker.request_queue import ModelQueue
 from pipeline.tinker.tinker_paths import WeightsPath
 from pipeline.tinker.tinker_records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Step, Unload, Work
+from pipeline.tinker.usage import Usage
 
 UNLOAD_SEQ = 1 << 40
 GONE = Failed("the model was unloaded, or its session has ended", "user")
@@ -49,8 +51,16 @@ class Request:
     deliveries: int = 0
     served: float = 0.0
 
+    tokens: int = 0
+    """Of a pass; `backward`: one with gradients."""
+    backward: bool = False
+    handed: float = 0.0
+    """When a trainer got it last (`time.monotonic`); 0: none did since this process started."""
+
     def understand(self, body: Body) -> None:
         """Note what doing this body means."""
+        if isinstance(body, Pass):
+            self.tokens, self.backward = sum(datum.length for datum in body.data), body.backward
         self.stateful = isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
         self.steps = isinstance(body, Step)
         self.reads = body.folder if isinstance(body, Load) else ""
@@ -59,6 +69,12 @@ class Request:
         """Note that it has its result; None: one that is no failure."""
         self.answered, self.failure = now, result if isinstance(result, Failed) else None
         self.done.set()
+
+    def usage(self) -> Usage:
+        """What it used, once it has its result."""
+        seconds = time.monotonic() - self.handed if self.handed else 0.0
+        trained, scored = (self.tokens, 0) if self.backward else (0, self.tokens)
+        return Usage(requests=1, trained_tokens=trained, scored_tokens=scored, trainer_seconds=seconds)
 
     @property
     def redone(self) -> bool:

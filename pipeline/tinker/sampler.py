@@ -27,6 +27,7 @@ from pipeline.tinker.entities import SamplingSession
 from pipeline.tinker.generate_requests import adapter_name, request_body, written_sample
 from pipeline.tinker.sampling_limits import Limits, checked_request
 from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.usage import UsageMeter, usage_of_sample
 from pipeline.utils.authenticated_connector import ProvenConnector
 from pipeline.utils.backoff import Resting, rested
 from pipeline.utils.poison_request import GIVEN_UP, HEALTH, MOST_DEATHS, Suspects, is_dead
@@ -48,6 +49,7 @@ class Sampled(msgspec.Struct, frozen=True):
     seq: int
     folder: str
     body: dict[str, Any]
+    owner: str = ""
 
 
 @dataclass(eq=False)
@@ -98,8 +100,9 @@ class Died(Exception):
 class SampleQueue:
     """All requests to sample, and the servers that there are now."""
 
-    def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int) -> None:
+    def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
         self._store, self._weights, self._limits, self._most = kept, weights, limits, most_adapters
+        self._usage = usage
         self._jobs: dict[str, _Job] = {}
         self._waiting = 0
         """Samples that are worked on, or wait for a server."""
@@ -158,7 +161,7 @@ class SampleQueue:
             return id
         if self._waiting >= MOST_WAITING:
             raise Full(f"{MOST_WAITING} samples wait", 429)
-        given = Sampled(sampler.id, seq, folder, body)
+        given = Sampled(sampler.id, seq, folder, body, sampler.owner)
         checked_request(body, self._limits)
         written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
@@ -244,9 +247,12 @@ class SampleQueue:
     async def _once(self, given: Sampled) -> bytes:
         async with self.server_with(given.folder) as server:
             body = request_body(given.body, adapter_name(given.folder), self._limits)
-            answer = await self._post(server, "/inference/v1/generate", body)
+            started = time.monotonic()
+            answer = msgspec.json.decode(await self._post(server, "/inference/v1/generate", body))
             server.rest.worked()
-            return written_sample(msgspec.json.decode(answer), given.body)
+            written = written_sample(answer, given.body)
+            self._usage.count(given.owner, usage_of_sample(body, answer, time.monotonic() - started))
+            return written
 
     @asynccontextmanager
     async def server_with(self, folder: str) -> AsyncIterator[Server]:

@@ -44,6 +44,7 @@ from pipeline.tinker.tinker_records import (
     Work,
     encode,
 )
+from pipeline.tinker.usage import UsageMeter
 
 MOST_DELIVERIES = 3
 RECENT_BYTES = 1 << 26
@@ -65,6 +66,7 @@ class Registry:
         """Models that the trainer has, and that are gone here."""
         self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
         self.shelf = Shelf(kept, clock, self._is_read)
+        self.usage = UsageMeter(kept, clock)
 
     # Sessions and models
 
@@ -239,7 +241,7 @@ class Registry:
             if body is None:
                 live.lost = f"model {live.fact.id} is lost: request {seq} is not kept any more"
                 return self._next_of(live)
-            request.deliveries += 1
+            request.deliveries, request.handed = request.deliveries + 1, time.monotonic()
             return Work(request.id, live.fact.id, seq, bodies.decode(body), bool(request.answered))
         if live.unloading and live.queue.idle:
             return unload_work(live.fact.id)
@@ -262,6 +264,8 @@ class Registry:
         request.open = request.open and not again
         after()
         request.finish(result, self._clock())
+        if request.failure is None:
+            self.usage.count(self.models[request.model].fact.owner, request.usage())
         if request.seq == 0 and request.failure is not None:
             await self._unloaded(request.model)
         if changes:

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from pipeline.tinker.api_errors import Full
+from pipeline.tinker.routes.usage import ALL, described
 from pipeline.tinker.service_state import Registry
 from pipeline.tinker.tinker_records import Attach, Facts, TrainerTurn
 from pipeline.utils.authenticated_http import ROUTE, proof_answer
@@ -45,6 +46,7 @@ class Door:
         app.router.add_get(ROUTE, self._prove)
         app.router.add_post(ATTACH, self._attach)
         app.router.add_post(TURN, self._turn)
+        app.router.add_get(ALL, self._used)
 
     def look(self) -> None:
         """Take a trainer for gone that was silent without having anything to do."""
@@ -59,6 +61,11 @@ class Door:
         host, port = request.transport.get_extra_info("sockname")[:2]
         proof = proof_answer(self.secret, host, port, request.query_string.encode())
         return web.Response(body=proof) if proof else web.Response(status=400)
+
+    async def _used(self, request: web.Request) -> web.Response:
+        """What all names used."""
+        self._admit(request)
+        return web.json_response([described(self._registry, owner) for owner in self._registry.usage.owners()])
 
     async def _attach(self, request: web.Request) -> web.Response:
         self._admit(request)

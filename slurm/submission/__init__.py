@@ -12,6 +12,7 @@
 | `sweeps/` | Hydra's sweepers, driving runs |
 | `train_files` | runs that do the jobs of files |
 | `serve_tinker`, `gateway_supervisor` | runs that serve the Tinker API; the process that its clients talk to |
+| `usage` | what each name used of such a run |
 | `evaluate_model` | runs that evaluate a commit or a model directory |
 | `local_job` | a run's job on this machine |
 | `launcher_signals` | what asks a launcher to end |

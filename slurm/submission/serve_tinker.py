@@ -31,6 +31,7 @@ from slurm.submission.gateway_supervisor import FrontKeeper
 from slurm.submission.launcher_signals import noted_signals
 from slurm.submission.submit_run import check_submission, print_plan, run_here, submit_one
 from slurm.submission.tail_job import follow_job, print_job
+from slurm.submission.usage import print_usage
 
 BASE_SECONDS = 600.0
 SHORT_SECONDS, MOST_SHORT = 60.0, MOST_DELIVERIES + 2
@@ -39,14 +40,16 @@ that ends each of them, so that it fails alone."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code of `serve.py [--url] key=value …`."""
+    """The exit code of `serve.py [--url|--usage] key=value …`."""
     try:
-        overrides = [argument for argument in argv if argument != "--url"]
+        overrides = [argument for argument in argv if argument not in ("--url", "--usage")]
         if unknown := [argument for argument in overrides if argument.startswith("-")]:
-            raise ConfigError("option", unknown[0], "--url or --help", "everything else is set as key=value")
+            raise ConfigError("option", unknown[0], "--url, --usage or --help", "everything else is set as key=value")
         config = compose_config([*overrides, "serve.enabled=true", "training.steps=0"])
         if "--url" in argv:
             return _print_address(RunPaths(config.directory.resolve()))
+        if "--usage" in argv:
+            return print_usage(_address(RunPaths(config.directory.resolve())))
         return serve(config)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -144,11 +147,16 @@ def _live_job(config: RunConfig, paths: RunPaths) -> RunJob | None:
 
 
 def _print_address(paths: RunPaths) -> int:
+    print(_exports(_address(paths), paths.api / "key"))
+    return 0
+
+
+def _address(paths: RunPaths) -> Address:
+    """`ConfigError` for a run that never served."""
     address = shared_files.read_document(address_file(paths.api), Address)
     if address is None:
         raise ConfigError("name", paths.root.name, "a run that serves", "start it: python launchers/serve.py …")
-    print(_exports(address, paths.api / "key"))
-    return 0
+    return address
 
 
 def _say_address(address: Address, settings: Settings) -> None:

@@ -5,6 +5,7 @@ connection: nothing of it is stored, and a client that hangs up ends it on the s
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -21,6 +22,7 @@ from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.sampler import SampleQueue
 from pipeline.tinker.service_state import Registry
 from pipeline.tinker.tinker_paths import parse_path
+from pipeline.tinker.usage import usage_of_answer
 
 log = logging.getLogger(__name__)
 PREFIXES = ("/v1/", "/oai/api/v1/")
@@ -110,7 +112,7 @@ class OpenAiRoutes:
             raise ApiError(f"{owner.name} has {MAX_OPEN} requests open, which is all it may have", 429)
         self._open[owner.name] = self._open.get(owner.name, 0) + 1
         try:
-            async with aclosing(self._parts(route, folder, asked, body["model"])) as parts:
+            async with aclosing(self._counted(owner, self._parts(route, folder, asked, body["model"]))) as parts:
                 if asked.get("stream"):
                     return await _streamed(request, parts, body["model"], usage=usage)
                 part = await _while_connected(request, anext(parts))
@@ -119,6 +121,20 @@ class OpenAiRoutes:
             self._open[owner.name] -= 1
             if not self._open[owner.name]:
                 del self._open[owner.name]
+
+    async def _counted(
+        self, owner: Owner, parts: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The same parts; what they used is counted at the end, also of a stream whose client hangs up."""
+        usage, started = None, time.monotonic()
+        try:
+            async with aclosing(parts):
+                async for part in parts:
+                    usage = part.get("usage") or usage
+                    yield part
+        finally:
+            if usage is not None:
+                self._registry.usage.count(owner.name, usage_of_answer(usage, time.monotonic() - started))
 
     async def _parts(
         self, route: str, folder: str, asked: Mapping[str, Any], model: str

@@ -96,7 +96,8 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], reques
             seed=0,
         )
         kept = Store(settings.store)
-        registry, sampling = Registry(kept), SampleQueue(kept, settings.weights, settings.limits, 2)
+        registry = Registry(kept)
+        sampling = SampleQueue(kept, settings.weights, settings.limits, 2, registry.usage)
         front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
         app = web.Application(client_max_size=0)
         front.add_routes(app)

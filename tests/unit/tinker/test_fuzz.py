@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from yarl import URL
 
-from pipeline.tinker import tinker_wire
+from pipeline.tinker import forwarding, tinker_wire
 from pipeline.tinker.routes import future_routes
 from pipeline.tinker.service_state import Registry
 from pipeline.tinker.tinker_records import Done, Passed, Plain, Saved
@@ -57,7 +57,7 @@ class Fuzzer:
             return self._draw.randbytes(self._draw.randrange(80))
         if path.endswith("forward_backward"):
             return self._spoiled(self._pass())
-        fields = self._fields()
+        fields = self._openai_fields(path) if path.endswith("completions") else self._fields()
         for name in [name for name in fields if self._draw.random() < 0.2]:
             fields[name] = self._odd()
         for name in [name for name in fields if self._draw.random() < 0.1]:
@@ -83,6 +83,10 @@ class Fuzzer:
             "optimizer": True,
             "overwrite": self._draw.random() < 0.5,
         }
+
+    def _openai_fields(self, path: str) -> dict[str, Any]:
+        asked = {"messages": [{"role": "user", "content": self._odd()}]} if "chat" in path else {"prompt": self._odd()}
+        return {"model": self._draw.choice([self._known("path"), "tiny"]), "stream": self._draw.random() < 0.5, **asked}
 
     def _pass(self) -> bytes:
         proto = tinker_wire.protocol()
@@ -161,13 +165,15 @@ async def fuzz(client: Client, count: int, seed: int) -> None:
     assert client.http.app is not None
     there = [(route.method, route.resource) for route in client.http.app.router.routes()]
     routes = [(method, resource.canonical) for method, resource in there if resource and method not in ("*", "HEAD")]
+    routes += [route for route in routes if route[1].endswith("/archive")] * 3  # few requests are good enough for it
     draw, kept, seen = random.Random(seed), picture(client, theirs["session_id"][0]), set[int]()
     assert len(kept) > len(KINDS)
 
     async def ask(fuzzer: Fuzzer) -> None:
         method, url, headers, data = fuzzer.request()
         async with client.http.request(method, url, headers=headers, data=data, allow_redirects=False) as answer:
-            assert answer.status < 500, (method, url, headers, data, await answer.text())
+            waits = answer.status == 503 and url.path.endswith("completions")  # there is no server to sample
+            assert answer.status < 500 or waits, (method, url, headers, data, await answer.text())
             seen.add(answer.status)
 
     for _ in range(count // ROUND):
@@ -175,7 +181,7 @@ async def fuzz(client: Client, count: int, seed: int) -> None:
         fuzzer = Fuzzer(draw, routes, {name: own[name] + theirs[name] for name in own})
         for _ in range(ROUND // AT_ONCE):
             await asyncio.gather(*(ask(fuzzer) for _ in range(AT_ONCE)))
-    assert {200, 302, 400, 401, 404, 408, 410, 415} <= seen, seen
+    assert {200, 302, 400, 401, 404, 408, 410, 415, 503} <= seen, seen
     assert picture(client, theirs["session_id"][0]) == kept
     assert known_to(client.registry) == known_to(Registry(client.kept)), "what is in memory is in the store"
     step = {"model_id": theirs["model_id"][0], "seq_id": 5, "adam_params": {}}
@@ -191,6 +197,7 @@ def test_random_requests_leave_the_front_up_and_what_others_have_as_it_was(
     seed: int,
 ) -> None:
     monkeypatch.setattr(future_routes, "HOLD_SECONDS", 0.01)
+    monkeypatch.setattr(forwarding, "HOLD_SECONDS", 0.01)
 
     async def play(client: Client) -> None:
         await client.attach("one")

@@ -1,23 +1,120 @@
 """Requests to the servers, which are scripted here."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from pipeline.rollout.server_client import FINAL_ONLY
 from pipeline.tinker import tinker_wire
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import ApiError, Full
 from pipeline.tinker.durable_store import Store
+from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.generate_requests import request_body
 from pipeline.tinker.sampler import FETCHED_SECONDS, MOST_WRONG, UNFETCHED_SECONDS, SampleQueue
+from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.usage import UsageMeter
+from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
 from pipeline.utils.subprocesses import hold_port
+from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
 from tests.fakes.mortal_server import POISON, a_mortal_server
-from tests.unit.tinker.sampling_case import MOST_ADAPTERS, PROMPT, SAMPLER, Script, sample, with_servers, write_adapter
+
+LONGEST, MOST_ADAPTERS = 16, 2
+LIMITS = Limits(LONGEST, 8)
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+SAMPLER = SamplingSession("s:sample:0", "ada", "tiny")
+
+
+class Script:
+    """A server with the routes of vLLM: what it was asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.statuses: list[int] = []
+        self.held: set[str] = set()
+        self.most_held = 0
+        self.answer: dict[str, Any] | None = None
+        self.gate = asyncio.Event()
+        """Samples are answered while it is set."""
+        self.gate.set()
+
+    def routes(self, app: web.Application) -> None:
+        app.router.add_get(ROUTE, prove)
+        for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            app.router.add_post(route, self._answer)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {PASSWORD}"
+        body = await request.json()
+        self.asked.append((request.path, body))
+        status = self.statuses.pop(0) if self.statuses else 200
+        if status != 200:
+            return web.json_response({"error": {"message": "says the server"}}, status=status)
+        if not request.path.endswith("generate"):
+            (self.held.discard if "unload" in request.path else self.held.add)(body["lora_name"])
+            self.most_held = max(self.most_held, len(self.held))
+            return web.Response(text="ok")
+        await self.gate.wait()
+        if self.answer is not None:
+            return web.json_response(self.answer)
+        choices = [
+            {
+                "index": index,
+                "token_ids": [4, 5 + index],
+                "finish_reason": "stop" if index else "length",
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": 9, "logprob": -0.1}]}
+                        for token in (4, 5 + index)
+                    ]
+                },
+            }
+            for index in reversed(range(body["sampling_params"]["n"]))
+        ]
+        prompt = [None, {"2": {"logprob": -1.0}, "7": {"logprob": -0.2}}, {"3": {"logprob": -2.0}}]
+        return web.json_response({"choices": choices, "prompt_logprobs": prompt})
+
+
+def write_adapter(root: Path, name: str) -> None:
+    (root / "weights" / name).mkdir(parents=True)
+    (root / "weights" / name / "adapter_config.json").write_text("{}")
+
+
+def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awaitable[None]], count: int = 1) -> None:
+    async def run() -> None:
+        scripts, servers = [Script() for _ in range(count)], []
+        for script in scripts:
+            app = web.Application()
+            script.routes(app)
+            servers.append(TestServer(app))
+            await servers[-1].start_server()
+        kept = Store(tmp_path / "store.sqlite")
+        sampling = SampleQueue(kept, tmp_path / "weights", LIMITS, MOST_ADAPTERS, UsageMeter(kept))
+        await sampling.start()
+        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
+        try:
+            await play(sampling, scripts)
+        finally:
+            await sampling.close()
+            kept.close()
+            for server in servers:
+                await server.close()
+
+    asyncio.run(run())
+
+
+async def sample(sampling: SampleQueue, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
+    given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": {"max_tokens": 4}, **body}
+    return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, folder, number, given))
 
 
 def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
@@ -278,3 +375,37 @@ def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_pa
         assert (outcome.category, len(scripts[0].asked)) == ("server", MOST_WRONG)
 
     with_servers(tmp_path, play)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (None, {"stop_token_ids": [], "ignore_eos": False, "detokenize": False}),
+        ([], {"stop_token_ids": [], "ignore_eos": True, "detokenize": False}),
+        ([7], {"stop_token_ids": [7], "ignore_eos": True, "detokenize": False}),
+        ("a", {"stop": ["a"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
+        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
+    ],
+)
+def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any]) -> None:
+    body = request_body({"prompt": PROMPT, "sampling_params": {"stop": stop}}, "base", LIMITS)
+    sampling = body["sampling_params"]
+    assert {name: sampling.get(name) for name in expected} == expected
+    assert sampling["max_tokens"] == LONGEST - 3
+    assert sampling["output_kind"] == FINAL_ONLY, "else releases up to 0.25 leave samples out"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": {"chunks": []}}, "no tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 16}]}}, "fewer than 16"),
+        ({"prompt": {"chunks": [{"type": "image"}]}}, "only encoded_text"),
+        ({"prompt": PROMPT, "num_samples": 0}, "expected 1 to 8"),
+        ({"prompt": PROMPT, "num_samples": 9}, "expected 1 to 8 .inference.max_sequences"),
+        ({"prompt": PROMPT, "prompt_alt_tokens_k": 3}, "not served"),
+    ],
+)
+def test_what_no_server_could_do_is_refused_at_once(body: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        request_body(body, "base", LIMITS)
