@@ -12,7 +12,7 @@ import msgspec
 
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.forwarding import CHAT, COMPLETION
-from pipeline.tinker.sampling_limits import MOST_SAMPLES, is_whole
+from pipeline.tinker.sampling_limits import is_whole
 
 _MAX_ID = (1 << 31) - 1
 _SHARED = frozenset(
@@ -38,8 +38,9 @@ LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"}
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def checked_body(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for a server; `ApiError` names the field that is not served."""
+def checked_body(route: str, body: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """The body for a server that makes at most `most` completions at once; `ApiError` names the field that is not
+    served."""
     asked = {name: value for name, value in body.items() if value is not None and name not in LABELS}
     for name in asked:
         if name not in FIELDS[route]:
@@ -48,15 +49,15 @@ def checked_body(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(asked.get(name, False), bool):
             raise ApiError(f"{name}={_short(asked[name])}; expected true or false")
     choices = asked.get("n", 1)
-    if not is_whole(choices, 1, MOST_SAMPLES):
-        raise ApiError(f"n={_short(choices)}; expected 1 to {MOST_SAMPLES}")
+    if not is_whole(choices, 1, most):
+        raise ApiError(f"n={_short(choices)}; expected 1 to {most}")
     if not _are_ids(asked.get("stop_token_ids", [])):
         raise ApiError("stop_token_ids: expected a list of token ids")
     if route == CHAT:
         _check_messages(asked.get("messages"))
         _check_template(asked.get("chat_template_kwargs", {}))
     else:
-        _check_prompts(asked.get("prompt"), choices)
+        _check_prompts(asked.get("prompt"), choices, most)
     if asked.get("stream"):
         asked["stream_options"] = _USAGE  # read here for each key's usage, and hidden from who does not ask for it
     return asked
@@ -141,13 +142,13 @@ def _check_template(switches: Any) -> None:
         raise ApiError("chat_template_kwargs: expected an object of plain values, without chat_template")
 
 
-def _check_prompts(prompt: Any, choices: int) -> None:
+def _check_prompts(prompt: Any, choices: int, most: int) -> None:
     many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     prompts = prompt if many else [prompt]
     if not prompt or not all(isinstance(each, str) or (each and _are_ids(each)) for each in prompts):
         raise ApiError("prompt: expected a text, a list of token ids, or a list of such; none may be empty")
-    if len(prompts) * choices > MOST_SAMPLES:
-        raise ApiError(f"{len(prompts)} prompts with n={choices}; expected {MOST_SAMPLES} completions at most")
+    if len(prompts) * choices > most:
+        raise ApiError(f"{len(prompts)} prompts with n={choices}; expected {most} completions at most")
 
 
 def _are_ids(value: Any) -> bool:

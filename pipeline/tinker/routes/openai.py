@@ -107,7 +107,8 @@ class OpenAiRoutes:
 
     async def _answer(self, route: str, owner: Owner, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
-        folder, usage, asked = self._folder(owner, body.get("model")), wants_usage(body), checked_body(route, body)
+        folder, usage = self._folder(owner, body.get("model")), wants_usage(body)
+        asked = checked_body(route, body, self._settings.limits.samples)
         if self._open.get(owner.name, 0) >= MAX_OPEN:
             raise ApiError(f"{owner.name} has {MAX_OPEN} requests open, which is all it may have", 429)
         self._open[owner.name] = self._open.get(owner.name, 0) + 1

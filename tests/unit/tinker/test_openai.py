@@ -287,11 +287,11 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "http://inside/"}}]
 )
 def test_what_no_server_is_asked_is_refused_by_its_name(route: str, body: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match=says):
-        checked_body(route, body)
+        checked_body(route, body, 256)
 
 
 def test_every_form_of_a_prompt_is_served() -> None:
     for prompt in ("a", ["a", "b"], [1, 2], [[1], [2, 3]]):
-        assert checked_body(COMPLETION, {"prompt": prompt, "echo": True, "logprobs": 0})["prompt"] == prompt
+        assert checked_body(COMPLETION, {"prompt": prompt, "echo": True, "logprobs": 0}, 256)["prompt"] == prompt
     with pytest.raises(ApiError, match="include_usage alone"):
         wants_usage({"stream": True, "stream_options": {"include_obfuscation": True}})
