@@ -37,6 +37,11 @@ class ServeConfig(Section):
     )
     request_bytes: Bytes = Field(1 << 26, description="Largest size of a request, decompressed.")
     session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")
+    snapshot_seconds: Seconds = Field(
+        3600,
+        description="How long a snapshot for one sampling client is kept after its last use; the newest eight of a model "
+        "always stay.",
+    )
     commit_steps: Positive = Field(
         20,
         description="Optimizer steps, over all models, between the service's checkpoints; more if checkpoints take "

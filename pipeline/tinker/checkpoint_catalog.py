@@ -1,8 +1,9 @@
 """Checkpoints and sampling clients.
 
 Owns what was saved: under which name, whose it is, until when; and the folders behind the names. Promises that a
-checkpoint is there once its save was answered, that nobody sees another owner's, and that a folder without a name stays
-as long as an open request reads it. Must not know how a checkpoint is written.
+checkpoint is there once its save was answered, that nobody sees another owner's, that a snapshot stays while its
+sampling client uses it, and that a folder without a name stays as long as an open request reads it. Must not know how a
+checkpoint is written.
 """
 
 import asyncio
@@ -21,7 +22,9 @@ from pipeline.tinker.model_requests import SaveNote
 from pipeline.tinker.tinker_records import Save, Saved, encode
 
 PASSING_KEPT = 8
-"""Checkpoints without a name that each model keeps."""
+"""Snapshots (checkpoints without a name) that each model keeps, whether they are used or not."""
+SNAPSHOT_SECONDS = 3600.0
+"""How long an older snapshot is kept after its sampling client last used it (`serve.snapshot_seconds`)."""
 F = TypeVar("F")
 
 
@@ -37,6 +40,12 @@ class Shelf:
         """Folders of checkpoints that are gone; each stays while an open request reads it."""
         self.on_removed: Callable[[str], None] = lambda folder: None
         """Called in a thread, with a folder that nobody needs."""
+        self.open_folders: Callable[[], Set[str]] = frozenset
+        """The folders of samples that were accepted and whose clients have no result yet."""
+        self.snapshot_seconds = SNAPSHOT_SECONDS
+        self._started = clock()
+        self._used: dict[str, float] = {}
+        """When a sampling client last used a checkpoint, by its path (seconds since the epoch)."""
 
     def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
         """`Missing` for one that is not there, has expired, or is another owner's."""
@@ -72,6 +81,7 @@ class Shelf:
             *dropped,
         )
         self.checkpoints.pop(checkpoint.path, None)
+        self._used.pop(checkpoint.path, None)
         for each in orphans:
             self.samplers.pop(each.id, None)
         self._unnamed.add(checkpoint.folder)
@@ -82,16 +92,36 @@ class Shelf:
         for checkpoint in list(self.checkpoints.values()):
             if checkpoint.expires is not None and checkpoint.expires < now:
                 await self.remove(checkpoint)
+        for each in self._replaced():
+            if now - self._last_use(each) > self.snapshot_seconds:
+                await self.remove(each)
         await self.remove_folders()
 
-    async def remove_surplus(self, model: str) -> None:
-        """Remove checkpoints without a name that newer ones of the model have replaced."""
-        own = [each for each in self.of_model(model) if each.passing]
-        for old in sorted(own, key=lambda each: each.created)[:-PASSING_KEPT]:
+    async def make_room(self, owner: str, limit: int) -> None:
+        """Have an owner's checkpoints be below `limit` bytes, as far as snapshots can give way before their time."""
+        own = [each for each in self._replaced() if each.owner == owner]
+        for old in sorted(own, key=self._last_use):
+            if self.stored_bytes(owner) < limit:
+                return
             await self.remove(old)
 
+    def _replaced(self) -> list[SavedWeights]:
+        """Snapshots that are not among the newest of their models, and that no open sample reads."""
+        by_model: dict[str, list[SavedWeights]] = {}
+        for each in self.checkpoints.values():
+            if each.passing:
+                by_model.setdefault(tinker_paths.parse_path(each.path).model, []).append(each)
+        opened = self.open_folders()
+        older = (each for own in by_model.values() for each in sorted(own, key=_created)[:-PASSING_KEPT])
+        return [each for each in older if each.folder not in opened]
+
+    def _last_use(self, checkpoint: SavedWeights) -> float:
+        """When its client last used it; what was before this process started is not known, and counts as its start."""
+        return max(checkpoint.created, self._started, self._used.get(checkpoint.path, 0.0))
+
     async def remove_folders(self) -> None:
-        for folder in [each for each in self._unnamed if not self._is_read(each)]:
+        opened = self.open_folders()
+        for folder in [each for each in self._unnamed if each not in opened and not self._is_read(each)]:
             await asyncio.to_thread(self.on_removed, folder)
             with contextlib.suppress(ApiError):  # then it is removed again
                 await self._store.keep(durable_store.no_fact("unnamed", folder))
@@ -101,7 +131,11 @@ class Shelf:
         """`Missing` for one that is not there, or another owner's."""
         found = self.samplers.get(id)
         if found is None or found.owner != owner.name:
-            raise Missing(f"no sampling session {id!r}")
+            raise Missing(
+                f"no sampling session {id!r}, or its snapshot was not used for {self.snapshot_seconds:.0f} s and newer "
+                "ones exist; what save_weights_for_sampler saves under a name stays"
+            )
+        self._used[found.path] = self._clock()
         return found
 
     async def add_sampler(self, sampler: SamplingSession) -> None:
@@ -109,7 +143,10 @@ class Shelf:
         self.samplers[sampler.id] = sampler
 
     async def drop_samplers(self, sessions: Set[str]) -> None:
-        """Forget the sampling clients of these sessions."""
+        """Forget the sampling clients of these sessions, with their snapshots."""
+        for each in [each for each in self.checkpoints.values() if each.passing]:
+            if tinker_paths.session_of(tinker_paths.parse_path(each.path).model) in sessions:
+                await self.remove(each)
         old = [id for id in self.samplers if tinker_paths.session_of(id) in sessions]
         if old:
             await self._store.keep(*(durable_store.no_fact("sampler", id) for id in old))
@@ -148,6 +185,10 @@ class Shelf:
                 self._unnamed.add(dropped)
 
         return Saved(size, order.path, order.sampler), changes, after
+
+
+def _created(checkpoint: SavedWeights) -> float:
+    return checkpoint.created
 
 
 def _restored(kept: Store, kind: str, form: type[F]) -> dict[str, F]:

@@ -58,6 +58,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     registry = Registry(store)
     sampling = SampleQueue(store, settings.weights, settings.limits, MOST_ADAPTERS, registry.usage)
     registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
+    registry.shelf.open_folders, registry.shelf.snapshot_seconds = sampling.open_folders, settings.snapshot_seconds
     known = _known(settings)
     secret = known.secret if known else secrets.token_hex(16)
     front = Front(settings, registry, sampling, keys, secret)

@@ -49,7 +49,7 @@ class Sampled(msgspec.Struct, frozen=True):
     seq: int
     folder: str
     body: dict[str, Any]
-    owner: str = ""
+    owner: str
 
 
 @dataclass(eq=False)
@@ -148,8 +148,14 @@ class SampleQueue:
     def waits_for_servers(self) -> bool:
         return not self._servers
 
-    def has(self, id: str) -> bool:
-        return id in self._jobs
+    def owner_of(self, id: str) -> str | None:
+        """Whose sample it is; None for one that there is not."""
+        job = self._jobs.get(id)
+        return job.given.owner if job else None
+
+    def open_folders(self) -> set[str]:
+        """The folders of the adapters of samples whose clients have no result yet."""
+        return {job.given.folder for job in self._jobs.values() if not job.fetched}
 
     async def accept(self, id: str, sampler: SamplingSession, folder: str, seq: int, body: dict[str, Any]) -> str:
         """The id of the request, which is in the store by now; `ApiError` 429 where too many wait."""

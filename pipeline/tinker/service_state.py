@@ -269,7 +269,6 @@ class Registry:
         if request.seq == 0 and request.failure is not None:
             await self._unloaded(request.model)
         if changes:
-            await self.shelf.remove_surplus(request.model)
             await self.shelf.remove_folders()
 
     def _outcome(self, request: Request, result: Result) -> tuple[Result, list[Statement], Callable[[], None]]:

@@ -15,6 +15,7 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
+from pipeline.tinker.checkpoint_catalog import PASSING_KEPT
 from pipeline.tinker.gateway_settings import MOST_ADAPTERS
 from tests.integration.tinker_client import adam, client_of, forget_clients, make_data
 from tests.integration.tinker_server import TinkerServer, serving_samples
@@ -186,17 +187,16 @@ def test_a_snapshot_is_the_adapter_that_was_saved_and_stays_it(
     assert np.abs(first - second).max() > 100 * CLOSE, "the adapters differ enough to be told apart"
 
 
-def test_a_server_holds_a_few_adapters_and_the_one_not_used_for_longest_leaves(
+def test_a_server_holds_a_few_adapters_and_every_snapshot_can_be_sampled_from(
     running: tuple[TinkerServer, list[Served]], client: tinker.ServiceClient
 ) -> None:
     _, (sampler_server,) = running
     trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=2).result()
     samplers, expected = [], []
-    for number in range(MOST_ADAPTERS + 2):
+    for number in range(PASSING_KEPT + 3):
         trainer.forward_backward(make_data(number), "cross_entropy").result()
         trainer.optim_step(adam(2e-2)).result()
-        path = trainer.save_weights_for_sampler(f"many-{number}").result().path
-        samplers.append(client.create_sampling_client(model_path=path))
+        samplers.append(trainer.save_weights_and_get_sampling_client())
         expected.append(samplers[-1].compute_logprobs(prompt_of()).result())
     assert loaded(sampler_server) == MOST_ADAPTERS
     for sampler, before in zip(samplers, expected, strict=True):

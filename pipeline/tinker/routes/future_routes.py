@@ -38,8 +38,8 @@ class FutureRoutes:
 
     async def _retrieve(self, owner: Owner, request: web.Request) -> web.Response:
         id = text(await self._read_json(request), "request_id")
-        if self._sampling.has(id):
-            return await self._retrieve_sample(owner, id)
+        if self._sampling.owner_of(id) == owner.name:
+            return await self._retrieve_sample(id)
         model = id.removesuffix(unload_id(""))
         if model != id:
             return await self._retrieve_unload(owner, model)
@@ -64,8 +64,7 @@ class FutureRoutes:
             return web.json_response({"type": "unload_model", "model_id": model})
         return self._pending()
 
-    async def _retrieve_sample(self, owner: Owner, id: str) -> web.Response:
-        self._registry.shelf.sampler(owner, id.rpartition(":")[0])
+    async def _retrieve_sample(self, id: str) -> web.Response:
         with contextlib.suppress(TimeoutError):
             outcome = await asyncio.wait_for(self._sampling.result(id), HOLD_SECONDS)
             if isinstance(outcome, Failed):
@@ -83,8 +82,7 @@ class FutureRoutes:
     async def _cancel(self, owner: Owner, body: Body) -> Body:
         """Give up a sample; what trains is done in any case, since later requests build on it."""
         id = text(body, "request_id")
-        if self._sampling.has(id):
-            self._registry.shelf.sampler(owner, id.rpartition(":")[0])
+        if self._sampling.owner_of(id) == owner.name:
             self._sampling.cancel(id)
         return {}
 

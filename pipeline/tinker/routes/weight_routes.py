@@ -118,6 +118,8 @@ class _Saving:
     async def __call__(self, owner: Owner, body: Body) -> Body:
         live = self._registry.model(owner, text(body, "model_id"))
         seq = number(body, "seq_id", least=1)
+        if owner.bytes:
+            await self._registry.shelf.make_room(owner.name, owner.bytes)
         return future(await self._registry.accept(live, seq, lambda: self._save(owner, body)))
 
     def _save(self, owner: Owner, body: Body) -> Save:

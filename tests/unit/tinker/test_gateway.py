@@ -204,6 +204,25 @@ def test_nobody_sees_what_another_key_made(tmp_path: Path) -> None:
     with_front(tmp_path, play)
 
 
+def test_what_became_of_a_sample_is_told_to_its_owner_though_its_sampling_client_is_forgotten(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        create = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = (await client.post("create_sampling_session", create))[1]["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+        status, sample = await client.post("asample", {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt})
+        assert status == 200
+        asked = {"request_id": sample["request_id"]}
+        await client.post("cancel_future", asked, BOB)
+        await client.registry.shelf.drop_samplers({session})
+        assert (await client.post("retrieve_future", asked, BOB))[0] == 404
+        await client.post("cancel_future", asked)
+        status, outcome = await client.post("retrieve_future", asked)
+        assert (status, outcome["error"]) == (200, "its client gave this sample up")
+
+    with_front(tmp_path, play)
+
+
 def test_a_key_has_as_many_models_as_it_may_and_an_ended_session_takes_nothing(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         session = await client.session()

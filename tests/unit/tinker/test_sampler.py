@@ -298,7 +298,7 @@ def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Pa
         assert await waiting == Failed("its client gave this sample up", "user")
         sampling._jobs[id].fetched -= FETCHED_SECONDS + 1
         await sampling.sweep()
-        assert not sampling.has(id)
+        assert sampling.owner_of(id) is None
 
     with_servers(tmp_path, play)
     assert not list(Store(tmp_path / "store.sqlite").requests())
@@ -311,10 +311,24 @@ def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path)
         assert task is not None
         await task
         await sampling.sweep()
-        assert sampling.has(id)
+        assert sampling.owner_of(id) == "ada"
         sampling._jobs[id].ended -= UNFETCHED_SECONDS + 1
         await sampling.sweep()
-        assert not sampling.has(id)
+        assert sampling.owner_of(id) is None
+
+    with_servers(tmp_path, play)
+
+
+def test_the_adapter_of_a_sample_is_in_use_until_its_client_has_the_result(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        write_adapter(tmp_path, "a")
+        id = await sampling.accept("s:sample:0:0", SAMPLER, "a", 0, {"prompt": PROMPT, "num_samples": 1})
+        task = sampling._jobs[id].task
+        assert task is not None
+        await task
+        assert sampling.open_folders() == {"a"}, "a front that starts now draws it again"
+        await sampling.result(id)
+        assert sampling.open_folders() == set()
 
     with_servers(tmp_path, play)
 

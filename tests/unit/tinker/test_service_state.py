@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.api_errors import ApiError, Missing
 from pipeline.tinker.api_keys import Owner
+from pipeline.tinker.checkpoint_catalog import PASSING_KEPT, SNAPSHOT_SECONDS
 from pipeline.tinker.durable_store import FAILURE_BYTES, Store
 from pipeline.tinker.entities import SamplingSession
 from pipeline.tinker.model_requests import Live, SaveNote, save_body
@@ -318,5 +319,100 @@ def test_a_step_that_waits_is_done_right_after_its_pass_and_a_second_pass_is_not
         while (work := stage.work()) is not None:
             order.append((int(work.model[-1]), work.seq))
         assert order == [(0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (0, 4), (1, 4), (0, 5), (1, 5)]
+
+    play(tmp_path, story)
+
+
+async def eleven_snapshots(stage: Play) -> list[str]:
+    """The sampling clients of eleven snapshots of one model, in the order of their saves; a second lies between two."""
+    model, samplers = await stage.model(), []
+    await stage.registry.attach({})
+    for seq in range(1, 12):
+        path, sampler = (
+            WeightsPath(model, "sampler_weights", f"passing-{seq}"),
+            f"{stage.live.fact.session}:sample:{seq}",
+        )
+        note = SaveNote(str(path), sampler=sampler)
+        await stage.registry.accept(stage.live, seq, lambda path=path, seq=seq, note=note: save_body(path, seq, note))  # type: ignore[misc]
+        samplers.append(sampler)
+        stage.now += 1
+        assert stage.work() is not None
+        await stage.done(seq - 1, Saved(10) if seq > 1 else Plain())
+    assert stage.work() is not None
+    await stage.done(11, Saved(10))
+    return samplers
+
+
+def known_samplers(stage: Play, samplers: list[str]) -> list[int]:
+    """The numbers of those that can still be sampled from; does not use them."""
+    return [number for number, each in enumerate(samplers) if each in stage.registry.shelf.samplers]
+
+
+def test_snapshots_stay_while_their_sampling_clients_use_them(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        await stage.registry.sweep(1e9)
+        assert known_samplers(stage, samplers) == list(range(11)), "none of them is old"
+        for _ in range(3):
+            stage.now += SNAPSHOT_SECONDS - 60
+            assert shelf.sampler(ADA, samplers[1])
+            await stage.registry.sweep(1e9)
+        assert known_samplers(stage, samplers) == [1, *range(11 - PASSING_KEPT, 11)]
+        with pytest.raises(Missing, match="snapshot was not used"):
+            shelf.sampler(ADA, samplers[0])
+        stage.restart()
+        await stage.registry.sweep(1e9)
+        assert known_samplers(stage, samplers) == [1, *range(11 - PASSING_KEPT, 11)], "a restart counts as a use"
+
+    play(tmp_path, story)
+
+
+def test_a_snapshot_with_an_open_sample_stays_and_so_do_its_files(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        removed: list[str] = []
+        shelf.on_removed = removed.append
+        folder = shelf.checkpoints[shelf.samplers[samplers[0]].path].folder
+        shelf.open_folders = lambda: {folder}
+        stage.now += SNAPSHOT_SECONDS + 20
+        await stage.registry.sweep(1e9)
+        assert known_samplers(stage, samplers) == [0, *range(3, 11)]
+        await shelf.remove(shelf.checkpoints[shelf.samplers[samplers[0]].path])  # as its client may
+        assert len(removed) == 2
+        assert folder not in removed
+        shelf.open_folders = frozenset
+        await stage.registry.sweep(1e9)
+        assert folder in removed
+
+    play(tmp_path, story)
+
+
+def test_snapshots_give_way_before_a_save_is_refused_for_want_of_room(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        stage.now += 1
+        shelf.sampler(ADA, samplers[0])
+        await shelf.make_room("ada", 101)
+        assert known_samplers(stage, samplers) == [0, *range(2, 11)], "the one that was not used for longest"
+        await shelf.make_room("ada", 10)
+        assert known_samplers(stage, samplers) == list(range(3, 11))
+
+    play(tmp_path, story)
+
+
+def test_snapshots_of_a_session_that_is_forgotten_leave_no_files(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        removed: list[str] = []
+        shelf.on_removed = removed.append
+        await stage.registry.end_session(stage.registry.sessions[stage.live.fact.session], "it is over")
+        unload = stage.work()
+        assert unload is not None
+        await stage.registry.finish(Done(unload.request, Plain()))
+        stage.now += ENDED_SECONDS + 1
+        for _ in range(2):
+            await stage.registry.sweep(1e9)
+        assert (len(removed), known_samplers(stage, samplers), shelf.checkpoints) == (11, [], {})
+        assert not stage.registry.models
 
     play(tmp_path, story)
