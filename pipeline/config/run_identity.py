@@ -60,6 +60,7 @@ OPERATIONAL = (
     "serve.restarts",
     "serve.sampling",
     "serve.session_seconds",
+    "serve.silent_seconds",
     "serve.snapshot_seconds",
 )
 """Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""

@@ -37,6 +37,11 @@ class ServeConfig(Section):
     )
     request_bytes: Bytes = Field(1 << 26, description="Largest size of a request, decompressed.")
     session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")
+    silent_seconds: Annotated[float, Field(ge=60)] = Field(
+        120,
+        description="Without a heartbeat for so long, a session's requests wait until the next one; the SDK sends a "
+        "heartbeat every 10 s.",
+    )
     snapshot_seconds: Seconds = Field(
         3600,
         description="How long a snapshot for one sampling client is kept after its last use; the newest eight of a model "

@@ -8,11 +8,13 @@
 | `service_state`, `model_requests` | sessions, models and their requests, and how they change |
 | `restore` | the same from the store, when the front starts |
 | `checkpoint_catalog` | checkpoints and sampling clients |
-| `retention` | how long what nobody asked for again is kept |
+| `retention`, `garbage` | how long what nobody asked for again is kept; dropping it |
 | `sampling_limits` | what a client may ask of a sample |
+| `sample_queue`, `fair_queue` | requests to sample; which of them is sent to the servers next |
 | `sampler`, `generate_requests` | requests to the servers; their form, and that of the answers |
 | `completions`, `forwarding` | OpenAI's requests and answers; how they are passed on to the servers |
-| `request_queue` | the order of a model's requests |
+| `request_queue`, `turns` | the order of a model's requests; whose turn it is |
+| `heartbeats` | which sessions are silent |
 | `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |
 | `durable_store`, `byte_lru` | what is on disk, and what of it is in memory too |
 | `tinker_paths` | ids, `tinker://` paths and the folders behind them |

@@ -9,7 +9,8 @@ from pipeline.tinker.tinker_records import Adapter
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A client's session; `ended` says why it takes nothing any more, `ended_at` since when."""
+    """A client's session; `ended` says why it takes nothing any more, `ended_at` since when. It `lapsed` if its client
+    did not end it, but was not heard of: what waits is not done."""
 
     id: str
     owner: str
@@ -17,6 +18,7 @@ class Session(msgspec.Struct, frozen=True):
     ended: str = ""
     ended_at: float = 0.0
     metadata: dict[str, str] | None = None
+    lapsed: bool = False
 
 
 class Model(msgspec.Struct, frozen=True):

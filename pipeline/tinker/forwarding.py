@@ -20,7 +20,7 @@ import aiohttp
 from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.generate_requests import adapter_name
-from pipeline.tinker.sampler import Died, Refused, SampleQueue, Server, Unwell
+from pipeline.tinker.sampler import Died, Refused, SampleServers, Server, Unwell
 from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -58,7 +58,7 @@ class _Tries:
 class Forwarder:
     """Passes requests on to the servers of a queue of samples."""
 
-    def __init__(self, sampling: SampleQueue) -> None:
+    def __init__(self, sampling: SampleServers) -> None:
         self._sampling = sampling
 
     async def parts(self, route: str, folder: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:

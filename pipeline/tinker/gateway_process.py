@@ -22,7 +22,7 @@ from pipeline.tinker.api_keys import Keys, own_key
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.gateway import Front
 from pipeline.tinker.gateway_settings import MOST_ADAPTERS, Address, Settings
-from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import Registry
 from pipeline.tinker.tinker_records import Facts
 from pipeline.tinker.trainer_routes import Door
@@ -57,6 +57,9 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     stop = stop or _stopped_by_signals()
     registry = Registry(store)
     sampling = SampleQueue(store, settings.weights, settings.limits, MOST_ADAPTERS, registry.usage)
+    registry.heartbeats.silent_seconds = settings.silent_seconds
+    registry.heartbeats.subscribers.append(sampling.set_silent)
+    registry.on_lapsed = sampling.cancel_session
     registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
     registry.shelf.open_folders, registry.shelf.snapshot_seconds = sampling.open_folders, settings.snapshot_seconds
     known = _known(settings)
@@ -118,12 +121,13 @@ async def _look_around(
         door.look()
         await registry.usage.flush()
         rounds += 1
-        if rounds % int(SWEEP_SECONDS / LOOK_SECONDS) == 0:
-            try:
+        try:
+            await registry.look()
+            if rounds % int(SWEEP_SECONDS / LOOK_SECONDS) == 0:
                 await registry.sweep(settings.session_seconds)
                 await sampling.sweep()
-            except RollcallError as error:
-                log.warning("nothing is cleared away just now: %s", error)
+        except RollcallError as error:
+            log.warning("nothing is cleared away just now: %s", error)
 
 
 def _known(settings: Settings) -> Address | None:

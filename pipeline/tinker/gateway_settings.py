@@ -28,8 +28,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         base_names: what clients may call the model, the first one is told to them.
         tokenizer: what the SDK loads the tokenizer from.
         max_samples: sequences that a server runs at once.
-        max_length, max_rank, request_bytes, session_seconds, whole_models, sampling, seed, snapshot_seconds: of the
-            config.
+        max_length, max_rank, request_bytes, session_seconds, whole_models, sampling, seed, snapshot_seconds,
+            silent_seconds: of the config.
     """
 
     root: str
@@ -48,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     held: bool = False
     snapshot_seconds: float = 3600.0
+    silent_seconds: float = 120.0
 
     def checked_base(self, name: str) -> str:
         """`ApiError` for a name of a model that is not served."""
@@ -97,6 +98,7 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
         sampling=serve.sampling,
         seed=config.seed,
         snapshot_seconds=serve.snapshot_seconds,
+        silent_seconds=serve.silent_seconds,
     )
 
 

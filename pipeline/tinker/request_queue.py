@@ -69,6 +69,11 @@ class ModelQueue:
         self.awaited = first + 1
         return first
 
+    def clear(self) -> None:
+        """Have nothing wait: what was added and not handed out is not done."""
+        self._known.clear()
+        self._waiting.clear()
+
     @property
     def ready(self) -> int | None:
         """The number of the request that `next` would give, if it is the one that is awaited."""

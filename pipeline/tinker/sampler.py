@@ -1,10 +1,10 @@
-"""Samples, by the run's own servers.
+"""The run's own servers, which sample.
 
-Owns requests to sample: which server does each, the adapters that it has to have for it, and the form of the answer.
-Promises that a request which was accepted is done, if need be by another server after this one was lost, unless servers
-die of it; that a sampling client of a snapshot gets tokens of that snapshot alone, since every save has a name of its
-own; and that the adapters of each server are at most `most_adapters`, of which the one that was used least recently
-leaves. Must not know models' training or HTTP's front."""
+Owns which server does a request, the adapters that it has to have for it, and the form of the answer. Promises that a
+request is done, if need be by another server after this one was lost, unless servers die of it; that a sampling client
+of a snapshot gets tokens of that snapshot alone, since every save has a name of its own; and that the adapters of each
+server are at most `most_adapters`, of which the one that was used least recently leaves. Must not know models'
+training, HTTP's front, or which request is next: `pipeline.tinker.sample_queue`."""
 
 import asyncio
 import logging
@@ -20,12 +20,9 @@ import aiohttp
 import msgspec
 
 from pipeline.errors import one_line
-from pipeline.tinker import durable_store
-from pipeline.tinker.api_errors import ApiError, Full
-from pipeline.tinker.durable_store import Store
-from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.generate_requests import adapter_name, request_body, written_sample
-from pipeline.tinker.sampling_limits import Limits, checked_request
+from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Facts, Failed
 from pipeline.tinker.usage import UsageMeter, usage_of_sample
 from pipeline.utils.authenticated_connector import ProvenConnector
@@ -34,9 +31,7 @@ from pipeline.utils.poison_request import GIVEN_UP, HEALTH, MOST_DEATHS, Suspect
 
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 1800.0
-FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
-"""How long samples are kept after a client got them, and if none asks."""
-MOST_WAITING, MOST_WRONG = 20000, 3
+MOST_WRONG = 3
 _PAUSES = (0.1, 0.3, 1.0, 3.0)
 BACK_SECONDS = 1.0
 """Between two looks whether a server is there again."""
@@ -50,20 +45,6 @@ class Sampled(msgspec.Struct, frozen=True):
     folder: str
     body: dict[str, Any]
     owner: str
-
-
-@dataclass(eq=False)
-class _Job:
-    given: Sampled
-    task: "asyncio.Task[bytes | Failed] | None" = None
-    ended: float = 0.0
-    fetched: float = 0.0
-
-    def is_over(self, now: float) -> bool:
-        """Whether no client will ask for it again."""
-        if self.fetched:
-            return now - self.fetched > FETCHED_SECONDS
-        return bool(self.ended) and now - self.ended > UNFETCHED_SECONDS
 
 
 @dataclass(eq=False)
@@ -97,34 +78,23 @@ class Died(Exception):
         self.endpoint = endpoint
 
 
-class SampleQueue:
-    """All requests to sample, and the servers that there are now."""
+class SampleServers:
+    """The servers that there are now, and what each works on."""
 
-    def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
-        self._store, self._weights, self._limits, self._most = kept, weights, limits, most_adapters
-        self._usage = usage
-        self._jobs: dict[str, _Job] = {}
-        self._waiting = 0
-        """Samples that are worked on, or wait for a server."""
+    def __init__(self, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
+        self._weights, self._limits, self._most, self._usage = weights, limits, most_adapters, usage
         self._servers: list[Server] = []
         self._password = ""
         self._there, self.suspects = asyncio.Event(), Suspects()
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Begin again with what was accepted before this process."""
+        """Open the connections."""
         # Without a bound on connections: whether a server lives is asked beside any number of samples.
         unbounded = ProvenConnector(lambda: self._password, limit=0)
         self._http = aiohttp.ClientSession(connector=unbounded, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
-        for kept in self._store.requests():
-            body = self._store.body(kept.id) if kept.model == "" else None
-            if body is not None:
-                self._begin(kept.id, msgspec.msgpack.decode(body, type=Sampled))
 
     async def close(self) -> None:
-        for job in self._jobs.values():
-            if job.task is not None:
-                job.task.cancel()
         if self._http is not None:
             await self._http.close()
 
@@ -148,79 +118,7 @@ class SampleQueue:
     def waits_for_servers(self) -> bool:
         return not self._servers
 
-    def owner_of(self, id: str) -> str | None:
-        """Whose sample it is; None for one that there is not."""
-        job = self._jobs.get(id)
-        return job.given.owner if job else None
-
-    def open_folders(self) -> set[str]:
-        """The folders of the adapters of samples whose clients have no result yet."""
-        return {job.given.folder for job in self._jobs.values() if not job.fetched}
-
-    async def accept(self, id: str, sampler: SamplingSession, folder: str, seq: int, body: dict[str, Any]) -> str:
-        """The id of the request, which is in the store by now; `ApiError` 429 where too many wait."""
-        if (known := self._jobs.get(id)) is not None:
-            while known.task is None and self._jobs.get(id) is known:  # it is on its way into the store
-                await asyncio.sleep(0.01)
-            if self._jobs.get(id) is not known:
-                raise Full("the store took nothing just now; ask again", 429)
-            return id
-        if self._waiting >= MOST_WAITING:
-            raise Full(f"{MOST_WAITING} samples wait", 429)
-        given = Sampled(sampler.id, seq, folder, body, sampler.owner)
-        checked_request(body, self._limits)
-        written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
-        job = self._jobs[id] = _Job(given)
-        try:
-            await self._store.keep(durable_store.request(id, "", seq, written))
-        except Full as error:
-            del self._jobs[id]
-            raise Full(str(error), 429) from None
-        self._begin(id, given, job)
-        return id
-
-    async def result(self, id: str) -> bytes | Failed:
-        """The answer as protobuf, or why there is none."""
-        job = self._jobs[id]
-        while job.task is None:
-            await asyncio.sleep(0.01)
-        try:
-            outcome = await asyncio.shield(job.task)
-        except asyncio.CancelledError:
-            if not job.task.cancelled():
-                raise
-            return Failed("its client gave this sample up", "user")
-        job.fetched = job.fetched or time.monotonic()
-        return outcome
-
-    def cancel(self, id: str) -> None:
-        """Stop working on a sample that nobody waits for; the store forgets it with the next sweep."""
-        job = self._jobs[id]
-        if job.task is not None and not job.task.done():
-            job.task.cancel()
-        job.fetched = job.fetched or time.monotonic()
-
-    async def sweep(self) -> None:
-        """Forget what was fetched a while ago, or given up."""
-        now = time.monotonic()
-        old = [id for id, job in self._jobs.items() if job.is_over(now)]
-        if old:
-            await self._store.keep(*durable_store.no_requests(old))
-        for id in old:
-            del self._jobs[id]
-
-    def _begin(self, id: str, given: Sampled, job: _Job | None = None) -> None:
-        job = job or _Job(given)
-        self._jobs[id] = job
-        job.task = asyncio.create_task(self._work(id, given), name=f"sample {id}")
-        self._waiting += 1
-        job.task.add_done_callback(lambda _: self._ended(job))
-
-    def _ended(self, job: _Job) -> None:
-        job.ended = time.monotonic()
-        self._waiting -= 1
-
-    async def _work(self, id: str, given: Sampled) -> bytes | Failed:
+    async def answer(self, id: str, given: Sampled) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
         failures = wrong = deaths = 0
         attempt, given_up = self._password, self.suspects.given_up

@@ -13,7 +13,6 @@ nobody needs any more is dropped by the rules of `pipeline.tinker.retention`.
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,11 @@ from pipeline.tinker.byte_lru import Recent
 from pipeline.tinker.checkpoint_catalog import Shelf
 from pipeline.tinker.durable_store import FAILURE_BYTES, Statement, Store
 from pipeline.tinker.entities import Model, Session
+from pipeline.tinker.garbage import drop_models, drop_requests, drop_sessions
+from pipeline.tinker.heartbeats import Heartbeats
 from pipeline.tinker.model_requests import GONE, UNLOAD_SEQ, Live, Request, bodies, results, unload_work
 from pipeline.tinker.request_queue import ModelQueue
 from pipeline.tinker.restore import remembered
-from pipeline.tinker.retention import request_is_over, session_is_over
 from pipeline.tinker.tinker_records import (
     Adapter,
     Body,
@@ -44,6 +44,7 @@ from pipeline.tinker.tinker_records import (
     Work,
     encode,
 )
+from pipeline.tinker.turns import Turns
 from pipeline.tinker.usage import UsageMeter
 
 MOST_DELIVERIES = 3
@@ -57,11 +58,14 @@ class Registry:
     def __init__(self, kept: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = kept, clock
         self.sessions, self.models, self.requests = remembered(kept, clock())
-        self.heard: dict[str, float] = {}
+        self._written_silent = {session for session, _ in kept.facts("silent")}
+        self.heartbeats = Heartbeats(clock, self._written_silent)
+        self.heartbeats.subscribers.append(lambda session, is_silent: self.news.set())
+        self.on_lapsed: Callable[[str, str], None] = lambda session, why: None
+        """Called with a session that nobody was heard of for so long that its requests are given up, and why."""
         self.news = asyncio.Event()
         """Set when a trainer may have something to do."""
-        self._turns: OrderedDict[str, None] = OrderedDict()
-        """The models that may have something to do, the one that had its turn last at the end."""
+        self._turns = Turns()
         self._strangers: list[str] = []
         """Models that the trainer has, and that are gone here."""
         self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
@@ -87,14 +91,17 @@ class Registry:
         session = self.known_session(owner, id)
         if session.ended:
             raise ApiError(f"session {id} has ended: {session.ended}; make a new ServiceClient", 410)
+        self.heartbeats.beat(id)
         return session
 
-    async def end_session(self, session: Session, why: str) -> None:
-        """Unload its models; their checkpoints stay."""
-        await self._note(msgspec.structs.replace(session, ended=why, ended_at=self._clock()))
+    async def end_session(self, session: Session, why: str, *, lapsed: bool = False) -> None:
+        """Unload its models, after the requests that they have unless it `lapsed`; their checkpoints stay."""
+        await self._note(msgspec.structs.replace(session, ended=why, ended_at=self._clock(), lapsed=lapsed))
         for live in self.models.values():
             if live.fact.session == session.id:
                 live.unloading = True
+                if lapsed:
+                    live.queue.clear()
                 self._wake(live)
 
     def model(self, owner: Owner, id: str) -> Live:
@@ -203,19 +210,23 @@ class Registry:
     # Work
 
     def next_work(self) -> bytes | None:
-        """What a trainer is to do next, encoded; None while there is nothing. Models take turns; a step that waits
-        belongs to the turn of the pass before it, since gradients between two turns have to be put away."""
+        """What a trainer is to do next, encoded; None while there is nothing. Sessions take turns, and their models; a
+        step that waits belongs to the turn of the pass before it, since gradients between two turns have to be put
+        away. What a silent session has asked for waits until it is heard of again."""
         if self._strangers:
             return encode(unload_work(self._strangers.pop()))
-        for id in list(self._turns):
+        for id in self._turns.order():
             live = self.models[id]
+            session = live.fact.session
+            if self.heartbeats.is_silent(session) and not live.unloading:
+                continue
             work = self._next_of(live)
             if work is not None:
                 stays = isinstance(work.body, Pass) and self._step_waits(live)
-                self._turns.move_to_end(id, last=not stays)
+                self._turns.took(session, id, stays=stays)
                 return encode(work)
             if live.lost or live.fact.gone or live.queue.idle:
-                del self._turns[id]
+                self._turns.discard(session, id)
         return None
 
     def _step_waits(self, live: Live) -> bool:
@@ -224,7 +235,7 @@ class Registry:
 
     def _wake(self, live: Live) -> None:
         """Have a model be looked at for work."""
-        self._turns.setdefault(live.fact.id)
+        self._turns.add(live.fact.session, live.fact.id)
         self.news.set()
 
     def _next_of(self, live: Live) -> Work | None:
@@ -287,7 +298,7 @@ class Registry:
         self._strangers = [id for id in cursors if id not in there]
         for live in there.values():
             cursor = cursors.get(live.fact.id, -1)
-            later = [seq for seq in sorted(live.requests) if seq > cursor]
+            later = [] if self._is_given_up(live) else [seq for seq in sorted(live.requests) if seq > cursor]
             live.queue.restart(cursor + 1, later)
             live.lost = ""
             if cursor < live.settled:
@@ -296,6 +307,12 @@ class Registry:
                 await self._give_up_poison(live.requests[seq])
             self._wake(live)
         self.news.set()
+
+    def _is_given_up(self, live: Live) -> bool:
+        """Whether nobody will ask for anything that a trainer would do for a model, but to forget it."""
+        session = self.sessions.get(live.fact.session)
+        answered = all(request.answered for request in live.requests.values())
+        return live.unloading and (answered or session is None or session.lapsed)
 
     async def _give_up_poison(self, request: Request) -> None:
         """A request that several trainers took and none survived is failed, lest it end all others too."""
@@ -345,50 +362,30 @@ class Registry:
             with contextlib.suppress(ApiError):  # then it is kept for longer
                 await self._store.keep(durable_store.served(request.id, request.served))
 
-    async def sweep(self, silent_seconds: float) -> None:
+    async def look(self) -> None:
+        """Note which sessions have become silent, and which are so no longer; a front that starts knows it."""
+        self.heartbeats.look(self.sessions)
+        silent = {session for session in self.sessions if self.heartbeats.is_silent(session)}
+        changes = [durable_store.fact("silent", session, b"") for session in silent - self._written_silent]
+        changes += [durable_store.no_fact("silent", session) for session in self._written_silent - silent]
+        if changes:
+            await self._store.keep(*changes)
+            self._written_silent = silent
+
+    async def sweep(self, session_seconds: float) -> None:
         """End sessions that nobody was heard of for so long, and drop what nobody needs any more."""
-        now = self._clock()
+        now, why = self._clock(), f"no heartbeat for {session_seconds:.0f} s"
         for session in list(self.sessions.values()):
-            if not session.ended and now - self.heard.setdefault(session.id, now) > silent_seconds:
-                await self.end_session(session, f"no heartbeat for {silent_seconds:.0f} s")
-        await self._drop_requests(now)
-        await self._drop_sessions(now)
-        await self._drop_models()
+            if self.heartbeats.seconds_silent(session.id) > session_seconds:
+                if not session.ended:
+                    await self.end_session(session, why, lapsed=True)
+                self.on_lapsed(session.id, why)
+        await drop_requests(self._store, self.requests, self.models, now)
+        for id in await drop_sessions(self._store, self.sessions, self.models, self.shelf, now):
+            self.heartbeats.forget(id)
+        for live in await drop_models(self._store, self.models, self.sessions, self.shelf):
+            self._turns.discard(live.fact.session, live.fact.id)
         await self.shelf.remove_expired()
-
-    async def _drop_requests(self, now: float) -> None:
-        gone = {id for id, live in self.models.items() if live.fact.gone}
-        old = [each for each in self.requests.values() if request_is_over(each, now, gone=each.model in gone)]
-        if old:
-            await self._store.keep(*durable_store.no_requests([each.id for each in old]))
-        for request in old:
-            self.requests.pop(request.id, None)
-            self.models[request.model].requests.pop(request.seq, None)
-
-    async def _drop_sessions(self, now: float) -> None:
-        """Sessions that ended a while ago, with their sampling clients, once no trainer has a model of them."""
-        busy = {live.fact.session for live in self.models.values() if not live.fact.gone}
-        old = {each.id for each in self.sessions.values() if session_is_over(each, now) and each.id not in busy}
-        if old:
-            await self._store.keep(*(durable_store.no_fact("session", id) for id in old))
-            await self.shelf.drop_samplers(old)
-        for id in old:
-            self.sessions.pop(id, None)
-            self.heard.pop(id, None)
-
-    async def _drop_models(self) -> None:
-        """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
-        named = {tinker_paths.parse_path(path).model for path in self.shelf.checkpoints}
-        old = [
-            id
-            for id, live in self.models.items()
-            if live.fact.gone and not live.requests and live.fact.session not in self.sessions and id not in named
-        ]
-        if old:
-            await self._store.keep(*(durable_store.no_fact(kind, id) for id in old for kind in ("model", "settled")))
-        for id in old:
-            self.models.pop(id, None)
-            self._turns.pop(id, None)
 
     def _is_read(self, folder: str) -> bool:
         """Whether a trainer may yet be asked to read a folder."""

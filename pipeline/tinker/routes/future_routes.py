@@ -14,9 +14,9 @@ from pipeline.tinker.api_keys import Owner
 from pipeline.tinker.model_requests import Live
 from pipeline.tinker.routes.body_fields import text
 from pipeline.tinker.routes.client_router import Body, Router
-from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_paths import unload_id
+from pipeline.tinker.tinker_paths import session_of, unload_id
 from pipeline.tinker.tinker_records import Failed, Passed, Plain, Result, Saved, Stepped
 
 HOLD_SECONDS = 25.0
@@ -39,6 +39,7 @@ class FutureRoutes:
     async def _retrieve(self, owner: Owner, request: web.Request) -> web.Response:
         id = text(await self._read_json(request), "request_id")
         if self._sampling.owner_of(id) == owner.name:
+            self._registry.heartbeats.beat(session_of(id))
             return await self._retrieve_sample(id)
         model = id.removesuffix(unload_id(""))
         if model != id:
@@ -47,6 +48,7 @@ class FutureRoutes:
         live = self._registry.models.get(found.model) if found else None
         if found is None or live is None or live.fact.owner != owner.name:
             raise Missing(f"no request {id!r}, or its result was fetched long ago")
+        self._registry.heartbeats.beat(live.fact.session)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(found.done.wait(), 0 if live.lost else HOLD_SECONDS)
         result = self._registry.result(found)

@@ -19,7 +19,7 @@ from pipeline.tinker.completions import checked_body, error_body, read_part, wan
 from pipeline.tinker.forwarding import CHAT, COMPLETION, Forwarder, Hopeless, Unavailable
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.client_router import Router
-from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import Registry
 from pipeline.tinker.tinker_paths import parse_path
 from pipeline.tinker.usage import usage_of_answer

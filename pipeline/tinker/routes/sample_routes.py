@@ -9,7 +9,7 @@ from pipeline.tinker.entities import SamplingSession
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.body_fields import number, text
 from pipeline.tinker.routes.client_router import Body, Router
-from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import Registry
 
 
@@ -52,6 +52,7 @@ class SampleRoutes:
     async def _sample(self, owner: Owner, body: Body) -> Body:
         self._refuse_without_servers()
         sampler = self._registry.shelf.sampler(owner, text(body, "sampling_session_id"))
+        self._registry.heartbeats.beat(tinker_paths.session_of(sampler.id))
         folder = self._registry.shelf.checkpoint(owner, sampler.path).folder if sampler.path else ""
         seq = number(body, "seq_id")
         request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, folder, seq, body)

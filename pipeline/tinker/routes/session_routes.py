@@ -1,6 +1,5 @@
 """Sessions, and what the SDK asks about the server."""
 
-from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
@@ -53,8 +52,7 @@ class SessionRoutes:
         return {"type": "create_session", "session_id": session.id}
 
     async def _heartbeat(self, owner: Owner, body: Body) -> Body:
-        session = self._registry.session(owner, text(body, "session_id"))
-        self._registry.heard[session.id] = datetime.now(UTC).timestamp()
+        self._registry.session(owner, text(body, "session_id"))
         return {"type": "session_heartbeat"}
 
     async def _finish(self, owner: Owner, request: web.Request) -> web.Response:

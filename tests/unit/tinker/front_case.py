@@ -13,7 +13,7 @@ from pipeline.tinker.api_keys import Keys, digest
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.gateway import Front
 from pipeline.tinker.gateway_settings import Settings
-from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import Registry
 from pipeline.tinker.tinker_records import Attach, Done, Facts, Plain, Saved, TrainerTurn, Work, encode
 from pipeline.tinker.trainer_routes import ATTACH, SECRET, TURN, Door

@@ -1,0 +1,50 @@
+"""Dropping what nobody needs any more, from memory and from the store.
+
+Owns which requests, sessions and models go together; when each may go is in `pipeline.tinker.retention`. Promises that
+the store forgets them before memory does, so that a failure of the store leaves both as they were.
+"""
+
+from pipeline.tinker import durable_store, tinker_paths
+from pipeline.tinker.checkpoint_catalog import Shelf
+from pipeline.tinker.durable_store import Store
+from pipeline.tinker.entities import Session
+from pipeline.tinker.model_requests import Live, Request
+from pipeline.tinker.retention import request_is_over, session_is_over
+
+
+async def drop_requests(kept: Store, requests: dict[str, Request], models: dict[str, Live], now: float) -> None:
+    """Requests whose results no client will fetch and that no trainer does again."""
+    gone = {id for id, live in models.items() if live.fact.gone}
+    old = [each for each in requests.values() if request_is_over(each, now, gone=each.model in gone)]
+    if old:
+        await kept.keep(*durable_store.no_requests([each.id for each in old]))
+    for request in old:
+        requests.pop(request.id, None)
+        models[request.model].requests.pop(request.seq, None)
+
+
+async def drop_sessions(
+    kept: Store, sessions: dict[str, Session], models: dict[str, Live], shelf: Shelf, now: float
+) -> set[str]:
+    """Sessions that ended a while ago, with their sampling clients, once no trainer has a model of them; their ids."""
+    busy = {live.fact.session for live in models.values() if not live.fact.gone}
+    old = {each.id for each in sessions.values() if session_is_over(each, now) and each.id not in busy}
+    if old:
+        await kept.keep(*(durable_store.no_fact("session", id) for id in old))
+        await shelf.drop_samplers(old)
+    for id in old:
+        sessions.pop(id, None)
+    return old
+
+
+async def drop_models(kept: Store, models: dict[str, Live], sessions: dict[str, Session], shelf: Shelf) -> list[Live]:
+    """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
+    named = {tinker_paths.parse_path(path).model for path in shelf.checkpoints}
+    old = [
+        id
+        for id, live in models.items()
+        if live.fact.gone and not live.requests and live.fact.session not in sessions and id not in named
+    ]
+    if old:
+        await kept.keep(*(durable_store.no_fact(kind, id) for id in old for kind in ("model", "settled")))
+    return [models.pop(id) for id in old]

@@ -1,0 +1,62 @@
+"""Which sessions are silent.
+
+Owns when each session was last heard of: any request of it is a heartbeat, and its SDK sends one of its own every 10 s.
+Promises that a session is silent only after `silent_seconds` without any, that its next request ends the silence at
+once, and that time in which the front itself stood still counts as nobody's silence. Pure: its clock is given, and
+whoever acts on silence subscribes.
+"""
+
+from collections.abc import Callable, Iterable
+
+SILENT_SECONDS = 120.0
+"""Default of `serve.silent_seconds`. The SDK tries a heartbeat every 10 s and gives each 10 s, so a client that lives
+misses six in a row before; its own warning comes after the same time."""
+MAX_LOOK_GAP_SECONDS = 10.0
+"""Between two looks; more means that the front was stopped, or its host asleep, and heard nobody."""
+
+
+class Heartbeats:
+    """When sessions were last heard of, by their ids."""
+
+    def __init__(self, clock: Callable[[], float], silent: Iterable[str] = ()) -> None:
+        """`silent` are the sessions that were silent when the front ended."""
+        self._clock, self._silent = clock, set(silent)
+        self._heard: dict[str, float] = {}
+        self._looked = clock()
+        self.silent_seconds = SILENT_SECONDS
+        self.subscribers: list[Callable[[str, bool], None]] = []
+        """Each is called with a session, and whether it is silent, when that changes."""
+
+    def beat(self, session: str) -> None:
+        """A request of this session came."""
+        self._heard[session] = self._clock()
+        if session in self._silent:
+            self._silent.discard(session)
+            self._publish(session, is_silent=False)
+
+    def is_silent(self, session: str) -> bool:
+        return session in self._silent
+
+    def seconds_silent(self, session: str) -> float:
+        """Since its last heartbeat; one that was never heard of counts as heard of now."""
+        now = self._clock()
+        return now - self._heard.setdefault(session, now)
+
+    def look(self, sessions: Iterable[str]) -> None:
+        """Note which of these sessions have become silent. To be called every few seconds."""
+        now = self._clock()
+        pause, self._looked = now - self._looked, now
+        if pause > MAX_LOOK_GAP_SECONDS:
+            self._heard = {session: min(now, heard + pause) for session, heard in self._heard.items()}
+        for session in sessions:
+            if session not in self._silent and self.seconds_silent(session) > self.silent_seconds:
+                self._silent.add(session)
+                self._publish(session, is_silent=True)
+
+    def forget(self, session: str) -> None:
+        self._heard.pop(session, None)
+        self._silent.discard(session)
+
+    def _publish(self, session: str, *, is_silent: bool) -> None:
+        for subscriber in self.subscribers:
+            subscriber(session, is_silent)

@@ -1,0 +1,197 @@
+"""Requests to sample, from when they are accepted until their clients have the results.
+
+Owns what was accepted, which of it is at the servers, and what became of it. Promises that an accepted request is in
+the store and is done once there is a server; that the servers are shared by sessions (`pipeline.tinker.fair_queue`);
+that a silent session takes no server's time, and loses nothing if it comes back: its requests wait until then; and that
+a front which starts does again only what a client asks for, so what was left by clients that are gone is never done.
+Must not know HTTP's front, models' training, or how a server is asked.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.tinker import durable_store, tinker_paths
+from pipeline.tinker.api_errors import Full
+from pipeline.tinker.durable_store import Store
+from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.fair_queue import FairQueue
+from pipeline.tinker.sampler import Sampled, SampleServers
+from pipeline.tinker.sampling_limits import Limits, checked_request
+from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.usage import UsageMeter
+
+FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
+"""How long samples are kept after a client got them, and if none asks."""
+MAX_WAITING = 20000
+"""Samples that wait or are in flight; beyond it, a session gets status 429 unless it has less than its equal share."""
+GIVEN_UP = "its client gave this sample up"
+_CLAIMING_SECONDS = 0.01
+
+
+@dataclass(eq=False)
+class _Job:
+    given: Sampled
+    is_stored: bool = False
+    task: "asyncio.Task[bytes | Failed] | None" = None
+    """Set while it is at the servers."""
+    outcome: "asyncio.Future[bytes | Failed]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    ended: float = 0.0
+    fetched: float = 0.0
+
+    @property
+    def session(self) -> str:
+        return tinker_paths.session_of(self.given.sampler)
+
+    @property
+    def size(self) -> int:
+        """Sequences that it takes at a server."""
+        return int(self.given.body.get("num_samples", 1))
+
+    def is_over(self, now: float) -> bool:
+        """Whether no client will ask for it again."""
+        if self.fetched:
+            return now - self.fetched > FETCHED_SECONDS
+        return bool(self.ended) and now - self.ended > UNFETCHED_SECONDS
+
+
+class SampleQueue(SampleServers):
+    """All requests to sample, before the servers that there are now."""
+
+    def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
+        super().__init__(weights, limits, most_adapters, usage)
+        self._store, self._fair = kept, FairQueue()
+        self._per_server = limits.samples + limits.samples // 8  # so that a server has the next one when one ends
+        self._jobs: dict[str, _Job] = {}
+
+    async def start(self) -> None:
+        """Know what was accepted before this process; it is done once a client asks what became of it."""
+        await super().start()
+        for kept in self._store.requests():
+            body = self._store.body(kept.id) if kept.model == "" else None
+            if body is not None:
+                given = msgspec.msgpack.decode(body, type=Sampled)
+                self._jobs[kept.id] = _Job(given, is_stored=True, ended=time.monotonic())
+
+    async def close(self) -> None:
+        for job in self._jobs.values():
+            if job.task is not None:
+                job.task.cancel()
+        await super().close()
+
+    def use(self, facts: Facts | None) -> None:
+        super().use(facts)
+        self._fair.capacity = self._per_server * len(self._servers)
+        self._start_next()
+
+    def owner_of(self, id: str) -> str | None:
+        """Whose sample it is; None for one that there is not."""
+        job = self._jobs.get(id)
+        return job.given.owner if job else None
+
+    def open_folders(self) -> set[str]:
+        """The folders of the adapters of samples whose clients have no result yet."""
+        return {job.given.folder for job in self._jobs.values() if not job.fetched}
+
+    async def accept(self, id: str, sampler: SamplingSession, folder: str, seq: int, body: dict[str, Any]) -> str:
+        """The id of the request, which is in the store by now; `Full` with status 429 where too many wait."""
+        if (known := self._jobs.get(id)) is not None:
+            while not known.is_stored and self._jobs.get(id) is known:  # it is on its way into the store
+                await asyncio.sleep(_CLAIMING_SECONDS)
+            if self._jobs.get(id) is not known:
+                raise Full("the store took nothing just now; ask again", 429)
+            self._enqueue(id, known)
+            return id
+        if not self._fair.has_room(tinker_paths.session_of(sampler.id), MAX_WAITING):
+            raise Full(f"{MAX_WAITING} samples wait", 429)
+        given = Sampled(sampler.id, seq, folder, body, sampler.owner)
+        checked_request(body, self._limits)
+        written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
+        job = self._jobs[id] = _Job(given)
+        try:
+            await self._store.keep(durable_store.request(id, "", seq, written))
+        except Full as error:
+            del self._jobs[id]
+            raise Full(str(error), 429) from None
+        job.is_stored = True
+        self._enqueue(id, job)
+        return id
+
+    async def result(self, id: str) -> bytes | Failed:
+        """The answer as protobuf, or why there is none."""
+        job = self._jobs[id]
+        self._enqueue(id, job)
+        outcome = await asyncio.shield(job.outcome)
+        job.fetched = job.fetched or time.monotonic()
+        return outcome
+
+    def cancel(self, id: str, why: str = GIVEN_UP) -> None:
+        """Stop working on a sample that nobody waits for; the store forgets it a while later."""
+        job = self._jobs[id]
+        self._end(id, job, Failed(why, "user"))
+        job.fetched = job.fetched or time.monotonic()
+
+    def cancel_session(self, session: str, why: str) -> None:
+        """Give up all samples of a session whose client is gone."""
+        for id, job in self._jobs.items() if self._fair.has_any(session) else ():
+            if job.session == session and not job.outcome.done():
+                self.cancel(id, why)
+
+    def set_silent(self, session: str, is_silent: bool) -> None:
+        """A silent session's samples leave the servers, and wait until it is heard of again."""
+        if is_silent:
+            for id in self._fair.hold(session):
+                self._stop(self._jobs[id])
+        else:
+            self._fair.release(session)
+        self._start_next()
+
+    async def sweep(self) -> None:
+        """Forget what was fetched a while ago, or given up."""
+        now = time.monotonic()
+        old = [id for id, job in self._jobs.items() if job.is_over(now)]
+        if old:
+            await self._store.keep(*durable_store.no_requests(old))
+        for id in old:
+            del self._jobs[id]
+
+    def _enqueue(self, id: str, job: _Job) -> None:
+        """Have it be done, unless it is or will be."""
+        if job.is_stored and not job.outcome.done() and id not in self._fair:
+            job.ended = 0.0
+            self._fair.add(job.session, id, job.size)
+            self._start_next()
+
+    def _start_next(self) -> None:
+        while (id := self._fair.next()) is not None:
+            job = self._jobs[id]
+            job.task = asyncio.create_task(self.answer(id, job.given), name=f"sample {id}")
+            job.task.add_done_callback(partial(self._answered, id, job))
+
+    def _answered(self, id: str, job: _Job, task: "asyncio.Task[bytes | Failed]") -> None:
+        if task.cancelled() or job.task is not task:
+            return  # it was held or given up
+        if error := task.exception():
+            job.outcome.set_exception(error)
+        self._end(id, job, None if error else task.result())
+
+    def _end(self, id: str, job: _Job, outcome: bytes | Failed | None) -> None:
+        """It needs no server any more; the first outcome is the one that its client gets."""
+        self._fair.remove(id)
+        self._stop(job)
+        if outcome is not None and not job.outcome.done():
+            job.outcome.set_result(outcome)
+        job.ended = job.ended or time.monotonic()
+        self._start_next()
+
+    def _stop(self, job: _Job) -> None:
+        task, job.task = job.task, None
+        if task is not None:
+            task.cancel()
