@@ -44,8 +44,8 @@ class ServeConfig(Section):
     )
     snapshot_seconds: Seconds = Field(
         3600,
-        description="How long a snapshot for one sampling client is kept after its last use; the newest eight of a model "
-        "always stay.",
+        description="How long a snapshot for one sampling client is kept after its last use; a model always keeps its "
+        "newest eight.",
     )
     commit_steps: Positive = Field(
         20,
