@@ -87,11 +87,14 @@ class Router:
         """The body, decompressed; `ApiError` 413 if it is larger than `request_bytes`, or than `most`."""
         limit = self._limit if most is None else min(most, self._limit)
         body = bytearray()
-        async for chunk in request.content.iter_chunked(1 << 16):
-            body += chunk
-            if len(body) > limit:
-                name = "serve.request_bytes=" if limit == self._limit else "what JSON may have, "
-                raise ApiError(f"the request is larger than {name}{limit}", 413)
+        try:
+            async for chunk in request.content.iter_chunked(1 << 16):
+                body += chunk
+                if len(body) > limit:
+                    name = "serve.request_bytes=" if limit == self._limit else "what JSON may have, "
+                    raise ApiError(f"the request is larger than {name}{limit}", 413)
+        except ConnectionError as error:  # its client ended, or lost the network: nobody reads the answer
+            raise ApiError(f"the request was cut off after {len(body)} bytes: {one_line(error)}") from None
         encoding = request.headers.get("Content-Encoding", "")
         if encoding in tinker_wire.PLAIN:
             return bytes(body)

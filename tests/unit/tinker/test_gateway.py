@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,30 @@ def test_json_that_would_hold_up_others_is_refused_before_it_is_parsed(
             assert said in told or "bytes when decompressed" in told
 
     with_front(tmp_path, play, request_bytes=1 << 24)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_ends_in_the_middle_of_an_upload_or_a_poll_is_no_error_of_the_front(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reset: bool
+) -> None:
+    monkeypatch.setattr("pipeline.tinker.routes.future_routes.HOLD_SECONDS", 0.2)
+
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        poll = json.dumps({"request_id": f"{model}:0"}).encode()
+        for route, length, body in (
+            ("forward_backward", 60000, b"x" * 30000),
+            ("optim_step", 60000, b"x" * 30000),
+            ("retrieve_future", len(poll), poll),
+        ):
+            _, writer = await asyncio.open_connection("127.0.0.1", client.http.port)
+            head = f"POST /api/v1/{route} HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-ada\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.transport.abort() if reset else writer.close()
+        await asyncio.sleep(0.1)
+        assert await client.session(), "others go on"
+
+    with_front(tmp_path, play)
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
