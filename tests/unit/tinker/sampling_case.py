@@ -10,14 +10,15 @@ from aiohttp.test_utils import TestServer
 
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import SamplingSession
-from pipeline.tinker.sampler import SampleQueue
+from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.usage import UsageMeter
 from pipeline.utils.authenticated_http import ROUTE
 from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
 
-LONGEST, MOST_ADAPTERS = 16, 2
+LONGEST, MOST_ADAPTERS, SEQUENCES = 16, 2, 4
 LIMITS = Limits(LONGEST, 8)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 SAMPLER = SamplingSession("s:sample:0", "ada", "tiny")
@@ -78,7 +79,12 @@ def write_adapter(root: Path, name: str) -> None:
     (root / "weights" / name / "adapter_config.json").write_text("{}")
 
 
-def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awaitable[None]], count: int = 1) -> None:
+def with_servers(
+    tmp_path: Path,
+    play: Callable[[SampleQueue, list[Script]], Awaitable[None]],
+    count: int = 1,
+    sequences: int = 8,
+) -> None:
     async def run() -> None:
         scripts, servers = [Script() for _ in range(count)], []
         for script in scripts:
@@ -87,7 +93,8 @@ def with_servers(tmp_path: Path, play: Callable[[SampleQueue, list[Script]], Awa
             servers.append(TestServer(app))
             await servers[-1].start_server()
         kept = Store(tmp_path / "store.sqlite")
-        sampling = SampleQueue(kept, tmp_path / "weights", LIMITS, MOST_ADAPTERS)
+        limits = Limits(LONGEST, sequences)
+        sampling = SampleQueue(kept, tmp_path / "weights", limits, MOST_ADAPTERS, UsageMeter(kept))
         await sampling.start()
         sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
         try:

@@ -1,127 +1,32 @@
 """Requests to the servers, which are scripted here."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
-from pipeline.rollout.server_client import FINAL_ONLY
 from pipeline.tinker import tinker_wire
-from pipeline.tinker.api_errors import ApiError, Full
+from pipeline.tinker.api_errors import Full
 from pipeline.tinker.durable_store import Store
-from pipeline.tinker.entities import SamplingSession
-from pipeline.tinker.generate_requests import request_body
 from pipeline.tinker.sample_queue import FETCHED_SECONDS, UNFETCHED_SECONDS, SampleQueue
 from pipeline.tinker.sampler import MOST_WRONG
-from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Facts, Failed
-from pipeline.tinker.usage import UsageMeter
-from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
 from pipeline.utils.subprocesses import hold_port
-from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
 from tests.fakes.mortal_server import POISON, a_mortal_server
-
-LONGEST, MOST_ADAPTERS, SEQUENCES = 16, 2, 4
-LIMITS = Limits(LONGEST, 8)
-PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-SAMPLER = SamplingSession("s:sample:0", "ada", "tiny")
-
-
-class Script:
-    """A server with the routes of vLLM: what it was asked, and what it answers."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.statuses: list[int] = []
-        self.held: set[str] = set()
-        self.most_held = 0
-        self.answer: dict[str, Any] | None = None
-        self.gate = asyncio.Event()
-        """Samples are answered while it is set."""
-        self.gate.set()
-
-    def routes(self, app: web.Application) -> None:
-        app.router.add_get(ROUTE, prove)
-        for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            app.router.add_post(route, self._answer)
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == f"Bearer {PASSWORD}"
-        body = await request.json()
-        self.asked.append((request.path, body))
-        status = self.statuses.pop(0) if self.statuses else 200
-        if status != 200:
-            return web.json_response({"error": {"message": "says the server"}}, status=status)
-        if not request.path.endswith("generate"):
-            (self.held.discard if "unload" in request.path else self.held.add)(body["lora_name"])
-            self.most_held = max(self.most_held, len(self.held))
-            return web.Response(text="ok")
-        await self.gate.wait()
-        if self.answer is not None:
-            return web.json_response(self.answer)
-        choices = [
-            {
-                "index": index,
-                "token_ids": [4, 5 + index],
-                "finish_reason": "stop" if index else "length",
-                "logprobs": {
-                    "content": [
-                        {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": 9, "logprob": -0.1}]}
-                        for token in (4, 5 + index)
-                    ]
-                },
-            }
-            for index in reversed(range(body["sampling_params"]["n"]))
-        ]
-        prompt = [None, {"2": {"logprob": -1.0}, "7": {"logprob": -0.2}}, {"3": {"logprob": -2.0}}]
-        return web.json_response({"choices": choices, "prompt_logprobs": prompt})
-
-
-def write_adapter(root: Path, name: str) -> None:
-    (root / "weights" / name).mkdir(parents=True)
-    (root / "weights" / name / "adapter_config.json").write_text("{}")
-
-
-def with_servers(
-    tmp_path: Path,
-    play: Callable[[SampleQueue, list[Script]], Awaitable[None]],
-    count: int = 1,
-    sequences: int = 8,
-) -> None:
-    async def run() -> None:
-        scripts, servers = [Script() for _ in range(count)], []
-        for script in scripts:
-            app = web.Application()
-            script.routes(app)
-            servers.append(TestServer(app))
-            await servers[-1].start_server()
-        kept = Store(tmp_path / "store.sqlite")
-        limits = Limits(LONGEST, sequences)
-        sampling = SampleQueue(kept, tmp_path / "weights", limits, MOST_ADAPTERS, UsageMeter(kept))
-        await sampling.start()
-        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
-        try:
-            await play(sampling, scripts)
-        finally:
-            await sampling.close()
-            kept.close()
-            for server in servers:
-                await server.close()
-
-    asyncio.run(run())
-
-
-async def sample(sampling: SampleQueue, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
-    given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": {"max_tokens": 4}, **body}
-    return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, folder, number, given))
+from tests.unit.tinker.sampling_case import (
+    MOST_ADAPTERS,
+    PROMPT,
+    SAMPLER,
+    Script,
+    sample,
+    with_servers,
+    write_adapter,
+)
 
 
 def test_the_sdk_reads_what_the_servers_said(tmp_path: Path) -> None:
@@ -281,97 +186,6 @@ def test_no_more_samples_wait_than_there_is_room_for(tmp_path: Path, monkeypatch
     with_servers(tmp_path, play)
 
 
-def a_sampler(session: str) -> SamplingSession:
-    return SamplingSession(f"{session}:sample:0", "ada", "tiny")
-
-
-async def ask(sampling: SampleQueue, session: str, number: int) -> str:
-    body = {"prompt": {"chunks": [{"tokens": [ord(session), 2, 3]}]}, "num_samples": 1}
-    return await sampling.accept(f"{session}:sample:0:{number}", a_sampler(session), "", number, body)
-
-
-def sessions_asked(script: Script) -> list[str]:
-    """Whose samples a server was asked for, in its order."""
-    return [chr(body["token_ids"][0]) for _, body in script.asked]
-
-
-def test_a_flood_of_one_session_holds_up_no_other_and_servers_get_what_they_can_run(tmp_path: Path) -> None:
-    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
-        (script,) = scripts
-        script.gate.clear()
-        flood = [await ask(sampling, "f", number) for number in range(500)]
-        other = await ask(sampling, "o", 0)
-        while len(script.asked) < SEQUENCES:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        assert sessions_asked(script) == ["f"] * SEQUENCES, "what it can run at once, and no more"
-        script.gate.set()
-        await asyncio.wait_for(sampling.result(other), 30)
-        assert sessions_asked(script).index("o") <= 2 * SEQUENCES
-        await asyncio.wait_for(asyncio.gather(*(sampling.result(id) for id in flood)), 30)
-
-    with_servers(tmp_path, play, sequences=SEQUENCES)
-
-
-def test_samples_of_a_silent_session_leave_the_servers_and_are_done_when_it_is_back(tmp_path: Path) -> None:
-    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
-        (script,) = scripts
-        script.gate.clear()
-        ids = [await ask(sampling, "f", number) for number in range(3 * SEQUENCES)]
-        waiting = [asyncio.create_task(sampling.result(id)) for id in ids]
-        while len(script.asked) < SEQUENCES:
-            await asyncio.sleep(0.01)
-        sampling.set_silent("f", is_silent=True)
-        other = asyncio.create_task(sampling.result(await ask(sampling, "o", 0)))
-        script.gate.set()
-        assert isinstance(await asyncio.wait_for(other, 10), bytes)
-        assert len(script.asked) == SEQUENCES + 1
-        assert not any(each.done() for each in waiting)
-        sampling.set_silent("f", is_silent=False)
-        assert all(isinstance(each, bytes) for each in await asyncio.wait_for(asyncio.gather(*waiting), 30))
-
-    with_servers(tmp_path, play, sequences=SEQUENCES)
-
-
-def test_samples_of_a_client_that_is_gone_are_given_up_and_never_asked_for(tmp_path: Path) -> None:
-    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
-        (script,) = scripts
-        script.gate.clear()
-        ids = [await ask(sampling, "f", number) for number in range(3 * SEQUENCES)]
-        other = await ask(sampling, "o", 0)
-        while len(script.asked) < SEQUENCES:
-            await asyncio.sleep(0.01)
-        sampling.set_silent("f", is_silent=True)
-        sampling.cancel_session("f", "no heartbeat")
-        script.gate.set()
-        assert isinstance(await asyncio.wait_for(sampling.result(other), 10), bytes)
-        assert [await sampling.result(id) for id in ids] == [Failed("no heartbeat", "user")] * len(ids)
-        assert len(script.asked) == SEQUENCES + 1
-
-    with_servers(tmp_path, play, sequences=SEQUENCES)
-
-
-def test_a_front_that_starts_does_again_only_what_a_client_asks_for(tmp_path: Path) -> None:
-    async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
-        sampling.use(None)
-        for number in range(100):
-            await ask(sampling, "f", number)
-        await ask(sampling, "o", 0)
-
-    async def answer(sampling: SampleQueue, scripts: list[Script]) -> None:
-        assert isinstance(await asyncio.wait_for(sampling.result("o:sample:0:0"), 10), bytes)
-        assert await ask(sampling, "f", 1) == "f:sample:0:1", "a submission that is retried"
-        assert isinstance(await asyncio.wait_for(sampling.result("f:sample:0:1"), 10), bytes)
-        assert sessions_asked(scripts[0]) == ["o", "f"]
-        for id in list(sampling._jobs):
-            sampling._jobs[id].ended -= UNFETCHED_SECONDS + 1
-        await sampling.sweep()
-        assert set(sampling._jobs) == {"o:sample:0:0", "f:sample:0:1"}, "the others are forgotten"
-
-    with_servers(tmp_path, accept)
-    with_servers(tmp_path, answer)
-
-
 def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> None:
     async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
         sampling.use(None)
@@ -487,37 +301,3 @@ def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_pa
         assert (outcome.category, len(scripts[0].asked)) == ("server", MOST_WRONG)
 
     with_servers(tmp_path, play)
-
-
-@pytest.mark.parametrize(
-    ("stop", "expected"),
-    [
-        (None, {"stop_token_ids": [], "ignore_eos": False, "detokenize": False}),
-        ([], {"stop_token_ids": [], "ignore_eos": True, "detokenize": False}),
-        ([7], {"stop_token_ids": [7], "ignore_eos": True, "detokenize": False}),
-        ("a", {"stop": ["a"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
-        (["a", "b"], {"stop": ["a", "b"], "ignore_eos": False, "detokenize": True, "include_stop_str_in_output": True}),
-    ],
-)
-def test_stops_mean_what_they_mean_to_the_sdk(stop: Any, expected: dict[str, Any]) -> None:
-    body = request_body({"prompt": PROMPT, "sampling_params": {"stop": stop}}, "base", LIMITS)
-    sampling = body["sampling_params"]
-    assert {name: sampling.get(name) for name in expected} == expected
-    assert sampling["max_tokens"] == LONGEST - 3
-    assert sampling["output_kind"] == FINAL_ONLY, "else releases up to 0.25 leave samples out"
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"prompt": {"chunks": []}}, "no tokens"),
-        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 16}]}}, "fewer than 16"),
-        ({"prompt": {"chunks": [{"type": "image"}]}}, "only encoded_text"),
-        ({"prompt": PROMPT, "num_samples": 0}, "expected 1 to 8"),
-        ({"prompt": PROMPT, "num_samples": 9}, "expected 1 to 8 .inference.max_sequences"),
-        ({"prompt": PROMPT, "prompt_alt_tokens_k": 3}, "not served"),
-    ],
-)
-def test_what_no_server_could_do_is_refused_at_once(body: dict[str, Any], says: str) -> None:
-    with pytest.raises(ApiError, match=says):
-        request_body(body, "base", LIMITS)
