@@ -22,7 +22,9 @@ class ProvenConnector(aiohttp.TCPConnector):
     async def _create_connection(self, req: Any, *arguments: Any) -> Any:
         handler = await super()._create_connection(req, *arguments)
         try:
-            await asyncio.wait_for(self._prove(handler), HANDSHAKE_SECONDS)
+            # Python 3.11's `wait_for` loses a cancellation that comes just as the proof does.
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                await self._prove(handler)
         except BaseException as error:
             handler.close()
             if isinstance(error, (ImpostorError, OSError, EOFError, ValueError, asyncio.LimitOverrunError)):

@@ -35,6 +35,9 @@ class Asked:
 
     def __init__(self, answer: Answer) -> None:
         self.proofs, self.others = 0, list[str]()
+        self.gate = asyncio.Event()
+        """Requests are answered while it is set."""
+        self.gate.set()
         self._answer = answer
 
     async def _prove(self, request: web.Request) -> web.StreamResponse:
@@ -43,6 +46,7 @@ class Asked:
 
     async def _echo(self, request: web.Request) -> web.Response:
         self.others.append(request.path)
+        await self.gate.wait()
         return await echo(request)
 
     def app(self) -> web.Application:
@@ -109,3 +113,49 @@ def test_a_proof_of_another_server_is_none() -> None:
 
     asyncio.run(story())
     assert passed_on.proofs == 1
+
+
+def test_a_request_that_is_cancelled_just_as_its_proof_arrives_ends() -> None:
+    asked = Asked(prove)
+
+    async def story() -> None:
+        tasks: list[asyncio.Task[str]] = []
+
+        def secret() -> str:  # asked for once the proof has been read, to check it
+            tasks[0].cancel()
+            return PASSWORD
+
+        async with (
+            TestServer(asked.app()) as server,
+            aiohttp.ClientSession(connector=ProvenConnector(secret)) as http,
+        ):
+            tasks.append(asyncio.create_task(post(http, server.port or 0, "a")))
+            with pytest.raises(asyncio.CancelledError):
+                await tasks[0]
+
+    asyncio.run(story())
+    assert asked.proofs == 1
+
+
+def test_a_request_ends_when_it_is_cancelled_at_whatever_moment() -> None:
+    """The turn of the event loop at which it is cancelled goes from its start to when the server works on it."""
+    asked = Asked(prove)
+    asked.gate.clear()
+
+    async def story() -> None:
+        async with TestServer(asked.app()) as server:
+            turns = 0
+            while not asked.others:
+                connector = ProvenConnector(lambda: PASSWORD)
+                async with aiohttp.ClientSession(connector=connector) as http:
+                    task = asyncio.create_task(post(http, server.port or 0, "a"))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait([task], timeout=5)
+                    assert task.cancelled(), f"after {turns} turns"
+                turns += 1
+            asked.gate.set()
+            assert turns > 5
+
+    asyncio.run(story())
