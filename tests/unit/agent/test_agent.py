@@ -239,7 +239,7 @@ def _fields(record: SubmittedJob, **changes: str) -> dict[str, object]:
 
 
 def test_a_node_that_is_not_on_the_network_of_the_run_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent.network, "describe_interfaces", lambda: "eth0 10.0.0.5/24")
+    monkeypatch.setattr(agent.network_interfaces, "describe_interfaces", lambda: "eth0 10.0.0.5/24")
     assert agent._off_network(("10.0.0.5",), "eth0") == []
     (told,) = agent._off_network((), "ib0")
     assert told == "no interface that is up is on cluster.network=ib0 (there are: eth0 10.0.0.5/24)"

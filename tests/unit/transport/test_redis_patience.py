@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import streams
+from pipeline import transport
 from pipeline.errors import StreamError
 from pipeline.run.events import Events, Listener
 from pipeline.transport import connect, redis_streams
@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_lost_redis_once_the_attempt_has_failed(tmp_path: Pat
 def test_an_attempt_that_ends_leaves_most_of_its_grace_to_the_commit(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "Ending", partial(Ending, clock=clock, wall_clock=lambda: 0.0))
+    monkeypatch.setattr(transport, "Ending", partial(Ending, clock=clock, wall_clock=lambda: 0.0))
     with hold_port() as holder:
         context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
         Events(context.paths).publish("draining", "agent.0", "SIGTERM")
