@@ -18,7 +18,7 @@ from pipeline.environments.reward_functions import TRL, VERL, RewardFunction, Sc
 from pipeline.environments.task_protocol import Prompt, Task
 from pipeline.environments.user_imports import find, users_code
 from pipeline.errors import ConfigError
-from pipeline.transport.value_bounds import MOST_REWARD
+from pipeline.utils.value_bounds import MOST_REWARD
 
 TASK = "task"
 """The task's own reward, among the functions."""

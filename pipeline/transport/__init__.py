@@ -9,7 +9,7 @@
 | `async_streams` | the streams inside an event loop |
 | `ending_patience` | how long an attempt that is ending waits for a backend |
 | `shared_state` | the few values that the trainer posts and the actor watches |
-| `sample_records`, `value_bounds` | records between roles: samples, groups, evaluations; bounds of their values |
+| `sample_records` | records between roles: samples, groups, evaluations |
 | `ledger`, `staleness` | which prompt is next, and its outcome; how far generation may run ahead of training |
 | `group_advantages` | advantages of a sample within its group |
 

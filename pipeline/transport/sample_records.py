@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import RecordError
-from pipeline.transport.value_bounds import MOST_REWARD
+from pipeline.utils.value_bounds import MOST_REWARD
 
 WIRE_VERSION = 2
 MOST_NEWER = 255

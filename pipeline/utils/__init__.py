@@ -18,5 +18,6 @@
 | `signed_store` | messages that only the world can have written |
 | `logs`, `terminal` | the roles' logging; text from outside in a terminal |
 | `pinned_memory` | host memory that GPUs read and write directly |
+| `value_bounds` | bounds of values in records; imports nothing, for the small processes of tasks |
 | `optional_extras` | how to install an optional part of the project |
 """

@@ -208,7 +208,7 @@ def test_an_attempt_that_is_ending_begins_no_further_job(
         removed(folder)
 
     monkeypatch.setattr(execution, "remove_packed", remove)
-    monkeypatch.setattr(Listener, "heard", lambda listener: listener._events.told())  # at every look
+    monkeypatch.setattr(Listener, "heard", lambda listener, at_once=False: listener._events.told())
     session_of(context, dispatch).run()
     assert (queue / "done" / "1.json").exists()
     assert not (queue / "2.jsonl").exists()

@@ -13,7 +13,11 @@ from tests.unit.train.losses_by_hand import NAMES, N, everything, measured, numb
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
 ROLES = ROOT / "pipeline" / "roles"
-LOGGED_BY = [*sorted((ROOT / "pipeline" / "training").rglob("*.py")), ROLES / "session.py", ROLES / "peers.py"]
+LOGGED_BY = [
+    *sorted((ROOT / "pipeline" / "train").rglob("*.py")),
+    ROLES / "trainer_session.py",
+    ROLES / "rl_services.py",
+]
 NAME = re.compile(r"[a-z_]+/[a-z_]+")
 
 

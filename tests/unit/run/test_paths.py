@@ -36,7 +36,7 @@ def test_no_module_but_one_spells_the_name_of_a_file_of_a_run() -> None:
     found = [
         f"{file.relative_to(ROOT)}: {name}"
         for file in modules
-        if file != ROOT / "pipeline" / "rundir" / "paths.py"
+        if file != ROOT / "pipeline" / "run" / "paths.py"
         for name in spelled(ast.parse(file.read_text()))
         if name in names()
     ]
