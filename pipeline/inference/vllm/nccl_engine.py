@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class NcclInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer is, on which `gpu`, and what it will send; as `engine.GlooInit`. `at_once`: see
+    """Where the trainer is, on which `gpu`, and what it will send; as `gloo_engine.GlooInit`. `at_once`: see
     `Shard.chunks`."""
 
     host: str

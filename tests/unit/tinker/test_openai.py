@@ -235,8 +235,9 @@ def test_a_client_that_hangs_up_ends_its_request(tmp_path: Path, stream: bool) -
         script.answers = [script.hang]
         body = {"model": "tiny", "messages": MESSAGES, "stream": stream}
         asking = asyncio.create_task(client.http.post(CHAT, json=body, headers=ADA))
-        while not script.asked:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not script.asked:
+                await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.wait_for(script.let_go.wait(), 10)
 
@@ -250,14 +251,16 @@ def test_no_owner_has_more_requests_open_than_it_may(tmp_path: Path, monkeypatch
         script.answers = [script.hang]
         body = {"model": "tiny", "messages": MESSAGES}
         asking = asyncio.create_task(client.http.post(CHAT, json=body, headers=ADA))
-        while not script.asked:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not script.asked:
+                await asyncio.sleep(0.01)
         assert (await ask(client, body))[0] == 429
         assert (await ask(client, body, "tml-bob"))[0] == 200, "another owner has requests of its own"
         asking.cancel()
         await asyncio.wait_for(script.let_go.wait(), 10)
-        while (await ask(client, body))[0] == 429:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            while (await ask(client, body))[0] == 429:
+                await asyncio.sleep(0.05)
 
     with_script(tmp_path, play)
 
