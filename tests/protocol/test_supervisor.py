@@ -2,7 +2,8 @@
 
 import os
 import signal
-import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -107,12 +108,19 @@ def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., A
 
 
 def test_a_role_whose_port_is_taken_names_who_has_it(attempt: Callable[..., Attempt]) -> None:
-    with socket.create_server(("127.0.0.2", 0)) as another:
-        port = another.getsockname()[1]
-        run = attempt(ports={"inference": (port,)}, inference="raise SystemExit('Address already in use')")
-        assert run.join() == {"failed"}
+    listen = "import socket, time; s = socket.create_server(('127.0.0.2', 0)); print(s.getsockname()[1], flush=True)"
+    # A process apart: what this one forks for the roles holds copies of its sockets for a moment.
+    command = [sys.executable, "-c", f"{listen}; time.sleep(600)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as another:
+        try:
+            assert another.stdout is not None
+            port = int(another.stdout.readline())
+            run = attempt(ports={"inference": (port,)}, inference="raise SystemExit('Address already in use')")
+            assert run.join() == {"failed"}
+        finally:
+            another.kill()
     assert f"exited with code 1; its port {port} is taken by uid {os.getuid()} (" in run.first_failure.cause
-    assert f"pid {os.getpid()} (" in run.first_failure.cause
+    assert f"pid {another.pid} (" in run.first_failure.cause
 
 
 def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable[..., Attempt]) -> None:
