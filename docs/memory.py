@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, most_share, sequences, server_need, trainer_need
+from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, sequences, server_need, trainer_need
+from pipeline.topology.memory_fit import most_share
 from pipeline.train.model.model_size import sizes_of
 
 PAGE = Path(__file__).parent / "gpus.md"

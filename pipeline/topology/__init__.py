@@ -6,4 +6,5 @@
 | `assignment` | which rank gets which seat |
 | `gpu_split` | how many GPUs should train and serve, from measured idle fractions |
 | `gpu_memory` | what the roles need of a GPU's memory |
+| `memory_fit` | the refusal of roles that a GPU cannot hold, with what would make them fit |
 """

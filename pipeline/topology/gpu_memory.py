@@ -1,25 +1,21 @@
 """What the roles of a run need of a GPU's memory.
 
-Owns the arithmetic, from a model's sizes and a config, part by part, and the refusal of what cannot fit. Promises upper
-bounds that lie near what was measured (docs/gpus.md says how near). Pure: what a model's sizes are is told by
+Owns the arithmetic, from a model's sizes and a config, part by part; `memory_fit` refuses what cannot fit. Promises
+upper bounds that lie near what was measured (docs/gpus.md says how near). Pure: what a model's sizes are is told by
 `pipeline.train.model.model_size`.
 
     trainer_need(config, sizes).total       # bytes of the GPU of a trainer process
-    check_memory(config, sizes)             # `ConfigError` if resources.gpu_memory is known and too small
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from pipeline.config import RunConfig
 from pipeline.config.value_types import memory_bytes
-from pipeline.errors import ConfigError
 
 GIB = 1 << 30
-_MIB = 1 << 20
 
 CONTEXT = 3 << 29
 """What CUDA, its libraries and nccl take of each GPU for a process, 1.5 GiB."""
@@ -166,33 +162,6 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
     return int(room // each) if each else 0
 
 
-def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
-    """The most that `inference.gpu_memory` may be, in hundredths: that part is vLLM's, and the rest for what is beside
-    it."""
-    return max(0, math.floor(100 * (1 - _beside_vllm(config, sizes) / memory))) / 100
-
-
-def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
-    """Bytes that a trainer process may allocate of a GPU of so many bytes that servers share: what they leave, less
-    what CUDA takes for the process itself. `ConfigError` where it would not fit; for clients' adapters, of which
-    nothing is known, where nothing is left."""
-    placed = on_gpus_of(config, memory)
-    if not config.serve.enabled:
-        check_memory(placed, sizes)
-    left = int((1 - config.inference.gpu_memory) * memory) - _outside_vllm(config, sizes) - CONTEXT
-    if left <= 0:
-        raise _too_small(
-            placed, "a trainer beside its servers", trainer_need(config, sizes), "lower inference.gpu_memory"
-        )
-    return left
-
-
-def on_gpus_of(config: RunConfig, memory: int) -> RunConfig:
-    """The same run on GPUs of so many bytes, whatever it says of them."""
-    resources = config.resources.model_copy(update={"gpu_memory": f"{memory // _MIB}M"})
-    return config.model_copy(update={"resources": resources})
-
-
 def host_need(config: RunConfig, sizes: Sizes) -> Need:
     """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
     ranks = trainer_ranks(config)
@@ -218,7 +187,7 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
 def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     yield f"GPU of a server, at least: {server_need(config, sizes)}"
     if config.resources.share_gpus:
-        shared = _least_vllm(config, sizes) + _beside_vllm(config, sizes)
+        shared = least_vllm(config, sizes) + beside_vllm(config, sizes)
         yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
     if each := kv_bytes(config, sizes):
         memory = memory_bytes(config.resources.gpu_memory)
@@ -242,54 +211,19 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     return min(training.micro_batch_tokens, rows * config.model.max_length)
 
 
-def check_memory(config: RunConfig, sizes: Sizes) -> None:
-    """`ConfigError` for a role that GPUs of `resources.gpu_memory` cannot hold, with what would make it fit."""
-    memory = memory_bytes(config.resources.gpu_memory)
-    if not memory or config.resources.device != "cuda":
-        return
-    trainer = trainer_need(config, sizes)
-    if trainer.total > memory:
-        raise _too_small(config, "a trainer process", trainer, _mend_trainer(config, sizes, memory))
-    if config.has_rollouts:
-        _check_servers(config, sizes, memory)
-
-
-def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
-    inside, beside = _least_vllm(config, sizes), _beside_vllm(config, sizes)
-    if inside + beside > memory and config.resources.share_gpus:
-        trainer = trainer_need(config, sizes)
-        servers = inside + beside - trainer.total
-        mend = _mend_trainer(config, sizes, memory - servers)
-        raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, mend)
-    if inside + beside > memory:
-        need = server_need(config, sizes)
-        raise _too_small(config, "each GPU of a server", need, _mend_server(config, sizes, memory))
-    share, most = config.inference.gpu_memory, most_share(config, sizes, memory)
-    if share > most:
-        expected = f"at most {most}: {_BESIDE[config.resources.share_gpus]} take {beside / GIB:.1f} GiB beside vLLM"
-        raise ConfigError("inference.gpu_memory", share, expected, "lower it")
-    if share * memory < inside:
-        expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
-        raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
-
-
-_BESIDE = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
-"""What is on a server's GPU, by whether it is shared with the trainer."""
-
-
-def _least_vllm(config: RunConfig, sizes: Sizes) -> int:
+def least_vllm(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that vLLM needs inside of `inference.gpu_memory`, for all servers there."""
     parts = server_need(config, sizes).parts
     return config.resources.inference.per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
 
 
-def _beside_vllm(config: RunConfig, sizes: Sizes) -> int:
+def beside_vllm(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
     trainer = trainer_need(config, sizes).total if config.resources.share_gpus else 0
-    return trainer + _outside_vllm(config, sizes)
+    return trainer + outside_vllm(config, sizes)
 
 
-def _outside_vllm(config: RunConfig, sizes: Sizes) -> int:
+def outside_vllm(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: weights that arrive, and CUDA."""
     parts = server_need(config, sizes).parts
     return config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
@@ -312,55 +246,6 @@ def _arriving(config: RunConfig, sizes: Sizes) -> int:
 
 def _server_gpus(config: RunConfig) -> int:
     return max(1, config.resources.inference.gpus)
-
-
-def _too_small(config: RunConfig, who: str, need: Need, mend: str) -> ConfigError:
-    return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {who}, {need}", mend)
-
-
-def _mend_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
-    """The first change that makes a trainer process fit, the cheapest first."""
-    for changes in _SAVINGS:
-        saved = _changed(config, changes)
-        if trainer_need(saved, sizes).total <= memory:
-            return f"set {' '.join(f'training.{key}={_text(value)}' for key, value in changes.items())}"
-    saved, ranks = _changed(config, _SAVINGS[-1]), trainer_ranks(config)
-    more = next((n for n in _powers(ranks) if trainer_need(saved, sizes, n).total <= memory), 0)
-    if not more:
-        return "no number of trainer processes would do: choose GPUs of more memory, or adapters (model.lora.rank)"
-    keys = " ".join(f"training.{key}={_text(value)}" for key, value in _SAVINGS[-1].items())
-    return f"set {keys} and spread the trainer over {more} processes"
-
-
-def _mend_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
-    resources = config.resources
-    for gpus in (2, 4, 8):
-        wider = resources.model_copy(update={"inference": resources.inference.model_copy(update={"gpus": gpus})})
-        wide = config.model_copy(update={"resources": wider})
-        if gpus > resources.inference.gpus and _least_vllm(wide, sizes) + _beside_vllm(wide, sizes) <= memory:
-            return f"set resources.inference.gpus={gpus}"
-    return "choose GPUs of more memory"
-
-
-_SAVINGS: Sequence[dict[str, Any]] = (
-    {"publish_from": "host"},
-    {"reshard": True},
-    {"activation_checkpointing": True},
-    {"reshard": True, "activation_checkpointing": True},
-    {"publish_from": "host", "reshard": True, "activation_checkpointing": True},
-)
-
-
-def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
-
-
-def _powers(first: int) -> Iterable[int]:
-    return (first << power for power in range(1, 11))
-
-
-def _text(value: Any) -> str:
-    return str(value).lower()
 
 
 def _shard(size: int, ranks: int) -> int:

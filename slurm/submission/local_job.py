@@ -21,7 +21,7 @@ from pipeline.errors import CheckpointError, ConfigError, PlanError
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
-from pipeline.topology.gpu_memory import on_gpus_of
+from pipeline.topology.memory_fit import on_gpus_of
 from pipeline.topology.plan import Plan
 from pipeline.utils.waiting import CLOCK
 from slurm.agent.agent import Agent

@@ -25,7 +25,8 @@ from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
-from pipeline.topology.gpu_memory import Sizes, check_memory, describe_memory
+from pipeline.topology.gpu_memory import Sizes, describe_memory
+from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
 from pipeline.train.batching.conversation_rows import check_data, coloured, first_trainable_row
 from pipeline.train.offline.job_queue import waiting_at

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pipeline.config import RunConfig
-from pipeline.topology.gpu_memory import trainer_allowance
+from pipeline.topology.memory_fit import trainer_allowance
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.rank_group import Dispatch
 from pipeline.train.controller.rank_process import Allowance, Deadlines, Device, joined_world

@@ -13,17 +13,15 @@ from pipeline.topology.gpu_memory import (
     GIB,
     WEIGHT_CHUNK,
     Sizes,
-    check_memory,
     describe_memory,
     host_need,
     micro_batch_tokens,
-    most_share,
     sequence_bytes,
     sequences,
     server_need,
-    trainer_allowance,
     trainer_need,
 )
+from pipeline.topology.memory_fit import check_memory, most_share, trainer_allowance
 from tests.fakes.configs import make_config
 
 SAVING = {"reshard": True, "activation_checkpointing": True}

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.topology.gpu_memory import GIB, trainer_allowance
+from pipeline.topology.gpu_memory import GIB
+from pipeline.topology.memory_fit import trainer_allowance
 from pipeline.train.controller.lead_or_serve import lead_or_serve_as
 from pipeline.train.controller.rank_process import Deadlines, joined_world
 from pipeline.train.model.model_size import sizes_of
