@@ -1,8 +1,11 @@
 """Settings of all tests, and the order in which they run."""
 
+import gc
+import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,8 +19,8 @@ that wait for each other spin: beside other files of tests that took six times t
 settings.register_profile("rollcall", deadline=None)
 settings.load_profile("rollcall")
 
-LONGEST_FIRST = ("tests/cluster/", "tests/integration/", "tests/protocol/")
-
+TIMES = Path(__file__).with_name("times.json")
+"""Seconds of each file of tests in some run; `tests.times` writes it. Only the order of the files depends on it."""
 
 TOLD_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that the code under test handles or ignores for the rest of its process's life."""
@@ -41,9 +44,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that wait longest."""
-    items.sort(key=_place)
+    """Begin with the longest files: those of Slurm mostly wait, and run beside others that compute."""
+    seconds = json.loads(TIMES.read_text())
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
-def _place(item: pytest.Item) -> int:
-    return next((place for place, folder in enumerate(LONGEST_FIRST) if folder in item.nodeid), len(LONGEST_FIRST))
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage. The code under test collects garbage, which takes a second among so much."""
+    gc.freeze()

@@ -21,6 +21,7 @@ MOST_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 3600, 660
 """Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+REPORTS = ("-p", "tests.times", "--failures")
 FAILED, OUT_OF_TIME = 1, 124
 """Exit codes: pytest's own when tests failed, and ours when it did not end. Any but 0 and `FAILED` means that not all
 tests were run."""
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
     """Exit code of the suite; see the module."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "failed.json"
-        code = _pytest([*suite, "--failures", str(file), *arguments], seconds=SUITE_SECONDS).returncode
+        code = _pytest([*suite, *REPORTS, str(file), *arguments], seconds=SUITE_SECONDS).returncode
         if code != FAILED:
             return code
         failed = json.loads(file.read_text())

@@ -18,7 +18,8 @@ PRELOADED = [
     "tests.support.ranks.checkpoint_processes",
     "tests.support.ranks.checkpoint_worlds",
     "tests.support.ranks.training_ranks",
-    "transformers.models.qwen3",
+    "transformers.models.qwen3.modeling_qwen3",
+    "tests.support.ranks.frozen_imports",
 ]
 Work = Callable[..., None]
 
