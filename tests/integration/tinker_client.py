@@ -1,5 +1,6 @@
 """What tests do with the SDK's own client."""
 
+import asyncio
 import gc
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,16 +12,30 @@ import tinker
 from tinker import types
 
 from tests.integration.tinker_server import TinkerServer
+from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import VOCABULARY
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
 def forget_clients() -> None:
-    """Have what the SDK leaves open, such as the connection of its first request, be closed without a warning."""
+    """Have what the SDK leaves open, such as the connection of its first request, be closed without a warning.
+
+    For after the end of the server. The SDK's event loop, in a thread of its own, refers to a connection until it has
+    seen that the server is gone; what is collected before that would be warned of in some later test.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for loop in [each for each in gc.get_objects() if isinstance(each, asyncio.AbstractEventLoop)]:
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(_turns(), loop).result(WAIT_SECONDS)
         gc.collect()
+
+
+async def _turns() -> None:
+    """The first turn finds the ends of connections, the second handles them."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 @contextmanager
