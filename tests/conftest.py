@@ -16,6 +16,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 """Before torch is loaded, here and in what tests start. The models are too small to share among threads, and threads
 that wait for each other spin: beside other files of tests that took six times the CPU time."""
 
+gc.disable()
+"""Until all test files are imported, a fifth of whose CPU time it takes; see `pytest_collection_finish`."""
+
 settings.register_profile("rollcall", deadline=None)
 settings.load_profile("rollcall")
 
@@ -52,3 +55,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported is never garbage. The code under test collects garbage, which takes a second among so much."""
     gc.freeze()
+    gc.enable()
