@@ -29,7 +29,7 @@ from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
 from pipeline.train.model.row_shards import fill_shard
-from pipeline.train.model.supported_architectures import refuse_unsupported
+from pipeline.train.model.supported_architectures import refuse_unloadable, refuse_unsupported
 from pipeline.train.model.weight_loading import Weights
 from pipeline.train.worker_spec import Kind
 
@@ -161,6 +161,7 @@ def outline(config: ModelConfig, kind: Kind = "policy") -> DecoderModel:
         raise ConfigError("model.path", config.path, "a directory with config.json")
     with _parameters_on_meta():
         settings = AutoConfig.from_pretrained(config.path)
+        refuse_unloadable(settings)
         network = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=ATTENTION)
         fix_frequencies(network, config.max_length)
         refuse_unsupported(network)

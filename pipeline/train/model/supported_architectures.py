@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pipeline.errors import ConfigError
 from pipeline.train.model.checkpoint_layout import Tensors
@@ -22,6 +23,15 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 }
 
 _WORDS = 8
+
+
+def refuse_unloadable(config: Any) -> None:
+    """`ConfigError` for a family whose causal language model transformers would not load from its own directory: it
+    has no such model, or one with another config, whose names of tensors are not those of the family's files."""
+    network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if network is None or network.config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        expected = "a family that transformers' AutoModelForCausalLM saves and loads"
+        raise ConfigError("model.path", config.model_type, expected, "choose one that it does, such as Qwen or Llama")
 
 
 def refuse_unsupported(network: Any) -> None:

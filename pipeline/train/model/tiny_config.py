@@ -48,6 +48,7 @@ def smaller(config: Any, size: str) -> Any:
     text = small.get_text_config()
     _cut(text, _layers_that_show_all(config))
     text.vocab_size = VOCABULARY
+    _shrink(text, "vocab_size_per_layer_input", VOCABULARY)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         _shrink(text, key, 0)
     _bound(text)
@@ -63,7 +64,8 @@ def smaller(config: Any, size: str) -> Any:
 
 
 def _layers_that_show_all(config: Any) -> int:
-    """How many of the first layers have among them every kind that there is."""
+    """How many of the first layers have among them every kind that there is, as `num_hidden_layers` counts them: some
+    families count the halves of a layer."""
     with torch.device("meta"):
         decoder = AutoModelForCausalLM.from_config(copy.deepcopy(config)).get_decoder()
     if not hasattr(decoder, "layers"):
@@ -72,7 +74,8 @@ def _layers_that_show_all(config: Any) -> int:
         )
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(decoder.layers)
     kinds = [(_kind(layer), type_) for layer, type_ in zip(decoder.layers, types, strict=False)]
-    return max(kinds.index(kind) for kind in kinds) + 1
+    counted: int = max(1, config.get_text_config().num_hidden_layers // len(decoder.layers))
+    return (max(kinds.index(kind) for kind in kinds) + 1) * counted
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

@@ -176,6 +176,15 @@ def test_a_small_copy_has_every_kind_of_layer(family: str, kinds: int, layers: i
         assert copy.sliding_window == 4
 
 
+def test_a_small_copy_has_a_layer_where_a_config_counts_halves_of_layers() -> None:
+    assert smaller(CONFIG_MAPPING["longcat_flash"](), "narrow").num_layers == 1
+
+
+def test_a_small_copy_has_a_small_vocabulary_for_each_layer_too() -> None:
+    copy = smaller(CONFIG_MAPPING["gemma4_text"](), "wide")
+    assert copy.vocab_size_per_layer_input == copy.vocab_size == 64
+
+
 def test_every_way_of_a_measure_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention across packed rows, seen by the packed way alone."""
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING
 
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig
 from pipeline.errors import ConfigError, TrainingError
@@ -68,6 +69,13 @@ def test_a_model_whose_logits_would_be_wrong_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         build_one(tmp_path, model_type, **keys)
+
+
+@pytest.mark.parametrize("family", ["emu3", "clip"])
+def test_a_family_whose_text_model_transformers_does_not_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model\.path='{family}': expected a family that transformers'"):
+        models.outline(ModelConfig(path=str(tmp_path), init="random", max_length=8))
 
 
 def test_a_head_that_no_key_tells_of_is_noticed_by_its_logits(tmp_path: Path) -> None:
