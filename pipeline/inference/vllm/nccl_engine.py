@@ -23,16 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from pipeline.errors import WeightSyncError, one_line
 from pipeline.inference.vllm.adapter_loading import AdapterSlot
 from pipeline.inference.vllm.copy_plan import CopyPlan, NoPlan
-from pipeline.inference.vllm.gloo_engine import adapter_slot, ends_if_it_fails, receive_and_prepare, reload_model
+from pipeline.inference.vllm.gloo_engine import (
+    GlooInit,
+    GlooUpdate,
+    adapter_slot,
+    ends_if_it_fails,
+    receive_and_prepare,
+    reload_model,
+)
 from pipeline.inference.vllm.server_password import server_password
 from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.transports.gloo import SERVER, WeightLayout, announce, visit_store
@@ -42,27 +45,12 @@ from pipeline.utils.waiting import Deadline
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class NcclInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer is, on which `gpu`, and what it will send; as `gloo_engine.GlooInit`. `at_once`: see
-    `Shard.chunks`."""
-
-    host: str
-    port: int
-    group: str
-    address: str
-    seconds: float
-    layout: list[list[Any]]
-    adapter: dict[str, Any]
-    gpu: str
-    at_once: bool
+class NcclInit(GlooInit):
+    """The same, over nccl: `gpu` is the GPU that the trainer sends from; for `at_once` see `Shard.chunks`."""
 
 
-@dataclass
-class NcclUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+class NcclUpdate(GlooUpdate):
     """Which version the trainer wants served."""
-
-    version: int
 
 
 @dataclass(frozen=True)
