@@ -39,13 +39,13 @@ class ServeConfig(Section):
     session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")
     silent_seconds: Annotated[float, Field(ge=60)] = Field(
         120,
-        description="Without a heartbeat for so long, a session's requests wait until the next one; the SDK sends a "
-        "heartbeat every 10 s.",
+        description="A session is silent after this time without a heartbeat: its requests then wait for the next "
+        "heartbeat. The SDK sends one every 10 s.",
     )
     snapshot_seconds: Seconds = Field(
         3600,
-        description="How long a snapshot for one sampling client is kept after its last use; a model always keeps its "
-        "newest eight.",
+        description="Time after its last use at which a snapshot of one sampling client may be removed. The newest "
+        "eight of each model stay.",
     )
     commit_steps: Positive = Field(
         20,

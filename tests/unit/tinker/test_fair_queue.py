@@ -78,19 +78,20 @@ def test_every_sample_is_started_once_and_none_of_a_session_that_is_held(
     queue, added, done, held = queue_of(capacity), 0, set[str](), set[str]()
     running: list[str] = []
     for session, event in [*events, *((session, "release") for session in "abc")]:
-        if event == "add":
-            queue.add(session, f"{session}{added}", 1)
-            added += 1
-        elif event == "end" and running:
-            done.add(running[0])
-            queue.remove(running.pop(0))
-        elif event == "hold":
-            held.add(session)
-            stopped = queue.hold(session)
-            running = [id for id in running if id not in stopped]
-        elif event == "release":
-            held.discard(session)
-            queue.release(session)
+        match event:
+            case "add":
+                queue.add(session, f"{session}{added}", 1)
+                added += 1
+            case "end" if running:
+                done.add(running[0])
+                queue.remove(running.pop(0))
+            case "hold":
+                held.add(session)
+                stopped = queue.hold(session)
+                running = [id for id in running if id not in stopped]
+            case "release":
+                held.discard(session)
+                queue.release(session)
         new = started(queue)
         assert not {id[0] for id in new} & held
         running += new
