@@ -170,6 +170,17 @@ def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
         raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", mend)
 
 
+def _replicas_divide_the_trainer(config: RunConfig) -> None:
+    replicas, trainer = config.training.mesh.dp_replicate, config.resources.trainer
+    ranks = trainer.nodes * trainer.processes
+    if replicas > 1 and config.serve.enabled:
+        expected = "1 with serve.enabled: adapters of clients are swapped in shards of one model"
+        raise ConfigError("training.mesh.dp_replicate", replicas, expected, "remove it")
+    if ranks % replicas:
+        expected = f"a divisor of {ranks}, the trainer's processes (resources.trainer.nodes × processes)"
+        raise ConfigError("training.mesh.dp_replicate", replicas, expected, "change one of them")
+
+
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
     if config.cluster.kind == "slurm":
         if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
@@ -312,6 +323,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _a_trainer_process_has_one_gpu,
+    _replicas_divide_the_trainer,
     _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,

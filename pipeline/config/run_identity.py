@@ -32,6 +32,7 @@ OPERATIONAL = (
     "training.compile",
     "training.data_seconds",
     "training.keep_checkpoints",
+    "training.mesh.dp_replicate",
     "training.micro_batch_rows",
     "training.micro_batch_tokens",
     "training.offload",

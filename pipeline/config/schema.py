@@ -159,6 +159,16 @@ class WarmStartConfig(Section):
     lr: Rate = Field(1e-3, description="Learning rate of SFT.")
 
 
+class MeshConfig(Section):
+    """The dimensions of the trainer's mesh of processes. What the other dimensions leave is `dp_shard`."""
+
+    dp_replicate: Positive = Field(
+        1,
+        description="Replicas of each model (HSDP). Each replica is sharded over an equal part of the trainer's "
+        "processes, and its gradients are summed with the other replicas'. 1: one model, sharded over all (FSDP).",
+    )
+
+
 class TrainingConfig(Section):
     """Steps, batches, memory and checkpoints of training."""
 
@@ -213,6 +223,7 @@ class TrainingConfig(Section):
         description="Reshard parameters and gradients after every pass through a layer (ZeRO-3): less memory. "
         "Otherwise every rank holds both whole from the first micro-batch of an operation to its last (ZeRO-2).",
     )
+    mesh: MeshConfig = MeshConfig()
     offload: bool = Field(
         False,
         description="Keep only the computing model on the device; the others are offloaded to host memory or disk.",

@@ -96,13 +96,13 @@ class Need(msgspec.Struct, frozen=True):
 def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
     """The most that rank 0 of the trainer holds at a time, of `ranks` (0: as many as the config has)."""
     ranks = ranks or trainer_ranks(config)
-    tokens = micro_batch_tokens(config, ranks)
+    tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
-        "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks),
-        "other models": _others(config, sizes, ranks),
+        "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards),
+        "other models": _others(config, sizes, shards),
         "weights for the servers": _waiting(config, sizes) if _sends(config) else 0,
         "copies in compute type": _copies(config, sizes),
-        "gradients": _shard(_GRADIENT * sizes.trained, ranks if config.training.reshard else 1),
+        "gradients": _shard(_GRADIENT * sizes.trained, shards if config.training.reshard else 1),
         "CUDA": CONTEXT,
     }
     peaks: list[dict[str, int]] = [
@@ -164,9 +164,9 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
 
 def host_need(config: RunConfig, sizes: Sizes) -> Need:
     """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
-    ranks = trainer_ranks(config)
-    state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, ranks)
-    moved = state + _others(config, sizes, ranks) if config.training.offload else 0
+    shards = dp_shard(config, trainer_ranks(config))
+    state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards)
+    moved = state + _others(config, sizes, shards) if config.training.offload else 0
     published = _PUBLISHED * _sent(config, sizes) if _sends(config) and config.training.publish_from == "host" else 0
     return Need(
         {"a commit that is being written": state, "models that wait": moved, "weights for the servers": published}
@@ -198,6 +198,17 @@ def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
 def trainer_ranks(config: RunConfig) -> int:
     """Trainer processes over all nodes."""
     return config.resources.trainer.nodes * config.resources.trainer.processes
+
+
+def dp_shard(config: RunConfig, ranks: int) -> int:
+    """How many of `ranks` trainer processes hold one whole model among them: those of a replica (HSDP)."""
+    return max(1, ranks // config.training.mesh.dp_replicate)
+
+
+def describe_mesh(config: RunConfig) -> str:
+    """The dimensions of the trainer's mesh, as `dp_replicate 2 × dp_shard 4`; the last is over neighboring ranks."""
+    shards = dp_shard(config, trainer_ranks(config))
+    return f"dp_replicate {config.training.mesh.dp_replicate} × dp_shard {shards}"
 
 
 def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
@@ -261,7 +272,7 @@ def _waiting(config: RunConfig, sizes: Sizes) -> int:
     return gathering + (0 if on_host else _PUBLISHED * _sent(config, sizes))
 
 
-def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:
+def _others(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """Models beside the policy: a reference without gradients, a critic with all that a trained one has.
 
     With `training.offload` only the one that computes is on the device, and none of them is larger than the policy.
@@ -270,7 +281,7 @@ def _others(config: RunConfig, sizes: Sizes, ranks: int) -> int:
         return 0
     reference = _MASTER * sizes.parameters if config.has_reference else 0
     trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage == "gae" else 0
-    return _shard(reference + trained, ranks)
+    return _shard(reference + trained, shards)
 
 
 def _copies(config: RunConfig, sizes: Sizes) -> int:

@@ -23,7 +23,7 @@ class ModelSpec:
         steps: optimizer steps of the job, for the schedule of the learning rate.
         seed: of random weights.
         activation_checkpointing, compile, reshard: as in `training.*`.
-        replicas: neighbouring ranks that hold the same shard and get the same rows.
+        dp_replicate: as in `training.mesh`; groups of neighboring ranks that each hold the whole model.
     """
 
     kind: Kind
@@ -34,7 +34,7 @@ class ModelSpec:
     activation_checkpointing: bool = False
     compile: bool = False
     reshard: bool = False
-    replicas: int = 1
+    dp_replicate: int = 1
 
 
 def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
@@ -52,6 +52,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
             activation_checkpointing=training.activation_checkpointing,
             compile=training.compile,
             reshard=training.reshard,
+            dp_replicate=training.mesh.dp_replicate,
         )
 
     models = {"policy": spec("policy", config.model, optim)}

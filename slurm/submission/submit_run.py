@@ -25,7 +25,7 @@ from pipeline.roles.inference import find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
-from pipeline.topology.gpu_memory import Sizes, describe_memory
+from pipeline.topology.gpu_memory import Sizes, describe_memory, describe_mesh, trainer_ranks
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
 from pipeline.train.batching.conversation_rows import check_data, coloured, first_trainable_row
@@ -219,6 +219,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
     console.print(f"  {escape(describe_weights(config.model))}", soft_wrap=True)
+    if whole and trainer_ranks(config) > 1 and not config.evaluation.alone:
+        print(f"  mesh of the trainer: {describe_mesh(config)}", flush=True)
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
     if (shown := first_trainable_row(config)) is not None:

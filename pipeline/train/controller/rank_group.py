@@ -73,6 +73,7 @@ class Dispatch:
         self._control = Control(site, colocated, clock)
         self._models: dict[str, ModelInfo] = {}
         self._sizes: dict[str, int] = {}
+        self._replicas: dict[str, int] = {}
         self._staged: dict[int, Staged] = {}
         self._stagings = 0
 
@@ -113,13 +114,14 @@ class Dispatch:
 
         From the first model on whose rows would see each other packed, all rows are padded; see `likeness`.
         """
-        if spec.replicas < 1 or self._site.ranks % spec.replicas:
-            raise TrainingError(f"{spec.replicas} replicas of {name!r}; expected a divisor of {self._site.ranks} ranks")
+        replicas = spec.dp_replicate
+        if replicas < 1 or self._site.ranks % replicas:
+            raise TrainingError(f"{replicas} replicas of {name!r}; expected a divisor of {self._site.ranks} ranks")
         self._budget = replace(self._budget, packed=packs(spec.model, self._budget.packed))
         self._forget(name)
         needs: Needs = {name: "init_model"}
         info: ModelInfo = self._control.everywhere("init_model", rank_operations.init_model, name, spec, needs=needs)[0]
-        self._models[name], self._sizes[name] = info, self._site.ranks // spec.replicas
+        self._models[name], self._sizes[name], self._replicas[name] = info, self._site.ranks, replicas
         self._control.states |= device_placement.states_of_new(name, spec.optim is not None)
         return info
 
@@ -136,7 +138,7 @@ class Dispatch:
     def copy_parameters(self, source: str, target: str) -> None:
         """Give `target` the parameters of `source`, a model of the same architecture; a critic takes the decoder."""
         self._check(source, target)
-        if self._sizes[source] != self._sizes[target]:
+        if self._replicas[source] != self._replicas[target]:
             raise TrainingError(f"{source!r} has not as many replicas as {target!r}: parameters cannot be copied")
         needs: Needs = {source: "copy_parameters", target: "copy_parameters"}
         self._control.everywhere("copy_parameters", rank_operations.copy_parameters, source, target, needs=needs)
@@ -354,6 +356,7 @@ class Dispatch:
     def _forget(self, name: str) -> None:
         self._models.pop(name, None)
         self._sizes.pop(name, None)
+        self._replicas.pop(name, None)
         self._control.states = device_placement.without(self._control.states, name)
 
 

@@ -46,7 +46,7 @@ def run_after_moves(site: Site, moves: Sequence[Move], operation: Operation, *ar
 def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
     with heartbeat.during(f"making {name}", site.patience.commit):
-        site.workers[name] = ModelWorker(spec, site.mesh_of(name, spec.replicas))
+        site.workers[name] = ModelWorker(spec, site.mesh_of(name, spec.dp_replicate))
     return site.workers[name].info
 
 
@@ -94,7 +94,10 @@ def save_hf_model(site: Site, name: str, path: Path) -> None:
 
 
 def take_parameters(site: Site, name: str) -> None:
-    take_rest(site, site.worker(name).full_parameters())
+    """Take part in gathering for rank 0. Only the ranks of the first replica have a part in it."""
+    worker = site.worker(name)
+    if worker.replica == 0:
+        take_rest(site, worker.full_parameters())
 
 
 def take_rest(site: Site, parameters: Iterator[tuple[str, Tensor]]) -> None:

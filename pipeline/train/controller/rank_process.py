@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -138,7 +139,7 @@ class Site:
     staged: dict[int, list[Shares]] = field(default_factory=dict)
     saver: Saver = field(default_factory=Saver)
     number: int = 0
-    _groups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    _groups: dict[tuple[str, str, int], dist.ProcessGroup] = field(default_factory=dict)
 
     def worker(self, name: str) -> ModelWorker:
         """The model of that name; `TrainingError` with the known names if there is none."""
@@ -146,20 +147,30 @@ class Site:
             raise TrainingError(f"no model {name!r}; there are: {', '.join(self.workers) or 'none'}")
         return self.workers[name]
 
-    def mesh_of(self, name: str, replicas: int = 1) -> DeviceMesh:
-        """The ranks over which a model of this name is sharded, in one dimension: every `replicas`-th of the world.
+    def mesh_of(self, name: str, dp_replicate: int = 1) -> DeviceMesh:
+        """The mesh of a model of this name: `dp_shard`, behind `dp_replicate` if there are several replicas.
 
-        On the CPU its group is of that name alone, so that what models do at the same time cannot mix. On CUDA models
-        take turns and share: a group of nccl costs memory, and several of them may block each other. Collective over
-        all ranks.
+        The rank of replica r and shard s is r × shards + s, so that the ranks of a replica are neighbors. On the CPU
+        the groups are of that name alone, so that what models do at the same time cannot mix. On CUDA models take turns
+        and share: a group of nccl costs memory, and several of them may block each other. Collective over all ranks.
         """
         name = name if self.device == "cpu" else ""
-        if (name, replicas) not in self._groups:
+        ranks = torch.arange(self.ranks).view(dp_replicate, -1)
+        shards = self._group(name, "dp_shard", ranks)
+        if dp_replicate == 1:
+            return DeviceMesh.from_group(shards, self.device, mesh_dim_names=("dp_shard",))
+        groups = [self._group(name, "dp_replicate", ranks.T), shards]
+        names = ("dp_replicate", "dp_shard")
+        return DeviceMesh.from_group(groups, self.device, mesh=ranks, mesh_dim_names=names)
+
+    def _group(self, name: str, dimension: str, ranks: Tensor) -> dist.ProcessGroup:
+        """This rank's group along a dimension of a mesh; each row of `ranks` is a group. Collective over all ranks."""
+        key = name, dimension, len(ranks)
+        if key not in self._groups:
             patience = timedelta(seconds=self.patience.operation)
-            made = [dist.new_group(list(range(first, self.ranks, replicas)), patience) for first in range(replicas)]
-            self._groups[name, replicas] = made[self.rank % replicas]
-        group = self._groups[name, replicas]
-        return DeviceMesh.from_group(group, self.device, mesh_dim_names=("shard",))
+            made = [dist.new_group(group, patience) for group in ranks.tolist()]
+            self._groups[key] = made[int((ranks == self.rank).nonzero()[0, 0])]
+        return self._groups[key]
 
     def send(self, orders: Sequence[bytes]) -> None:
         """Controller: hand every rank its order (see `write_orders`)."""

@@ -17,6 +17,9 @@ LAYER_UNIT = 1 << 20
 def shard_model(model: DecoderModel, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
     """FSDP2 over each large layer and the root, with gradients summed, not averaged, over the ranks.
 
+    A mesh of two dimensions is HSDP: sharded over the last, replicated over the first. Gradients are then reduced to
+    shards inside each replica and summed over the replicas, which stay equal to the last bit.
+
     Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: gathering them one by one would save no memory
     worth having, and every collective operation waits for the slowest rank. Without `reshard`, what was gathered stays
     whole until the worker's method ends.

@@ -72,7 +72,8 @@ class ModelWorker:
     """
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
-        """Make the model's shapes, shard them over the one dimension of `mesh`, and fill the shards on the device.
+        """Make the model's shapes, shard them over the last dimension of `mesh`, with a replica for each place of the
+        first if it has two, and fill the shards on the device.
 
         Raises what `outline`, `Weights` and `fill_model` raise.
         """
@@ -92,7 +93,8 @@ class ModelWorker:
         weights = Weights(spec.model)
         fill_model(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
-        self.group, self.ranks = mesh.get_group(), mesh.size()
+        self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size()
+        self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
         self._parts: dict[Part, Movable] = {
             "model": Movable(self._model_tensors),

@@ -20,7 +20,7 @@ def first_row_here(tensor: Tensor) -> int:
     """The number of this rank's first row; 0 of a tensor that is whole here."""
     if not isinstance(tensor, DTensor):
         return 0
-    group = tensor.device_mesh.get_group()
+    group = _shard_group(tensor)
     start: int = _shares(len(tensor), dist.get_world_size(group))[dist.get_rank(group)].start
     return start
 
@@ -54,7 +54,7 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(tensor, DTensor):
         return mine.to(dtype, copy=True)
     whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    group = tensor.device_mesh.get_group()
+    group = _shard_group(tensor)
     for rank, rows in enumerate(_shares(len(whole), dist.get_world_size(group))):
         if rank == dist.get_rank(group):
             whole[rows].copy_(mine)
@@ -67,6 +67,12 @@ def rows_of(rows: int, ranks: int, rank: int) -> int:
     """How many rows of a tensor of `rows` a rank has."""
     share = _shares(rows, ranks)[rank]
     return int(share.stop - share.start)
+
+
+def _shard_group(tensor: DTensor) -> dist.ProcessGroup:
+    """The ranks that have one whole tensor among them: the last dimension of the mesh, behind that of replicas."""
+    mesh = tensor.device_mesh
+    return mesh.get_group(mesh.ndim - 1)
 
 
 def _shares(rows: int, ranks: int) -> list[slice]:

@@ -27,7 +27,7 @@ class Case:
         tokens, rows, packed, shared: the budget of a micro-batch.
         layers: whether each layer is an FSDP unit of its own.
         offload: whether a reference model and a second trained model compete for the device.
-        reshard, checkpointing, compile, replicas, dtype: as in `ModelSpec`.
+        reshard, checkpointing, compile, dtype: as in `ModelSpec`; replicas: its `dp_replicate`.
         staged: whether the rows are sent once for all steps.
         level: of the metrics.
         tied: whether the model's head is its embedding.

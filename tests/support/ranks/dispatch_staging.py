@@ -116,13 +116,13 @@ def nothing_to_train_is_no_error(dispatch: Dispatch, path: Path) -> None:
     assert dispatch.forward_backward("policy", Batch.of([]), GRPO)["loss"] == 0
 
 
-def replicas_get_the_same_rows_and_stay_the_same(dispatch: Dispatch, path: Path) -> None:
-    """Two replicas of a whole model against one model in two shards."""
+def replicas_train_as_one_model_and_stay_equal_to_the_last_bit(dispatch: Dispatch, path: Path) -> None:
+    """Two replicas of a model in one shard against one model in two shards."""
     batch = fresh(dispatch, path)
     expected = dispatch.forward("policy", batch)
     told = [step(dispatch, batch) for _ in range(3)]
     ended = parameters(dispatch)
-    dispatch.init_model("policy", policy_spec(path, optim=OPTIM, steps=10, replicas=2))
+    dispatch.init_model("policy", policy_spec(path, optim=OPTIM, steps=10, dp_replicate=2))
     assert dispatch.pass_through("policy", shards) == [1, 1]
     for row, answer in zip(expected, dispatch.forward("policy", batch), strict=True):
         np.testing.assert_allclose(answer, row, rtol=0, atol=1e-5)
@@ -141,27 +141,21 @@ def own_parameters(site: Site) -> dict[str, NDArray[np.float32]]:
 
 def shards(worker: ModelWorker) -> int:
     """Over how many ranks the model is sharded."""
-    return next(p.device_mesh.size() for p in worker.model.parameters() if isinstance(p, DTensor))
+    return next(p.device_mesh["dp_shard"].size() for p in worker.model.parameters() if isinstance(p, DTensor))
 
 
-def models_of_other_sizes_take_the_same_staged_rows(dispatch: Dispatch, path: Path) -> None:
+def models_of_other_meshes_take_the_same_staged_rows(dispatch: Dispatch, path: Path) -> None:
     batch = fresh(dispatch, path)
-    dispatch.init_model("reference", policy_spec(path, optim=None, replicas=2))
     staged = dispatch.stage([batch])
+    dispatch.init_model("reference", policy_spec(path, optim=None, dp_replicate=2))
     answers = dispatch.forward_each(["policy", "reference"], staged[0])
     for one, other in zip(answers["policy"], answers["reference"], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     assert "as many replicas" in refusal(lambda: dispatch.copy_parameters("policy", "reference"))
     dispatch.unstage(staged)
     dispatch.remove_model("reference")
-    staged = dispatch.stage([batch])
-    dispatch.init_model("reference", policy_spec(path, optim=None, replicas=2))
-    assert "stage them again" in refusal(lambda: dispatch.forward("reference", staged[0]))
-    dispatch.forward("policy", staged[0])
-    dispatch.unstage(staged)
-    dispatch.remove_model("reference")
     assert "expected a divisor of 2 ranks" in refusal(
-        lambda: dispatch.init_model("reference", policy_spec(path, replicas=3))
+        lambda: dispatch.init_model("reference", policy_spec(path, dp_replicate=3))
     )
 
 
@@ -270,8 +264,8 @@ STAGING: tuple[Scenario, ...] = (
     bad_rows_are_not_staged_and_bad_columns_change_nothing,
     rows_are_not_staged_before_there_is_a_model,
     nothing_to_train_is_no_error,
-    replicas_get_the_same_rows_and_stay_the_same,
-    models_of_other_sizes_take_the_same_staged_rows,
+    replicas_train_as_one_model_and_stay_equal_to_the_last_bit,
+    models_of_other_meshes_take_the_same_staged_rows,
     models_that_answer_together_answer_as_alone,
     models_that_answer_together_compute_at_the_same_time,
     a_model_that_fails_beside_others_is_reported,

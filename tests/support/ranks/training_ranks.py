@@ -75,7 +75,7 @@ def begin(rank: ModelWorker) -> None:
     training_mutations.seen.clear()
     training_mutations.seen["units"] = sum(isinstance(module, FSDPModule) for module in rank.model.modules())
     mesh = next(p.device_mesh for p in rank.model.parameters() if isinstance(p, DTensor))
-    training_mutations.seen["shards"] = mesh.size()
+    training_mutations.seen["shards"] = mesh.size(mesh.ndim - 1)
     torch._dynamo.utils.counters.clear()
 
 
@@ -148,7 +148,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         activation_checkpointing=case.checkpointing,
         compile=case.compile,
         reshard=case.reshard,
-        replicas=case.replicas,
+        dp_replicate=case.replicas,
     )
 
 

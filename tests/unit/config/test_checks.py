@@ -123,6 +123,10 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["reward.calls=group"], "expected sample, since reward.functions is empty"),
         (["training.micro_batch_tokens=8"], "so that every sample fits"),
         (["resources.device=cuda"], "resources.trainer.gpus=0: expected 1 with resources.device=cuda"),
+        (
+            ["training.mesh.dp_replicate=2", "resources.trainer.processes=3"],
+            "training.mesh.dp_replicate=2: expected a divisor of 3, the trainer's processes",
+        ),
         (["resources.trainer.gpus=2"], "resources.trainer.gpus=2: expected 0 or 1 for each process of the trainer"),
     ],
 )

@@ -14,6 +14,7 @@ from pipeline.topology.gpu_memory import (
     WEIGHT_CHUNK,
     Sizes,
     describe_memory,
+    describe_mesh,
     host_need,
     micro_batch_tokens,
     sequence_bytes,
@@ -289,3 +290,12 @@ def test_the_lines_say_what_is_not_known() -> None:
 def test_a_server_holds_the_weights_that_arrive_beside_those_that_it_serves() -> None:
     parts = server_need(config_of(gpus=4), B8).parts
     assert (parts["weights"], parts["weights that arrive"]) == (B8.weights // 4, B8.weights // 4)
+
+
+def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
+    replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
+    assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"
+    four, eight = (config_of(processes=count, **SAVING) for count in (4, 8))
+    parts = trainer_need(replicated, B8).parts
+    for part in ("parameters and moments", "gradients"):
+        assert parts[part] == trainer_need(four, B8).parts[part] > trainer_need(eight, B8).parts[part]
