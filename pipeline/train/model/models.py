@@ -25,6 +25,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.model.checkpoint_layout import Form, Tensors
 from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.experts import use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
@@ -163,6 +164,7 @@ def outline(config: ModelConfig, kind: Kind = "policy") -> DecoderModel:
         settings = AutoConfig.from_pretrained(config.path)
         refuse_unloadable(settings)
         network = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=ATTENTION)
+        use_grouped_experts(network)
         fix_frequencies(network, config.max_length)
         refuse_unsupported(network)
         for module in network.modules():

@@ -1,0 +1,145 @@
+"""The experts of a mixture: one grouped matrix product for all experts of a layer.
+
+transformers calls a registered function with an experts module, as it calls an attention function. This one serves
+every family whose experts are fused: stacked in `up_proj` or `gate_up_proj`, and `down_proj`. Activation, biases and
+the order of dimensions are attributes of the module. Other experts keep their own forward pass.
+
+Tokens are sorted by expert once. The gradient of the sort is a gather and a sum in float32, where autograd's own is a
+scatter in compute type. The function stays outside of compiled graphs: there, `grouped_mm` takes bfloat16 only.
+
+Notation: T tokens, K experts of each token, S = T × K slots, X experts, E features.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+EXPERTS = "rollcall"
+_ALIGNMENT = 16
+"""Bytes. `grouped_mm` needs rows of this alignment."""
+
+
+def use_grouped_experts(network: nn.Module) -> int:
+    """Have the fused experts of a network computed by `experts_forward`; returns the number of such layers."""
+    fused = [module for module in network.modules() if is_fused(module)]
+    for module in fused:
+        cast(Any, module).config._experts_implementation = EXPERTS
+    return len(fused)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module holds all experts of a layer in the form that `experts_forward` computes."""
+    named = dict(module.named_parameters(recurse=False))
+    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    return hasattr(module, "is_transposed") and up in named and "down_proj" in named
+
+
+def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The weighted sum [T, E] over each token's experts, summed in float32 (float64 for float64 input)."""
+    T, K = chosen_TK.shape
+    expert_S = chosen_TK.reshape(-1)
+    order_S = torch.argsort(expert_S, stable=True)
+    inverse_S = torch.empty_like(order_S)
+    inverse_S[order_S] = torch.arange(T * K, device=order_S.device)
+    ends_X = _tokens_per_expert(expert_S, len(module.down_proj)).cumsum(0).to(torch.int32)
+    sorted_SE = _apply(_Take, hidden_TE, order_S, inverse_S, K)
+    expert_S = expert_S[order_S]
+    if module.has_gate:
+        inner_SI = module._apply_gate(_linear(module, "gate_up_proj", sorted_SE, expert_S, ends_X))
+    else:
+        inner_SI = module.act_fn(_linear(module, "up_proj", sorted_SE, expert_S, ends_X))
+    output_SE = _linear(module, "down_proj", inner_SI, expert_S, ends_X)
+    output_TKE = _apply(_Permute, output_SE, inverse_S, order_S).view(T, K, -1)
+    total_TE = (output_TKE * weights_TK.unsqueeze(-1)).sum(1, dtype=_exact(hidden_TE.dtype))
+    return total_TE.to(hidden_TE.dtype)
+
+
+def grouped_product(x_SI: Tensor, matrices_XIO: Tensor, ends_X: Tensor) -> Tensor:
+    """[S, O]: rows of `x_SI` up to `ends_X[i]` by matrix i.
+
+    A loop stands in where `grouped_mm` has no kernel: float64, rows without alignment, float32 on CUDA.
+    """
+    aligned = matrices_XIO.shape[-1] * matrices_XIO.itemsize % _ALIGNMENT == 0  # rows of the output's gradient
+    if aligned and _has_kernel(x_SI) and _has_kernel(matrices_XIO):
+        return grouped_mm(x_SI, matrices_XIO, offs=ends_X)
+    return _apply(_Loop, x_SI, matrices_XIO, ends_X)
+
+
+def _linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_X: Tensor) -> Tensor:
+    matrices = getattr(module, name).to(x_SI.dtype)
+    y_SO = grouped_product(x_SI, matrices if module.is_transposed else matrices.transpose(-2, -1), ends_X)
+    if module.has_bias:
+        y_SO = y_SO + getattr(module, f"{name}_bias").index_select(0, expert_S)
+    return y_SO
+
+
+def _tokens_per_expert(expert_S: Tensor, experts: int) -> Tensor:
+    counts_X = torch.zeros(experts, dtype=torch.int64, device=expert_S.device)
+    return counts_X.scatter_add_(0, expert_S, torch.ones_like(expert_S))
+
+
+def _has_kernel(x: Tensor) -> bool:
+    kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    strides = (stride * x.itemsize % _ALIGNMENT == 0 for stride in x.stride() if stride != 1)
+    return x.dtype in kinds and x.numel() > 0 and x.data_ptr() % _ALIGNMENT == 0 and all(strides)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _apply(function: Any, *given: Any) -> Tensor:
+    return cast(Tensor, function.apply(*given))
+
+
+class _Take(torch.autograd.Function):
+    """`table[order // K]`: each row K times, sorted. Its gradient is gathered and summed, not scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, table_TE: Tensor, order_S: Tensor, inverse_S: Tensor, K: int) -> Tensor:
+        ctx.save_for_backward(inverse_S)
+        ctx.K = K
+        return table_TE.index_select(0, order_S // K)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse_S,), (slope_SE,) = ctx.saved_tensors, slopes
+        slope_TKE = slope_SE.index_select(0, inverse_S).view(-1, ctx.K, slope_SE.shape[-1])
+        return slope_TKE.sum(1, dtype=_exact(slope_SE.dtype)).to(slope_SE.dtype), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """`table[order]` of a permutation; its gradient is the other way's gather."""
+
+    @staticmethod
+    def forward(ctx: Any, table_SE: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_S)
+        return table_SE.index_select(0, order_S)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_S,), (slope_SE,) = ctx.saved_tensors, slopes
+        return slope_SE.index_select(0, inverse_S), None, None
+
+
+class _Loop(torch.autograd.Function):
+    """`grouped_mm` by a loop over experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SI: Tensor, matrices_XIO: Tensor, ends_X: Tensor) -> Tensor:
+        ctx.save_for_backward(x_SI, matrices_XIO)
+        ends = ends_X.tolist()
+        ctx.parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return torch.cat([x_SI[part] @ matrices_XIO[i] for i, part in enumerate(ctx.parts)])
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x_SI, matrices_XIO), (slope_SO,) = ctx.saved_tensors, slopes
+        of_x = torch.cat([slope_SO[part] @ matrices_XIO[i].T for i, part in enumerate(ctx.parts)])
+        return of_x, torch.stack([x_SI[part].T @ slope_SO[part] for part in ctx.parts]), None
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, torch.compiler.disable(experts_forward))  # type: ignore[no-untyped-call]
