@@ -1,0 +1,255 @@
+"""Tokens/s, model FLOPs utilization and memory of a mixture of experts on one GPU, of this trainer and of plain loops.
+
+    python -m tests.gpu.experts OUT.json [--shape 3b 30b-8layers] [--device cuda] [--steps 4] [--seconds 420]
+
+Random weights in the shape of Qwen3-MoE, 16 packed rows of 1,024 tokens. The plain loops keep bfloat16 parameters and
+have no optimizer; the worker takes whole steps with float32 parameters and AdamW. MFU counts the parameters that a
+token meets, 6 operations each. A way that fails is recorded with its error; none begins after `--seconds`.
+"""
+
+import argparse
+import gc
+import inspect
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from pipeline.config import LossConfig, ModelConfig, OptimConfig
+from pipeline.train.batching.packing import Budget
+from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_process import Deadlines, joined_world
+from pipeline.train.model.experts import EXPERTS
+from pipeline.train.worker_spec import ModelSpec
+
+PEAK = 989e12
+"""Dense bf16 FLOP/s of an H100 or H200, by its data sheet."""
+GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+WARM_UP, CHUNK, ATTENTION = 2, 2048, "bench_packed"
+_SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "vocab_size": 128}
+SHAPES: dict[str, dict[str, int]] = {
+    "3b": {
+        "hidden_size": 1536,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "vocab_size": 32768,
+    },
+    "30b-8layers": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "vocab_size": 32768,
+    },
+    "tiny": _SMALL | {"hidden_size": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+ROWS = {"tiny": (4, 32)}
+PLAIN = ("eager", "grouped_mm", "grouped_mm+compiled", EXPERTS, f"{EXPERTS}+compiled", "dense+compiled")
+WORKER = ("worker+compiled", "worker+recomputed", "worker+compiled+recomputed")
+
+
+def config_of(shape: str, dense: bool = False) -> Any:
+    """Qwen3-MoE of this shape, or the Qwen3 whose tokens meet as many parameters."""
+    given: dict[str, Any] = {**SHAPES[shape], "max_position_embeddings": 4096, "tie_word_embeddings": False}
+    if not dense:
+        return AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, mlp_only_layers=[], **given)
+    wide = given.pop("num_experts_per_tok") * given.pop("moe_intermediate_size")
+    given.pop("num_experts")
+    return AutoConfig.for_model("qwen3", intermediate_size=wide, **given)
+
+
+def multiplied(network: Any) -> float:
+    """Parameters that a token is multiplied by."""
+    named = {n: p.numel() for n, p in network.named_parameters() if p.ndim > 1 and "embed_tokens" not in n}
+    experts = sum(size for name, size in named.items() if ".experts." in name)
+    settings = network.config
+    share = settings.num_experts_per_tok / settings.num_experts if experts else 1.0
+    return float(sum(named.values()) - experts * (1 - share))
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **others: Any
+) -> tuple[Tensor, None]:
+    """Causal attention of packed rows of one length, `others["row_length"]`: [1, H, P, D] → [1, P, H, D]."""
+    length = others["row_length"]
+    if not query.is_cuda:
+        rows = [x[0].reshape(len(x[0]), -1, length, x.shape[-1]).transpose(0, 1) for x in (query, key, value)]
+        q, k, v = rows
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if GROUPS:
+        options["enable_gqa"] = True
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    bounds = torch.arange(0, len(q) + 1, length, dtype=torch.int32, device=q.device)
+    attended: Any = varlen.varlen_attn(q, k, v, bounds, bounds, length, length, **options)
+    return attended[None], None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+def plain_step(way: str, shape: str, device: str) -> tuple[Callable[[], float], float]:
+    """A forward and backward pass of transformers' model, and the parameters that a token meets."""
+    experts, *switches = way.split("+")
+    dense, (rows, length) = experts == "dense", ROWS.get(shape, (16, 1024))
+    chosen = {} if dense else {"experts_implementation": experts}
+    with torch.device(device):
+        network: Any = AutoModelForCausalLM.from_config(
+            config_of(shape, dense), dtype=torch.bfloat16, attn_implementation=ATTENTION, **chosen
+        )
+        tokens = torch.randint(0, SHAPES[shape]["vocab_size"], (1, rows * length))
+        positions = torch.arange(length).repeat(rows)[None]
+    for layer in network.model.layers if "compiled" in switches else ():
+        layer.compile()
+
+    def part(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy((hidden @ network.lm_head.weight.T).float(), targets, reduction="sum")
+
+    def step() -> float:
+        network.zero_grad(set_to_none=True)
+        given = {"input_ids": tokens, "position_ids": positions, "use_cache": False, "row_length": length}
+        hidden, targets = network.model(**given).last_hidden_state[0], tokens[0].roll(-1)
+        parts = zip(torch.split(hidden, CHUNK), torch.split(targets, CHUNK), strict=True)
+        loss = sum(checkpoint(part, h, t, use_reentrant=False) for h, t in parts) / len(targets)
+        loss.backward()
+        return float(loss)
+
+    return step, multiplied(network)
+
+
+def time_plain(way: str, shape: str, device: str, steps: int) -> dict[str, Any]:
+    step, met = plain_step(way, shape, device)
+    return figures(step, met, shape, device, steps)
+
+
+def time_worker(way: str, shape: str, device: str, steps: int) -> dict[str, Any]:
+    """Whole steps of this trainer's worker, in a world of one rank."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update(own)
+        config_of(shape).save_pretrained(folder)
+        (Path(folder) / "tokenizer.json").write_text("{}")
+        spec = ModelSpec(
+            kind="policy",
+            model=ModelConfig(path=folder, init="random", dtype="bfloat16"),
+            optim=OptimConfig(lr=1e-6),
+            compile="compiled" in way,
+            activation_checkpointing="recomputed" in way,
+        )
+        batch = make_batch(shape)
+        with joined_world("cuda" if device == "cuda" else "cpu", Deadlines(300, 600, grace=5)) as site:
+            dispatch = Dispatch(site, Budget(sum(batch.lengths), shared=False))
+            dispatch.init_model("policy", spec)
+
+            def step() -> float:
+                metrics = dispatch.forward_backward("policy", batch, LossConfig(name="reinforce"))
+                dispatch.optim_step("policy")
+                return metrics["loss"]
+
+            found = figures(step, multiplied(site.workers["policy"].model.network), shape, device, steps)
+            dispatch.remove_model("policy")
+            dispatch.close()
+    return found
+
+
+def make_batch(shape: str) -> Batch:
+    (rows, length), draw = ROWS.get(shape, (16, 1024)), np.random.default_rng(0)
+    tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
+    mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
+    made = [
+        Row(each, mask, advantages=1.0, behaviour=sampled, prompt=index)  # rows of as many prompts
+        for index, each in enumerate(tokens)
+    ]
+    return Batch.of(made, "token")
+
+
+def figures(step: Callable[[], float], met: float, shape: str, device: str, steps: int) -> dict[str, Any]:
+    """The median of `steps` steps after `WARM_UP` others."""
+    seconds, loss = [], 0.0
+    for _ in range(WARM_UP + steps):
+        begun = time.perf_counter()
+        loss = step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    rows, length = ROWS.get(shape, (16, 1024))
+    rate = rows * length / statistics.median(seconds[WARM_UP:])
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {"tokens_per_second": rate, "mfu": 6 * met * rate / PEAK, "peak_gib": peak, "seconds": seconds, "loss": loss}
+
+
+def clear(device: str) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def attempt(way: str, shape: str, device: str, steps: int) -> dict[str, Any]:
+    try:
+        return (time_worker if way in WORKER else time_plain)(way, shape, device, steps)
+    except Exception as error:  # noqa: BLE001 (the failure of one way is a result; the others are still timed)
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """One line for each shape and way."""
+    lines = [f"{'shape, way':44s} {'tokens/s':>9s} {'MFU':>6s} {'peak GiB':>8s}"]
+    for name, each in found.items():
+        numbers = "{tokens_per_second:9,.0f} {mfu:6.3f} {peak_gib:8.1f}"
+        lines.append(f"{name:44s} {each['error'] if 'error' in each else numbers.format(**each)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", nargs="*", default=["3b", "30b-8layers"], choices=SHAPES)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=420.0)
+    given = parser.parse_args()
+    begun, found = time.perf_counter(), dict[str, dict[str, Any]]()
+    torch._dynamo.config.recompile_limit = 32
+    for shape, way in [(shape, way) for shape in given.shape for way in (*WORKER, *PLAIN)]:
+        if time.perf_counter() - begun > given.seconds:
+            found[f"{shape}, {way}"] = {"error": "not begun: time is over"}
+            continue
+        clear(given.device)
+        found[f"{shape}, {way}"] = attempt(way, shape, given.device, given.steps)
+        given.out.write_text(json.dumps(found, indent=1))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
