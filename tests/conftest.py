@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -47,9 +48,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: those of Slurm mostly wait, and run beside others that compute."""
+    """Begin with the longest files, and with those whose time is not known yet."""
     seconds = json.loads(TIMES.read_text())
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], math.inf))
 
 
 def pytest_collection_finish() -> None:

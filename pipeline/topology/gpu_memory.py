@@ -1,7 +1,7 @@
 """What the roles of a run need of a GPU's memory.
 
 Owns the arithmetic, from a model's sizes and a config, part by part; `memory_fit` refuses what cannot fit. Promises
-upper bounds that lie near what was measured (docs/gpus.md says how near). Pure: what a model's sizes are is told by
+upper bounds that lie near what was measured (docs/gpus.md says how near). Pure: a model's sizes come from
 `pipeline.train.model.model_size`.
 
     trainer_need(config, sizes).total       # bytes of the GPU of a trainer process

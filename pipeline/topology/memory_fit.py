@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeline.config import RunConfig
+from pipeline.config.schema import MeshConfig
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
 from pipeline.topology.gpu_memory import (
@@ -35,35 +36,36 @@ def check_memory(config: RunConfig, sizes: Sizes) -> None:
         return
     trainer = trainer_need(config, sizes)
     if trainer.total > memory:
-        raise _too_small(config, "a trainer process", trainer, _mend_trainer(config, sizes, memory))
+        raise _too_small(config, "a trainer process", trainer, _hint_trainer(config, sizes, memory))
     if config.has_rollouts:
         _check_servers(config, sizes, memory)
 
 
 def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
-    """Bytes that a trainer process may allocate of a GPU of so many bytes that servers share: what they leave, less
-    what CUDA takes for the process itself. `ConfigError` where it would not fit; for clients' adapters, of which
-    nothing is known, where nothing is left."""
+    """Bytes that a trainer process may allocate on a GPU of `memory` bytes that it shares with servers.
+
+    These are the bytes that the servers leave, less CUDA's context. `ConfigError` if the trainer would not fit. The
+    adapters of clients have no known size: with `serve.enabled` the error comes only if nothing is left.
+    """
     placed = on_gpus_of(config, memory)
     if not config.serve.enabled:
         check_memory(placed, sizes)
     left = int((1 - config.inference.gpu_memory) * memory) - outside_vllm(config, sizes) - CONTEXT
     if left <= 0:
         raise _too_small(
-            placed, "a trainer beside its servers", trainer_need(config, sizes), "lower inference.gpu_memory"
+            placed, "a trainer on the GPU of its servers", trainer_need(config, sizes), "lower inference.gpu_memory"
         )
     return left
 
 
 def on_gpus_of(config: RunConfig, memory: int) -> RunConfig:
-    """The same run on GPUs of so many bytes, whatever it says of them."""
+    """The config with `resources.gpu_memory` set to `memory` bytes."""
     resources = config.resources.model_copy(update={"gpu_memory": f"{memory // _MIB}M"})
     return config.model_copy(update={"resources": resources})
 
 
 def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
-    """The most that `inference.gpu_memory` may be, in hundredths: that part is vLLM's, and the rest for what is beside
-    it."""
+    """The largest `inference.gpu_memory` (a fraction, in steps of 0.01) that leaves room for all that is not vLLM's."""
     return max(0, math.floor(100 * (1 - beside_vllm(config, sizes) / memory))) / 100
 
 
@@ -72,30 +74,33 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
     if inside + beside > memory and config.resources.share_gpus:
         trainer = trainer_need(config, sizes)
         servers = inside + beside - trainer.total
-        mend = _mend_trainer(config, sizes, memory - servers)
-        raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, mend)
+        hint = _hint_trainer(config, sizes, memory - servers)
+        raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, hint)
     if inside + beside > memory:
         need = server_need(config, sizes)
-        raise _too_small(config, "each GPU of a server", need, _mend_server(config, sizes, memory))
+        raise _too_small(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
     share, most = config.inference.gpu_memory, most_share(config, sizes, memory)
     if share > most:
-        expected = f"at most {most}: {_BESIDE[config.resources.share_gpus]} take {beside / GIB:.1f} GiB beside vLLM"
+        expected = f"at most {most}: {_NOT_VLLM[config.resources.share_gpus]} take {beside / GIB:.1f} GiB outside vLLM"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
     if share * memory < inside:
         expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
         raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
 
 
-_BESIDE = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
+_NOT_VLLM = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
 """What is on a server's GPU, by whether it is shared with the trainer."""
 
 
-def _too_small(config: RunConfig, who: str, need: Need, mend: str) -> ConfigError:
-    return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {who}, {need}", mend)
+def _too_small(config: RunConfig, who: str, need: Need, hint: str) -> ConfigError:
+    return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {who}, {need}", hint)
 
 
-def _mend_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
+def _hint_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
     """The first change that makes a trainer process fit, the cheapest first."""
+    one = _changed(config, {"mesh": MeshConfig()})
+    if config.training.mesh.dp_replicate > 1 and trainer_need(one, sizes).total <= memory:
+        return "set training.mesh.dp_replicate=1"
     for changes in _SAVINGS:
         saved = _changed(config, changes)
         if trainer_need(saved, sizes).total <= memory:
@@ -108,7 +113,7 @@ def _mend_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
     return f"set {keys} and spread the trainer over {more} processes"
 
 
-def _mend_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
+def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
     resources = config.resources
     for gpus in (2, 4, 8):
         wider = resources.model_copy(update={"inference": resources.inference.model_copy(update={"gpus": gpus})})

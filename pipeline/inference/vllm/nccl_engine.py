@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class NcclInit(GlooInit):
-    """The same, over nccl: `gpu` is the GPU that the trainer sends from; for `at_once` see `Shard.chunks`."""
+    """Where the trainer is and what it will send over nccl; `gpu` is set, and `Shard.chunks` explains `at_once`."""
 
 
 class NcclUpdate(GlooUpdate):

@@ -53,7 +53,7 @@ def answer_queries(
     that the model has. Collective: every rank has all rows."""
     kin = packing.kin_of([row.tokens for row in rows], budget.packing)
     shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget, kin)
-    bins = shares[dist.get_rank(worker.group)]
+    bins = shares[dist.get_rank()]
     answers, loss = Answers([index for one in bins for index in one], [], 0.0), 0.0
     with torch.set_grad_enabled(backward), worker.passes():
         for number, indices in enumerate(bins):

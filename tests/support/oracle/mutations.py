@@ -14,8 +14,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import pipeline.train.algorithms
 from pipeline.train.batching import packing, sequences
@@ -82,6 +84,20 @@ def averaged_gradients(rank: ModelWorker) -> None:
         if isinstance(module, model_worker.FSDPModule):
             seen["mutated"] += 1
             module.set_gradient_divide_factor(2.0)
+
+
+def unreduced_replicas(rank: ModelWorker) -> None:
+    """Gradients are not summed over the replicas of the model."""
+    mesh = next(p.device_mesh for p in rank.model.parameters() if isinstance(p, DTensor))
+    replicas, reduce = mesh.get_group(0), dist.all_reduce
+
+    def skipping(tensor: Tensor, *others: Any, group: Any = None, **more: Any) -> Any:
+        if group is replicas:
+            seen["mutated"] += 1
+            return None
+        return reduce(tensor, *others, group=group, **more)
+
+    patch(dist, "all_reduce", skipping)
 
 
 def leaking_attention(rank: ModelWorker) -> None:
@@ -174,6 +190,7 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "dropped_micro_batch": dropped_micro_batch,
     "duplicated_shard": duplicated_shard,
     "averaged_gradients": averaged_gradients,
+    "unreduced_replicas": unreduced_replicas,
     "leaking_attention": leaking_attention,
     "wrong_positions": wrong_positions,
     "strange_kin": strange_kin,

@@ -197,6 +197,11 @@ def test_the_mend_of_a_trainer_that_needs_more_processes_says_how_many() -> None
     check_memory(with_share(config, 0.7), B8)
 
 
+def test_a_trainer_whose_replicas_do_not_fit_is_told_to_have_one() -> None:
+    told = said(config_of(processes=8, memory="60G", mesh={"dp_replicate": 4}, **SAVING, publish_from="host"))
+    assert told.endswith("; set training.mesh.dp_replicate=1")
+
+
 def test_when_no_number_of_processes_would_do_it_says_so() -> None:
     assert "no number of trainer processes would do" in said(config_of(memory="8G"))
 
@@ -212,7 +217,7 @@ def test_a_server_that_does_not_fit_is_refused_with_how_many_gpus_do() -> None:
 @pytest.mark.parametrize(
     ("share", "words"),
     [
-        (0.85, "expected at most 0.79: weights that arrive and CUDA take 16.4 GiB beside vLLM; lower it"),
+        (0.85, "expected at most 0.79: weights that arrive and CUDA take 16.4 GiB outside vLLM; lower it"),
         (0.1, "expected at least 0.24"),
     ],
 )
