@@ -105,7 +105,7 @@ def storm(pid: int, seconds: float = 1.0) -> None:
 def program_of(pid: int) -> str:
     """Path of the program that a process runs; empty if the process is gone."""
     try:
-        return os.readlink(f"/proc/{pid}/exe")
+        return str(Path(f"/proc/{pid}/exe").readlink())
     except OSError:
         return ""
 
