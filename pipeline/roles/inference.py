@@ -18,7 +18,7 @@ from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError
 from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.inference.vllm.kv_cache_size import SHARED
-from pipeline.inference.vllm.plugin import ENGINES, MODEL
+from pipeline.inference.vllm.plugin import ENGINES, MODEL, register
 from pipeline.inference.vllm.server_password import WORLD
 from pipeline.roles import Launch
 from pipeline.roles.role_context import RoleContext
@@ -39,13 +39,26 @@ def find_vllm() -> None:
         raise ConfigError(
             "resources.inference", "vllm", "vLLM in this Python", f"{sys.executable} launchers/install.py installs it"
         )
-    if not any(plugin.name == "rollcall" for plugin in entry_points(group=_PLUGINS)):
-        mend = f"{sys.executable} -m pip install -e . makes vLLM find it"
-        raise ConfigError("resources.inference", "rollcall", f"Rollcall's entry point in {_PLUGINS}", mend)
+    check_plugin()
+
+
+def check_plugin() -> None:
+    """`ConfigError` unless every vLLM of this Python will call `plugin.register`.
+
+    An installation remembers the entry points of its day. Where the module has moved since, vLLM passes over what it
+    cannot import, and ends later for want of our weight-transfer engines.
+    """
+    entry = f"{register.__module__}:{register.__name__}"
+    installed = [plugin.value for plugin in entry_points(group=_PLUGINS, name="rollcall")]
+    if installed != [entry]:
+        mend = f"reinstall: {sys.executable} -m pip install -e ."
+        raise ConfigError(f"entry point rollcall in {_PLUGINS}", ", ".join(installed), entry, mend)
 
 
 def launch(context: RoleContext) -> Launch:
-    """How the agent starts the server; ready once it answers, although it has no weights yet."""
+    """How the agent starts the server; ready once it answers, although it has no weights yet. `ConfigError` where it
+    would start without our plugin."""
+    check_plugin()
     place = context.placement
     return Launch(
         argv=server_command(context.config, place),

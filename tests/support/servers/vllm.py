@@ -109,6 +109,7 @@ def starting_of(
     gpus: tuple[int, ...] = (),
 ) -> Iterator[Callable[[], Served]]:
     """As `starting`, the server of any config, on these GPUs."""
+    inference.check_plugin()
     model = Path(config.model.path)
     with subprocesses.hold_port() as holder:
         place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)

@@ -4,8 +4,10 @@ import os
 import socket
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,26 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"launchers/install\.py"):
         inference.find_vllm()
+
+
+STALE = [EntryPoint("rollcall", "pipeline.vllm.plugin:register", "vllm.general_plugins")]
+
+
+@pytest.mark.parametrize("installed", [STALE, []], ids=["stale", "absent"])
+def test_an_installation_whose_entry_point_is_not_the_codes_is_refused_with_the_command_that_renews_it(
+    installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "entry_points", lambda **_: installed)
+    for start in (inference.find_vllm, lambda: inference.launch(None)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"plugin:register; reinstall: \S+ -m pip install -e \.$") as refused:
+            start()
+        assert "\n" not in str(refused.value)
+
+
+def test_the_entry_point_that_is_installed_and_the_one_in_pyproject_are_the_plugins() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"rollcall": "pipeline.inference.vllm.plugin:register"}
+    inference.check_plugin()
 
 
 class Starting(HttpServer):
