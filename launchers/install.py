@@ -32,6 +32,9 @@ TRITON = "triton"
 """Named by xgrammar, and used on GPUs alone. A CUDA build of torch pins it to a version; beside a CPU build, metadata
 without a package keep the 200 MB away."""
 
+NEW_PIP = "pip>=25"
+"""A pip whose dry run downloads no wheels (4 GB) where the index lets it read their metadata alone (`fast-deps`)."""
+
 
 def main(target: Path, dry_run: bool = False) -> int:
     """Exit code: 0, pip's own, or 2 for a Python or a target that cannot be used."""
@@ -44,6 +47,10 @@ def main(target: Path, dry_run: bool = False) -> int:
     if not (target / "bin" / "pip").exists():
         venv.create(target, with_pip=True)
     pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    if dry_run:
+        if code := subprocess.run([*pip, "--quiet", "--upgrade", NEW_PIP]).returncode:
+            return code
+        pip.append("--use-feature=fast-deps")
     with tempfile.TemporaryDirectory() as folder:
         code = install(pip, Path(folder), dry_run)
     if code == 0 and not dry_run:
@@ -128,6 +135,6 @@ def write_stand_in(folder: Path, name: str, version: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path, nargs="?", default=Path(".venv"), help="the virtual environment")
-    parser.add_argument("--dry-run", action="store_true", help="resolve everything against the index, install nothing")
+    parser.add_argument("--dry-run", action="store_true", help="resolve all against the index; install a new pip alone")
     arguments = parser.parse_args()
     sys.exit(main(arguments.target, arguments.dry_run))
