@@ -217,7 +217,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _alike(one: Tensor | None, other: Tensor) -> bool:
+    """Whether `one` can hold what `other` does, at the same place of the whole tensor."""
     if one is None:
         return False
     mine, theirs = _local(one), _local(other)
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and _spread(one) != _spread(other):
+        return False
     return type(one) is type(other) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+
+
+def _spread(tensor: DTensor) -> Any:
+    return tensor.device_mesh, tensor.placements

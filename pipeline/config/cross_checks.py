@@ -181,6 +181,15 @@ def _replicas_divide_the_trainer(config: RunConfig) -> None:
         raise ConfigError("training.mesh.dp_replicate", replicas, expected, "change one of them")
 
 
+def _experts_divide_a_replica(config: RunConfig) -> None:
+    ep, trainer = config.training.mesh.ep, config.resources.trainer
+    ranks = trainer.nodes * trainer.processes // config.training.mesh.dp_replicate
+    if ranks % ep:
+        allowed = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+        expected = f"a divisor of {ranks}, the processes of a replica of the trainer: {allowed}"
+        raise ConfigError("training.mesh.ep", ep, expected, "change one of them")
+
+
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
     if config.cluster.kind == "slurm":
         if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
@@ -324,6 +333,7 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _a_trainer_process_has_one_gpu,
     _replicas_divide_the_trainer,
+    _experts_divide_a_replica,
     _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,

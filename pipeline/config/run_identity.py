@@ -33,6 +33,7 @@ OPERATIONAL = (
     "training.data_seconds",
     "training.keep_checkpoints",
     "training.mesh.dp_replicate",
+    "training.mesh.ep",
     "training.micro_batch_rows",
     "training.micro_batch_tokens",
     "training.offload",

@@ -167,6 +167,11 @@ class MeshConfig(Section):
         description="Replicas of each model (HSDP). Each replica is sharded over an equal part of the trainer's "
         "processes, and its gradients are summed with the other replicas'. 1: one model, sharded over all (FSDP).",
     )
+    ep: Positive = Field(
+        1,
+        description="Expert parallelism: processes among which the experts of each layer of a mixture are spread. "
+        "Tokens travel to the process of their expert. 1: every process computes all experts of its tokens.",
+    )
 
 
 class TrainingConfig(Section):

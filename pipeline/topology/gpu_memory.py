@@ -30,6 +30,8 @@ _PUBLISHED = 2
 WEIGHT_CHUNK = 1 << 27
 """Most bytes of the weights that are brought together at a time for a process of a server; twice that for each server.
 """
+_ARRIVING = 2
+"""Tokens that arrive at a process for its experts, for each token that would if all experts were chosen alike."""
 _LOGIT = 12
 """Bytes a logit in the backward pass: itself, its slope, one of the two once more while it is made."""
 
@@ -44,6 +46,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         head_trained: whether the head has a gradient.
         logits: most logits that exist at a time.
         activations: bytes a token that eager layers keep for the backward pass; 0 where that is not known.
+        experts: parameters of all experts of a mixture that `training.mesh.ep` can spread; `experts_layer` those of
+            the largest layer; `experts_per_token` how many of them a token is sent to.
         kv: numbers a token in a server's cache, over `kv_heads` heads, of layers that keep all tokens; `kv_window` of
             those that keep the last `window` tokens alone. Both 0 where that is not known.
         width: bytes of a number in compute type.
@@ -64,6 +68,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     kv_window: int = 0
     window: int = 0
+    experts: int = 0
+    experts_layer: int = 0
+    experts_per_token: int = 0
 
     @property
     def weights(self) -> int:
@@ -102,13 +109,14 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
         "other models": _others(config, sizes, shards),
         "weights for the servers": _waiting(config, sizes) if _sends(config) else 0,
         "copies in compute type": _copies(config, sizes),
-        "gradients": _shard(_GRADIENT * sizes.trained, shards if config.training.reshard else 1),
+        "gradients": _gradients(config, sizes, shards),
+        "tokens on their way to experts": _traveling(config, sizes, tokens),
         "CUDA": CONTEXT,
     }
     peaks: list[dict[str, int]] = [
         {"activations": _kept(config, sizes, tokens), "head": _head(sizes, tokens)},
         {"activations": _kept(config, sizes, tokens) + _recomputed(config, sizes, tokens)}
-        | {"gradients of a layer": _passing(sizes.layer, sizes)},
+        | {"gradients of a layer": _passing(_layer(config, sizes), sizes)},
         {"gradients of embedding and head": _passing(sizes.outside_layers, sizes)},
     ]
     return Need(always | max(peaks, key=lambda parts: sum(parts.values())))
@@ -206,9 +214,11 @@ def dp_shard(config: RunConfig, ranks: int) -> int:
 
 
 def describe_mesh(config: RunConfig) -> str:
-    """The dimensions of the trainer's mesh, as `dp_replicate 2 × dp_shard 4`; the last is over neighboring ranks."""
+    """The dimensions of the trainer's mesh, as `dp_replicate 2 × dp_shard 4`; the last is over neighboring ranks.
+    With expert parallelism, those of the same ranks as experts see them, too."""
     shards = dp_shard(config, trainer_ranks(config))
-    return f"dp_replicate {config.training.mesh.dp_replicate} × dp_shard {shards}"
+    experts = f"; experts: efsdp {shards // ep} × ep {ep}" if (ep := config.training.mesh.ep) > 1 else ""
+    return f"dp_replicate {config.training.mesh.dp_replicate} × dp_shard {shards}{experts}"
 
 
 def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
@@ -287,8 +297,33 @@ def _others(config: RunConfig, sizes: Sizes, shards: int) -> int:
 def _copies(config: RunConfig, sizes: Sizes) -> int:
     """Whole parameters in compute type: all, or embedding, head and two layers at a time."""
     if not config.training.reshard:
-        return sizes.weights
-    return (sizes.outside_layers + 2 * sizes.layer) * sizes.width
+        return _without_spread(config, sizes.parameters, sizes.experts) * sizes.width
+    return (sizes.outside_layers + 2 * _layer(config, sizes)) * sizes.width
+
+
+def _layer(config: RunConfig, sizes: Sizes) -> int:
+    """Parameters of the largest layer that a process gathers."""
+    return _without_spread(config, sizes.layer, sizes.experts_layer)
+
+
+def _without_spread(config: RunConfig, parameters: int, experts: int) -> int:
+    """Of so many parameters, among them those of experts, the ones that a process computes with."""
+    return parameters - experts + _shard(experts, config.training.mesh.ep)
+
+
+def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
+    if config.training.reshard:
+        return _shard(_GRADIENT * sizes.trained, shards)
+    experts = sizes.experts if sizes.trained == sizes.parameters else 0
+    return _GRADIENT * _without_spread(config, sizes.trained, experts)
+
+
+def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+    """What a process sends to the experts of a layer and what arrives, of which twice the average is expected: which
+    experts are chosen is in the data."""
+    if config.training.mesh.ep == 1:
+        return 0
+    return 2 * _ARRIVING * tokens * sizes.experts_per_token * sizes.hidden * sizes.width
 
 
 def _kept(config: RunConfig, sizes: Sizes, tokens: int) -> int:

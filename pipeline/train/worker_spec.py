@@ -24,6 +24,7 @@ class ModelSpec:
         seed: of random weights.
         activation_checkpointing, compile, reshard: as in `training.*`.
         dp_replicate: as in `training.mesh`; groups of neighboring ranks that each hold the whole model.
+        ep: as in `training.mesh`; neighboring ranks among which the experts of each layer are spread.
     """
 
     kind: Kind
@@ -35,6 +36,7 @@ class ModelSpec:
     compile: bool = False
     reshard: bool = False
     dp_replicate: int = 1
+    ep: int = 1
 
 
 def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
@@ -53,6 +55,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
             compile=training.compile,
             reshard=training.reshard,
             dp_replicate=training.mesh.dp_replicate,
+            ep=training.mesh.ep,
         )
 
     models = {"policy": spec("policy", config.model, optim)}

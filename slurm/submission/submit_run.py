@@ -124,6 +124,8 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
     check_inputs(config)
+    if config.training.mesh.ep > 1:
+        _check_experts(config.model, config.training.mesh.ep)
     if config.has_servers:
         check_parallel(config, attention_heads(config.model))
         check_adapters(config, experts(config.model))
@@ -154,6 +156,14 @@ def _sizes(model: ModelConfig) -> Sizes:
     from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
 
     return sizes_of(model)
+
+
+@cache
+def _check_experts(model: ModelConfig, ep: int) -> None:
+    """Once for all points of a sweep."""
+    from pipeline.train.model.model_size import check_experts  # torch and transformers take seconds
+
+    check_experts(model, ep)
 
 
 def _refuse_serving(config: RunConfig) -> None:

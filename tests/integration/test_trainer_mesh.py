@@ -1,9 +1,10 @@
-"""Replicas of a model (HSDP) on four real ranks: they train as one model does, and stay equal to the last bit."""
+"""Meshes of four real ranks: replicas (HSDP) and spread experts (EP) train as one model that is sharded over all."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.support.models.tiny import write_tiny
 from tests.support.oracle.cases import write_model
 from tests.support.ranks import mesh_ranks
 from tests.support.ranks.forked_ranks import run_ranks
@@ -15,3 +16,10 @@ def test_replicas_train_as_one_model_and_checkpoints_go_from_mesh_to_mesh(tmp_pa
     model = tmp_path / "model"
     write_model(model, tied=False)
     run_ranks(4, mesh_ranks.work, model, tmp_path, seconds=240)
+
+
+def test_spread_experts_train_as_whole_ones_and_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    experts = {"num_experts": mesh_ranks.EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    large = {"initializer_range": 0.2, "tie_word_embeddings": False, "max_position_embeddings": 64}
+    model = write_tiny(tmp_path / "model", 5, model_type="qwen3_moe", norm_topk_prob=True, **experts, **large)
+    run_ranks(4, mesh_ranks.work_of_mixture, model, tmp_path, seconds=240)

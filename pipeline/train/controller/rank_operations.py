@@ -46,7 +46,9 @@ def run_after_moves(site: Site, moves: Sequence[Move], operation: Operation, *ar
 def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
     with heartbeat.during(f"making {name}", site.patience.commit):
-        site.workers[name] = ModelWorker(spec, site.mesh_of(name, spec.dp_replicate))
+        site.workers[name] = ModelWorker(
+            spec, site.mesh_of(name, spec.dp_replicate), site.expert_mesh_of(name, spec.dp_replicate, spec.ep)
+        )
     return site.workers[name].info
 
 

@@ -139,7 +139,7 @@ class Site:
     staged: dict[int, list[Shares]] = field(default_factory=dict)
     saver: Saver = field(default_factory=Saver)
     number: int = 0
-    _groups: dict[tuple[str, str, int], dist.ProcessGroup] = field(default_factory=dict)
+    _groups: dict[tuple[str, str, str], dist.ProcessGroup] = field(default_factory=dict)
 
     def worker(self, name: str) -> ModelWorker:
         """The model of that name; `TrainingError` with the known names if there is none."""
@@ -163,9 +163,24 @@ class Site:
         names = ("dp_replicate", "dp_shard")
         return DeviceMesh.from_group(groups, self.device, mesh=ranks, mesh_dim_names=names)
 
+    def expert_mesh_of(self, name: str, dp_replicate: int, ep: int) -> DeviceMesh | None:
+        """The ranks of `mesh_of` as experts see them, `efsdp` × `ep`, behind `dp_replicate` if there are several
+        replicas; None with ep 1. The ranks of `ep` are neighbors. Collective over all ranks."""
+        if ep == 1:
+            return None
+        name = name if self.device == "cpu" else ""
+        ranks = torch.arange(self.ranks).view(dp_replicate, -1, ep)
+        groups = [self._group(name, "efsdp", ranks.mT.reshape(-1, ranks.shape[1]))]
+        groups.append(self._group(name, "ep", ranks.reshape(-1, ep)))
+        if dp_replicate == 1:
+            return DeviceMesh.from_group(groups, self.device, mesh=ranks[0], mesh_dim_names=("efsdp", "ep"))
+        groups.insert(0, self._group(name, "dp_replicate", ranks.view(dp_replicate, -1).T))
+        names = ("dp_replicate", "efsdp", "ep")
+        return DeviceMesh.from_group(groups, self.device, mesh=ranks, mesh_dim_names=names)
+
     def _group(self, name: str, dimension: str, ranks: Tensor) -> dist.ProcessGroup:
         """This rank's group along a dimension of a mesh; each row of `ranks` is a group. Collective over all ranks."""
-        key = name, dimension, len(ranks)
+        key = name, dimension, str(ranks.tolist())
         if key not in self._groups:
             patience = timedelta(seconds=self.patience.operation)
             made = [dist.new_group(group, patience) for group in ranks.tolist()]

@@ -4,30 +4,54 @@ transformers calls a registered function with an experts module, as it calls an 
 every family whose experts are fused: stacked in `up_proj` or `gate_up_proj`, and `down_proj`. Activation, biases and
 the order of dimensions are attributes of the module. Other experts keep their own forward pass.
 
+With expert parallelism a rank has some experts of each layer, and tokens travel to them (`expert_dispatch`).
+
 Tokens are sorted by expert once. The gradient of the sort is a gather and a sum in float32, where autograd's own is a
 scatter in compute type. The function stays outside of compiled graphs: there, `grouped_mm` takes bfloat16 only.
 
 Notation: T tokens, K experts of each token, S = T × K slots, X experts, E features.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from pipeline.errors import ConfigError
+from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.expert_dispatch import Permute, apply, inverse_of, run_on_owners
+
 EXPERTS = "rollcall"
+GROUP = "expert_group"
+"""The attribute of an experts module that has the process group over which its experts are spread."""
+_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+"""What configs call the number of experts that a token is sent to."""
 _ALIGNMENT = 16
 """Bytes. `grouped_mm` needs rows of this alignment."""
 
 
 def use_grouped_experts(network: nn.Module) -> int:
     """Have the fused experts of a network computed by `experts_forward`; returns the number of such layers."""
-    fused = [module for module in network.modules() if is_fused(module)]
+    fused = fused_experts(network)
     for module in fused:
         cast(Any, module).config._experts_implementation = EXPERTS
     return len(fused)
+
+
+def fused_experts(network: nn.Module) -> list[nn.Module]:
+    """The experts modules of a network that `experts_forward` computes, in order."""
+    return [module for module in network.modules() if is_fused(module)]
+
+
+def experts_per_token(settings: Any) -> int:
+    """How many experts of a layer each token is sent to; 0 where the text config of a model does not say."""
+    return next((k for name in _TAKEN if isinstance(k := getattr(settings, name, None), int)), 0)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -37,24 +61,62 @@ def is_fused(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and up in named and "down_proj" in named
 
 
+def spread_experts(network: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Give each rank of `mesh` an equal part of the experts of each layer; returns the modules, in order.
+
+    Each tensor becomes one of DTensor, sharded by its first dimension. `ConfigError` for a network without fused
+    experts, or with a number of them that the ranks cannot share evenly.
+    """
+    modules = fused_experts(network)
+    refuse_unspreadable(network, modules, mesh.size())
+    for module in modules:
+        setattr(module, GROUP, mesh.get_group())
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+    return modules
+
+
+def refuse_unspreadable(network: nn.Module, modules: Sequence[nn.Module], ranks: int) -> None:
+    """`ConfigError` unless each of these fused experts modules of the network can be shared evenly by the ranks."""
+    named = ((name.rpartition(".")[-1], type(each).__name__, each) for name, each in network.named_modules())
+    others = [kind for leaf, kind, each in named if (leaf == "experts" or "Experts" in kind) and not is_fused(each)]
+    if others or not modules:
+        what = f"with experts that are not fused ({others[0]})" if others else "without experts"
+        raise ConfigError("training.mesh.ep", ranks, f"1 for a model {what}", "remove it")
+    for count in sorted({len(cast(Any, module).down_proj) for module in modules}):
+        if count % ranks:
+            allowed = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+            expected = f"a divisor of {count}, the experts of a layer: {allowed}"
+            raise ConfigError("training.mesh.ep", ranks, expected, "change it")
+
+
 def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The weighted sum [T, E] over each token's experts, summed in float32 (float64 for float64 input)."""
     T, K = chosen_TK.shape
     expert_S = chosen_TK.reshape(-1)
     order_S = torch.argsort(expert_S, stable=True)
-    inverse_S = torch.empty_like(order_S)
-    inverse_S[order_S] = torch.arange(T * K, device=order_S.device)
-    ends_X = _tokens_per_expert(expert_S, len(module.down_proj)).cumsum(0).to(torch.int32)
-    sorted_SE = _apply(_Take, hidden_TE, order_S, inverse_S, K)
-    expert_S = expert_S[order_S]
+    inverse_S = inverse_of(order_S)
+    counts_X = _tokens_per_expert(expert_S, len(module.down_proj))
+    sorted_SE = apply(_Take, hidden_TE, order_S, inverse_S, K)
+    group = getattr(module, GROUP, None)
+    if group is None:
+        output_SE = _of_experts(module, sorted_SE, expert_S[order_S], counts_X)
+    else:
+        output_SE = run_on_owners(partial(_of_experts, module), sorted_SE, counts_X, group)
+    output_TKE = apply(Permute, output_SE, inverse_S, order_S).view(T, K, -1)
+    total_TE = (output_TKE * weights_TK.unsqueeze(-1)).sum(1, dtype=_exact(hidden_TE.dtype))
+    return total_TE.to(hidden_TE.dtype)
+
+
+def _of_experts(module: Any, sorted_SE: Tensor, expert_S: Tensor, counts_X: Tensor) -> Tensor:
+    """[S, E]: what the experts that this rank has make of tokens sorted by expert; X counts the experts here."""
+    ends_X = counts_X.cumsum(0).to(torch.int32)
     if module.has_gate:
         inner_SI = module._apply_gate(_linear(module, "gate_up_proj", sorted_SE, expert_S, ends_X))
     else:
         inner_SI = module.act_fn(_linear(module, "up_proj", sorted_SE, expert_S, ends_X))
-    output_SE = _linear(module, "down_proj", inner_SI, expert_S, ends_X)
-    output_TKE = _apply(_Permute, output_SE, inverse_S, order_S).view(T, K, -1)
-    total_TE = (output_TKE * weights_TK.unsqueeze(-1)).sum(1, dtype=_exact(hidden_TE.dtype))
-    return total_TE.to(hidden_TE.dtype)
+    return _linear(module, "down_proj", inner_SI, expert_S, ends_X)
 
 
 def grouped_product(x_SI: Tensor, matrices_XIO: Tensor, ends_X: Tensor) -> Tensor:
@@ -65,14 +127,14 @@ def grouped_product(x_SI: Tensor, matrices_XIO: Tensor, ends_X: Tensor) -> Tenso
     aligned = matrices_XIO.shape[-1] * matrices_XIO.itemsize % _ALIGNMENT == 0  # rows of the output's gradient
     if aligned and _has_kernel(x_SI) and _has_kernel(matrices_XIO):
         return grouped_mm(x_SI, matrices_XIO, offs=ends_X)
-    return _apply(_Loop, x_SI, matrices_XIO, ends_X)
+    return apply(_Loop, x_SI, matrices_XIO, ends_X)
 
 
 def _linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_X: Tensor) -> Tensor:
-    matrices = getattr(module, name).to(x_SI.dtype)
+    matrices = local(getattr(module, name)).to(x_SI.dtype)
     y_SO = grouped_product(x_SI, matrices if module.is_transposed else matrices.transpose(-2, -1), ends_X)
     if module.has_bias:
-        y_SO = y_SO + getattr(module, f"{name}_bias").index_select(0, expert_S)
+        y_SO = y_SO + local(getattr(module, f"{name}_bias")).index_select(0, expert_S)
     return y_SO
 
 
@@ -91,10 +153,6 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _apply(function: Any, *given: Any) -> Tensor:
-    return cast(Tensor, function.apply(*given))
-
-
 class _Take(torch.autograd.Function):
     """`table[order // K]`: each row K times, sorted. Its gradient is gathered and summed, not scattered."""
 
@@ -109,20 +167,6 @@ class _Take(torch.autograd.Function):
         (inverse_S,), (slope_SE,) = ctx.saved_tensors, slopes
         slope_TKE = slope_SE.index_select(0, inverse_S).view(-1, ctx.K, slope_SE.shape[-1])
         return slope_TKE.sum(1, dtype=_exact(slope_SE.dtype)).to(slope_SE.dtype), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """`table[order]` of a permutation; its gradient is the other way's gather."""
-
-    @staticmethod
-    def forward(ctx: Any, table_SE: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_S)
-        return table_SE.index_select(0, order_S)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_S,), (slope_SE,) = ctx.saved_tensors, slopes
-        return slope_SE.index_select(0, inverse_S), None, None
 
 
 class _Loop(torch.autograd.Function):

@@ -21,6 +21,7 @@ from pipeline.config import ModelConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError, one_line
 from pipeline.topology.gpu_memory import Sizes
+from pipeline.train.model.experts import experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def _count(network: Any) -> Sizes:
         trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         outside_layers=parameters - sum(of_layers),
         layer=max(of_layers),
+        **_experts(network),
         layers=len(of_layers),
         hidden=settings.hidden_size,
         vocabulary=head.shape[0],
@@ -58,6 +60,21 @@ def _count(network: Any) -> Sizes:
         kv_heads=_kv_heads(settings),
         width=head.dtype.itemsize,
     )
+
+
+def check_experts(config: ModelConfig, ep: int) -> None:
+    """`ConfigError` unless the experts of the policy can be spread over `ep` ranks (`training.mesh.ep`)."""
+    network = _outline(model_directory(config), config)
+    refuse_unspreadable(network, fused_experts(network), ep)
+
+
+def _experts(network: Any) -> dict[str, int]:
+    """`experts`, `experts_layer` and `experts_per_token` of `Sizes`: all 0 where none are fused."""
+    of_modules = [sum(p.numel() for p in each.parameters()) for each in fused_experts(network)]
+    if not of_modules:
+        return {}
+    taken = experts_per_token(network.config.get_text_config())
+    return {"experts": sum(of_modules), "experts_layer": max(of_modules), "experts_per_token": taken}
 
 
 def _outline(directory: Path, config: ModelConfig) -> Any:

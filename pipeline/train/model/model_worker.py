@@ -9,6 +9,7 @@ the same number of micro-batches. Knows ranks; must not know tasks, rewards or w
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,9 +72,9 @@ class ModelWorker:
     middle of a pass answers, trains and is saved no more.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: DeviceMesh) -> None:
+    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
         """Make the model's shapes, shard them over the last dimension of `mesh`, with a replica for each place of the
-        first if it has two, and fill the shards on the device.
+        first if it has two, and fill the shards on the device. `expert_mesh`: see `shard_model`.
 
         Raises what `outline`, `Weights` and `fill_model` raise.
         """
@@ -89,7 +90,7 @@ class ModelWorker:
         if spec.compile:
             compile_layers(self.model)
         self._reshard, self._broken = spec.reshard, False
-        shard_model(self.model, mesh, self.compute, spec.reshard)
+        shard_model(self.model, mesh, self.compute, spec.reshard, expert_mesh)
         weights = Weights(spec.model)
         fill_model(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
@@ -264,7 +265,7 @@ class ModelWorker:
         return WeightLayout.of(self._public(dtype, shape))
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for each in self._public(dtype, gathered):
+        for each in self._public(dtype, partial(gathered, group=self.group)):
             heartbeat.beat()
             yield each
 

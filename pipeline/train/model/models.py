@@ -25,7 +25,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.model.checkpoint_layout import Form, Tensors
 from pipeline.train.model.cpu_offload import local
-from pipeline.train.model.experts import use_grouped_experts
+from pipeline.train.model.experts import experts_per_token, use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
@@ -35,8 +35,7 @@ from pipeline.train.model.weight_loading import Weights
 from pipeline.train.worker_spec import Kind
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-"""What configs call the experts of a layer, and those that a token is sent to."""
+"""What configs call the experts of a layer."""
 
 
 class DecoderModel(nn.Module):
@@ -89,8 +88,8 @@ def _experts_taken(model: DecoderModel) -> dict[int, float]:
     each along its first dimension, or parameters of modules in a list."""
     settings = model.network.config.get_text_config()
     counts = {count for name in _EXPERTS if isinstance(count := getattr(settings, name, None), int) and count > 1}
-    taken = next((k for name in _TAKEN if isinstance(k := getattr(settings, name, None), int) and k), None)
-    if not counts or taken is None:
+    taken = experts_per_token(settings)
+    if not counts or not taken:
         return {}
     stacked = {id(p): taken / p.shape[0] for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts}
     lists = [m for name, m in model.named_modules() if name.endswith(".experts") and isinstance(m, nn.ModuleList)]

@@ -4,12 +4,15 @@ Owns which rows of a tensor are a rank's. Promises that neither way needs memory
 rows and the one whole tensor that is asked for. Must not know where tensors come from, nor where they go.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from pipeline.train.model.cpu_offload import local
 
@@ -20,9 +23,9 @@ def first_row_here(tensor: Tensor) -> int:
     """The number of this rank's first row; 0 of a tensor that is whole here."""
     if not isinstance(tensor, DTensor):
         return 0
-    group = _shard_group(tensor)
-    start: int = _shares(len(tensor), dist.get_world_size(group))[dist.get_rank(group)].start
-    return start
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    return _rows_at(tensor, place).start if tensor.ndim else 0
 
 
 @torch.no_grad()
@@ -45,8 +48,9 @@ def holds(target: Tensor, source: Any) -> bool:
     return all(torch.equal(own, other.to(own)) for own, other in pairs)
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All rows on every rank, on the device, in another type; a tensor of its own. Collective.
+def gathered(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """All rows on every rank, on the device, in another type; a tensor of its own. Collective over `group`, the ranks
+    that have one whole tensor among them.
 
     Each rank's rows go straight to their place: `full_tensor` would hold the tensor twice, and in both types.
     """
@@ -54,8 +58,8 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(tensor, DTensor):
         return mine.to(dtype, copy=True)
     whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    group = _shard_group(tensor)
-    for rank, rows in enumerate(_shares(len(whole), dist.get_world_size(group))):
+    for rank, place in enumerate(_places(tensor.device_mesh, group)):
+        rows = _rows_at(tensor, place)
         if rank == dist.get_rank(group):
             whole[rows].copy_(mine)
         if rows.start < rows.stop:
@@ -65,20 +69,20 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rows_of(rows: int, ranks: int, rank: int) -> int:
     """How many rows of a tensor of `rows` a rank has."""
-    share = _shares(rows, ranks)[rank]
-    return int(share.stop - share.start)
+    return _compute_local_shape_and_global_offset((rows,), (ranks,), [rank], [Shard(0)])[0][0]
 
 
-def _shard_group(tensor: DTensor) -> dist.ProcessGroup:
-    """The ranks that have one whole tensor among them: the last dimension of the mesh, behind that of replicas."""
-    mesh = tensor.device_mesh
-    return mesh.get_group(mesh.ndim - 1)
+def _rows_at(tensor: DTensor, place: Sequence[int]) -> slice:
+    """The rows of the rank at this place of the tensor's mesh. Experts are spread over `ep` first and then over
+    `efsdp`, so they too are one block."""
+    over, placements = tensor.device_mesh.shape, tensor.placements
+    shape, first = _compute_local_shape_and_global_offset(tensor.shape, over, list(place), placements)
+    return slice(first[0], first[0] + shape[0])
 
 
-def _shares(rows: int, ranks: int) -> list[slice]:
-    """The rows of each rank, as FSDP deals them out: equal shares, of which the last may be smaller or empty."""
-    share = -(-rows // ranks)
-    return [slice(min(rank * share, rows), min((rank + 1) * share, rows)) for rank in range(ranks)]
+def _places(mesh: DeviceMesh, group: dist.ProcessGroup) -> list[list[int]]:
+    """The place in the mesh of each rank of the group, in its order."""
+    return [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
 
 
 def _blocks(tensor: Tensor) -> list[slice]:

@@ -1,11 +1,13 @@
-"""What each rank runs for `test_trainer_mesh`: the same steps on meshes with and without replicas."""
+"""What each rank runs for `test_trainer_mesh`: the same steps on meshes with and without replicas, and with the
+experts of a mixture spread over ranks."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.fsdp import FSDPModule
 
 from pipeline.checkpoints import Fence, TrainerState, newest_committed
 from pipeline.train.batching.sequences import Batch
@@ -13,7 +15,10 @@ from pipeline.train.controller.lead_or_serve import lead_or_serve
 from pipeline.train.controller.model_saving import await_save, load_models, stage_models, start_save
 from pipeline.train.controller.rank_group import Dispatch
 from pipeline.train.controller.rank_process import Deadlines, Site
+from pipeline.train.model import fsdp
 from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.experts import is_fused
+from pipeline.train.model.model_worker import ModelWorker
 from tests.support.oracle.cases import make_batch, policy_spec
 from tests.support.ranks.dispatch_cases import BUDGET, OPTIM, parameters, step
 
@@ -28,38 +33,102 @@ def work(rank: int, model: Path, folder: Path) -> None:
 def compare_meshes(dispatch: Dispatch, model: Path, folder: Path) -> None:
     """Four ranks: sharded over all of them, and in two replicas of two shards; then from each mesh to the other."""
     batch = make_batch("grpo")
-    make(dispatch, model, 1)
+    make(dispatch, model)
     plain = [step(dispatch, batch) for _ in range(3)]
     wanted = parameters(dispatch)
-    make(dispatch, model, 2)
+    make(dispatch, model, dp_replicate=2)
     assert [worker["replica"] for worker in dispatch.on_sites(place)] == [0, 0, 1, 1]
+    assert_same_steps(dispatch, batch, plain, wanted)
+    assert_replicas_are_equal(dispatch)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-one")
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-two", dp_replicate=2)
+
+
+def work_of_mixture(rank: int, model: Path, folder: Path) -> None:
+    lead_or_serve(lambda dispatch: spread_experts(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE)
+
+
+def spread_experts(dispatch: Dispatch, model: Path, folder: Path) -> None:
+    """Four ranks: the experts of a mixture whole on each, spread over all of them, over pairs, and in two replicas;
+    then from mesh to mesh, and to a directory that any mesh reads."""
+    batch = make_batch("grpo")
+    make(dispatch, model)
+    dispatch.pass_through("policy", gather_each_layer)
+    first = dispatch.forward("policy", batch)
+    plain = [step(dispatch, batch) for _ in range(3)]
+    wanted = parameters(dispatch)
+    for mesh in ({"ep": 4}, {"ep": 2, "reshard": True, "activation_checkpointing": True}, {"ep": 2, "dp_replicate": 2}):
+        make(dispatch, model, **mesh)
+        assert dispatch.on_sites(experts_at_once) == [EXPERTS // mesh["ep"]] * 4
+        for found, answer in zip(dispatch.forward("policy", batch), first, strict=True):
+            np.testing.assert_allclose(found, answer, rtol=1e-4, atol=1e-5)
+        assert_same_steps(dispatch, batch, plain, wanted)
+    assert_replicas_are_equal(dispatch)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-pairs", ep=2)
+    dispatch.save_hf_model("policy", folder / "exported")
+    written = parameters(dispatch)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-whole")
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-all", ep=4)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-replicas", ep=2, dp_replicate=2)
+    for mesh in ({}, {"ep": 4}):
+        make(dispatch, folder / "exported", **mesh)
+        assert_equal(parameters(dispatch), written)
+
+
+EXPERTS = 8
+
+
+def gather_each_layer(worker: ModelWorker) -> None:
+    """From the next model on, each layer is a unit by itself."""
+    fsdp.LAYER_UNIT = 1
+
+
+def experts_at_once(site: Site) -> int:
+    """How many experts of a layer this rank computes."""
+    modules = [each for each in site.worker("policy").model.modules() if is_fused(each)]
+    with torch.no_grad():
+        for each in modules:
+            cast(FSDPModule, each).unshard()
+        counts = {len(local(cast(Any, each).down_proj)) for each in modules}
+        for each in modules:
+            cast(FSDPModule, each).reshard()
+    (count,) = counts
+    return count
+
+
+def make(dispatch: Dispatch, model: Path, **mesh: Any) -> None:
+    dispatch.init_model("policy", policy_spec(model, optim=OPTIM, steps=10, **mesh))
+
+
+def assert_same_steps(
+    dispatch: Dispatch, batch: Batch, plain: list[dict[str, float]], wanted: dict[str, torch.Tensor]
+) -> None:
     for metrics in plain:
         found = step(dispatch, batch)
         np.testing.assert_allclose([found[key] for key in metrics], list(metrics.values()), rtol=1e-4, atol=1e-6)
     for name, tensor in parameters(dispatch).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
-    assert_replicas_are_equal(dispatch)
-    resume_on_another_mesh(dispatch, model, batch, folder / "to-one", replicas=1)
-    resume_on_another_mesh(dispatch, model, batch, folder / "to-two", replicas=2)
 
 
-def make(dispatch: Dispatch, model: Path, replicas: int) -> None:
-    dispatch.init_model("policy", policy_spec(model, optim=OPTIM, steps=10, dp_replicate=replicas))
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """To the last bit."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
 
 
-def resume_on_another_mesh(dispatch: Dispatch, model: Path, batch: Batch, folder: Path, replicas: int) -> None:
+def resume_on_another_mesh(dispatch: Dispatch, model: Path, batch: Batch, folder: Path, **mesh: Any) -> None:
     """Save, make the model on the other mesh, load: the same bits, and the next step is the same within rounding."""
     save(dispatch, str(folder))
     saved, after = parameters(dispatch), step(dispatch, batch)
-    make(dispatch, model, replicas)
+    make(dispatch, model, **mesh)
     checkpoint = newest_committed(str(folder))
     assert checkpoint is not None
     load_models(dispatch, checkpoint, ["policy"])
-    for name, tensor in parameters(dispatch).items():
-        assert torch.equal(tensor, saved[name]), name
+    assert_equal(parameters(dispatch), saved)
     found = step(dispatch, batch)
     np.testing.assert_allclose([found[key] for key in after], list(after.values()), rtol=1e-4, atol=1e-6)
-    if replicas > 1:
+    if "dp_replicate" in mesh:
         assert_replicas_are_equal(dispatch)
 
 

@@ -110,7 +110,7 @@ def dealt(worker: ModelWorker, ranks: int) -> list[dict[str, torch.Tensor]]:
     alike = {part: adapter_swap.packed(worker, None, part) for part in ("step", "progress")}
     packs: list[dict[str, torch.Tensor]] = [dict(alike) for _ in range(ranks)]
     for part, each in tensors.items():
-        blocks = [deal(gathered(tensor, torch.float32), ranks) for tensor in each]
+        blocks = [deal(gathered(tensor, torch.float32, worker.group), ranks) for tensor in each]
         for rank, pack in enumerate(packs):
             pack[part] = torch.cat([rows[rank].reshape(-1) for rows in blocks])
     return packs

@@ -127,6 +127,10 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
             ["training.mesh.dp_replicate=2", "resources.trainer.processes=3"],
             "training.mesh.dp_replicate=2: expected a divisor of 3, the trainer's processes",
         ),
+        (
+            ["training.mesh.ep=3", "training.mesh.dp_replicate=2", "resources.trainer.processes=8"],
+            "training.mesh.ep=3: expected a divisor of 4, the processes of a replica of the trainer: 1, 2, 4; change",
+        ),
         (["resources.trainer.gpus=2"], "resources.trainer.gpus=2: expected 0 or 1 for each process of the trainer"),
     ],
 )

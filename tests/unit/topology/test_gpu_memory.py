@@ -297,6 +297,26 @@ def test_a_server_holds_the_weights_that_arrive_beside_those_that_it_serves() ->
     assert (parts["weights"], parts["weights that arrive"]) == (B8.weights // 4, B8.weights // 4)
 
 
+def test_spread_experts_are_gathered_by_none_and_tokens_travel_instead() -> None:
+    experts = {"experts": 6_000_000_000, "experts_layer": 170_000_000, "experts_per_token": 8}
+    mixture = replace(B8, outside_layers=10_000_000, vocabulary=1000, logits=1 << 20, **experts)
+    alone, spread = config_of(processes=8, **SAVING), config_of(processes=8, mesh={"ep": 4}, **SAVING)
+    assert describe_mesh(spread) == "dp_replicate 1 × dp_shard 8; experts: efsdp 2 × ep 4"
+    before, after = trainer_need(alone, mixture).parts, trainer_need(spread, mixture).parts
+    elsewhere = 170_000_000 * 3 // 4  # parameters of a layer, of two gathered and one reduced at a time
+    assert before["copies in compute type"] - after["copies in compute type"] == 2 * 2 * elsewhere
+    assert before["gradients of a layer"] - after["gradients of a layer"] == 6 * elsewhere
+    assert after["tokens on their way to experts"] == 2 * 2 * 16_384 * 8 * mixture.hidden * 2
+    assert {name for name in before if before[name] != after[name]} == {
+        "copies in compute type",
+        "gradients of a layer",
+        "tokens on their way to experts",
+    }
+    whole = trainer_need(config_of(processes=8, mesh={"ep": 4}), mixture).parts
+    assert whole["gradients"] == 4 * (8_000_000_000 - 4_500_000_000)
+    assert whole["copies in compute type"] == 2 * (8_000_000_000 - 4_500_000_000)
+
+
 def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
     replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
     assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3Config
+from transformers import JetMoeConfig, LlamaConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.train.model.model_size import _cache, sizes_of
+from pipeline.train.model.model_size import _cache, check_experts, sizes_of
 from pipeline.train.model.models import build_model, outline
 
 SHAPE = {
@@ -122,3 +122,33 @@ def test_what_cannot_be_told_is_refused_in_one_line(family: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"model\.path.*expected a model that transformers knows") as caught:
         sizes_of(ModelConfig(path=str(tmp_path), init="random"))
     assert "\n" not in str(caught.value)
+
+
+OTHER = JetMoeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, kv_channels=8, intermediate_size=16)
+MIXTURE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+
+
+def test_the_experts_of_a_mixture_are_counted_with_those_that_a_token_meets(tmp_path: Path) -> None:
+    sizes = sizes_of(saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MIXTURE)))  # the first layer is dense
+    layer = 6 * 3 * 16 * SHAPE["hidden_size"]
+    assert (sizes.experts, sizes.experts_layer, sizes.experts_per_token) == (2 * layer, layer, 2)
+    dense = sizes_of(saved(tmp_path, Qwen3Config(**SHAPE)))
+    assert (dense.experts, dense.experts_layer, dense.experts_per_token) == (0, 0, 0)
+
+
+def test_experts_that_cannot_be_spread_are_refused_with_the_allowed_values(tmp_path: Path) -> None:
+    mixture = saved(tmp_path / "mixture", Qwen3MoeConfig(**SHAPE, **MIXTURE))
+    dense, other = saved(tmp_path / "dense", Qwen3Config(**SHAPE)), saved(tmp_path / "other", OTHER)
+    check_experts(mixture, 3)
+    for model, ep, said in (
+        (mixture, 4, "training.mesh.ep=4: expected a divisor of 6, the experts of a layer: 1, 2, 3, 6; change it"),
+        (dense, 2, "training.mesh.ep=2: expected 1 for a model without experts; remove it"),
+        (
+            other,
+            2,
+            "training.mesh.ep=2: expected 1 for a model with experts that are not fused (JetMoeParallelExperts)",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check_experts(model, ep)
+        assert said in str(refused.value)
