@@ -4,13 +4,11 @@ Owns which rows of a tensor are a rank's. Promises that neither way needs memory
 rows and the one whole tensor that is asked for. Must not know where tensors come from, nor where they go.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -23,9 +21,7 @@ def first_row_here(tensor: Tensor) -> int:
     """The number of this rank's first row; 0 of a tensor that is whole here."""
     if not isinstance(tensor, DTensor):
         return 0
-    place = tensor.device_mesh.get_coordinate()
-    assert place is not None
-    return _rows_at(tensor, place).start if tensor.ndim else 0
+    return _rows_of_rank(tensor, dist.get_rank()).start if tensor.ndim else 0
 
 
 @torch.no_grad()
@@ -58,8 +54,8 @@ def gathered(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Te
     if not isinstance(tensor, DTensor):
         return mine.to(dtype, copy=True)
     whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    for rank, place in enumerate(_places(tensor.device_mesh, group)):
-        rows = _rows_at(tensor, place)
+    for rank, of_world in enumerate(dist.get_process_group_ranks(group)):
+        rows = _rows_of_rank(tensor, of_world)
         if rank == dist.get_rank(group):
             whole[rows].copy_(mine)
         if rows.start < rows.stop:
@@ -72,17 +68,13 @@ def rows_of(rows: int, ranks: int, rank: int) -> int:
     return _compute_local_shape_and_global_offset((rows,), (ranks,), [rank], [Shard(0)])[0][0]
 
 
-def _rows_at(tensor: DTensor, place: Sequence[int]) -> slice:
-    """The rows of the rank at this place of the tensor's mesh. Experts are spread over `ep` first and then over
-    `efsdp`, so they too are one block."""
-    over, placements = tensor.device_mesh.shape, tensor.placements
-    shape, first = _compute_local_shape_and_global_offset(tensor.shape, over, list(place), placements)
+def _rows_of_rank(tensor: DTensor, rank: int) -> slice:
+    """The rows of this rank of the world. Experts are spread over `ep` first and then over `efsdp`, so they too are one
+    block."""
+    mesh = tensor.device_mesh
+    place = (mesh.mesh == rank).nonzero()[0].tolist()
+    shape, first = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, place, tensor.placements)
     return slice(first[0], first[0] + shape[0])
-
-
-def _places(mesh: DeviceMesh, group: dist.ProcessGroup) -> list[list[int]]:
-    """The place in the mesh of each rank of the group, in its order."""
-    return [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
 
 
 def _blocks(tensor: Tensor) -> list[slice]:

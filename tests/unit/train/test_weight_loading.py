@@ -301,7 +301,7 @@ def test_a_model_that_cannot_be_written_has_been_gathered_all_the_same(
     """Else the other ranks would wait for a rank that gave up."""
     calls = []
 
-    def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def gathered(tensor: Tensor, dtype: torch.dtype, group: object) -> Tensor:
         calls.append(tensor)
         return local(tensor.detach())
 
