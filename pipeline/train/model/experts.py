@@ -104,7 +104,7 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
         output_SE = _of_experts(module, sorted_SE, expert_S[order_S], counts_X)
     else:
         output_SE = run_on_owners(partial(_of_experts, module), sorted_SE, counts_X, group)
-    output_TKE = apply(Permute, output_SE, inverse_S, order_S).view(T, K, -1)
+    output_TKE = apply(Permute, output_SE, inverse_S, order_S).view(T, K, hidden_TE.shape[1])
     total_TE = (output_TKE * weights_TK.unsqueeze(-1)).sum(1, dtype=_exact(hidden_TE.dtype))
     return total_TE.to(hidden_TE.dtype)
 
@@ -165,7 +165,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse_S,), (slope_SE,) = ctx.saved_tensors, slopes
-        slope_TKE = slope_SE.index_select(0, inverse_S).view(-1, ctx.K, slope_SE.shape[-1])
+        slope_TKE = slope_SE.index_select(0, inverse_S).view(len(inverse_S) // ctx.K, ctx.K, slope_SE.shape[-1])
         return slope_TKE.sum(1, dtype=_exact(slope_SE.dtype)).to(slope_SE.dtype), None, None, None
 
 
