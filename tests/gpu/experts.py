@@ -1,10 +1,15 @@
 """Tokens/s, model FLOPs utilization and memory of a mixture of experts on one GPU, of this trainer and of plain loops.
 
     python -m tests.gpu.experts OUT.json [--shape 3b 30b-8layers] [--device cuda] [--steps 4] [--seconds 420]
+    torchrun --nproc-per-node 2 -m tests.gpu.experts OUT.json --ep 1 2 [--shape 30b-8layers] [--dry-run]
 
 Random weights in the shape of Qwen3-MoE, 16 packed rows of 1,024 tokens. The plain loops keep bfloat16 parameters and
 have no optimizer; the worker takes whole steps with float32 parameters and AdamW. MFU counts the parameters that a
 token meets, 6 operations each. A way that fails is recorded with its error; none begins after `--seconds`.
+
+With `--ep` the worker alone is timed, on all GPUs of torchrun with 16 rows each, with the experts of each layer spread
+over so many of them. Tokens/s are of all GPUs, MFU is their mean, memory that of the fullest. `--dry-run` prints what
+would be timed and the memory that the arithmetic expects, without torchrun for 2 GPUs.
 """
 
 import argparse
@@ -17,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +35,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
+from pipeline.errors import TrainingError
+from pipeline.topology.gpu_memory import describe_mesh, trainer_need
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, Row
 from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, joined_world
+from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
 from pipeline.train.model.experts import EXPERTS
+from pipeline.train.model.model_size import sizes_of
 from pipeline.train.worker_spec import ModelSpec
+from tests.fakes.configs import make_config
 
 PEAK = 989e12
 """Dense bf16 FLOP/s of an H100 or H200, by its data sheet."""
@@ -69,6 +79,7 @@ SHAPES: dict[str, dict[str, int]] = {
 ROWS = {"tiny": (4, 32)}
 PLAIN = ("eager", "grouped_mm", "grouped_mm+compiled", EXPERTS, f"{EXPERTS}+compiled", "dense+compiled")
 WORKER = ("worker+compiled", "worker+recomputed", "worker+compiled+recomputed")
+SPREAD = ("worker+compiled+recomputed+resharded", "worker+compiled+recomputed", "worker+compiled+resharded")
 
 
 def config_of(shape: str, dense: bool = False) -> Any:
@@ -156,33 +167,104 @@ def time_worker(way: str, shape: str, device: str, steps: int) -> dict[str, Any]
         probe.close()
         own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update(own)
-        config_of(shape).save_pretrained(folder)
-        (Path(folder) / "tokenizer.json").write_text("{}")
-        spec = ModelSpec(
-            kind="policy",
-            model=ModelConfig(path=folder, init="random", dtype="bfloat16"),
-            optim=OptimConfig(lr=1e-6),
-            compile="compiled" in way,
-            activation_checkpointing="recomputed" in way,
-        )
-        batch = make_batch(shape)
         with joined_world("cuda" if device == "cuda" else "cpu", Deadlines(300, 600, grace=5)) as site:
-            dispatch = Dispatch(site, Budget(sum(batch.lengths), shared=False))
-            dispatch.init_model("policy", spec)
-
-            def step() -> float:
-                metrics = dispatch.forward_backward("policy", batch, LossConfig(name="reinforce"))
-                dispatch.optim_step("policy")
-                return metrics["loss"]
-
-            found = figures(step, multiplied(site.workers["policy"].model.network), shape, device, steps)
-            dispatch.remove_model("policy")
-            dispatch.close()
+            found = time_ranks(site, way, shape, steps, folder)
+            Dispatch(site, Budget(1)).close()
     return found
 
 
-def make_batch(shape: str) -> Batch:
+def time_ranks(site: Site, way: str, shape: str, steps: int, folder: str, ep: int = 1) -> dict[str, Any]:
+    """Controller: whole steps of this trainer's workers on all ranks of a world."""
+    config_of(shape).save_pretrained(folder)
+    (Path(folder) / "tokenizer.json").write_text("{}")
+    spec = ModelSpec(
+        kind="policy",
+        model=ModelConfig(path=folder, init="random", dtype="bfloat16"),
+        optim=OptimConfig(lr=1e-6),
+        compile="compiled" in way,
+        activation_checkpointing="recomputed" in way,
+        reshard="resharded" in way,
+        ep=ep,
+    )
+    batch = make_batch(shape, site.ranks)
+    dispatch = Dispatch(site, Budget(sum(batch.lengths) // site.ranks, shared=False))
+    dispatch.init_model("policy", spec)
+
+    def step() -> float:
+        metrics = dispatch.forward_backward("policy", batch, LossConfig(name="reinforce"))
+        dispatch.optim_step("policy")
+        return metrics["loss"]
+
+    try:
+        met = multiplied(site.workers["policy"].model.network)
+        found = figures(step, met, shape, site.device, steps, site.ranks)
+        found["peak_gib"] = max(dispatch.on_sites(peak_gib))
+    finally:
+        if not dispatch.broken:
+            dispatch.remove_model("policy")
+    return found
+
+
+def peak_gib(site: Site) -> float:
+    """The most memory that was allocated since `forget_peak`."""
+    return torch.cuda.max_memory_allocated() / 2**30 if site.device == "cuda" else 0.0
+
+
+def forget_peak(site: Site) -> None:
+    clear(site.device)
+
+
+def time_spread(given: argparse.Namespace, begun: float) -> dict[str, dict[str, Any]]:
+    """Every way with experts spread over each of `--ep` ranks, in torchrun's world; empty on other ranks than 0."""
+    found = dict[str, dict[str, Any]]()
+    with joined_world(given.device, Deadlines(300, 600, grace=5)) as site:
+        if site.rank:
+            site.serve()
+            return {}
+        control = Dispatch(site, Budget(1))
+        for shape, way, ep in product(given.shape, SPREAD, given.ep):
+            name = f"{shape}, {way}, {site.ranks} ranks, ep {ep}"
+            if time.perf_counter() - begun > given.seconds:
+                found[name] = {"error": "not begun: time is over"}
+                continue
+            control.on_sites(forget_peak)
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    found[name] = time_ranks(site, way, shape, given.steps, folder, ep)
+            except (TrainingError, torch.cuda.OutOfMemoryError) as error:
+                found[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            given.out.write_text(json.dumps(found, indent=1))
+        control.close()
+    return found
+
+
+def describe_spread(shape: str, way: str, ep: int, ranks: int) -> str:
+    """What would be timed, and the memory that the arithmetic expects."""
+    rows, length = ROWS.get(shape, (16, 1024))
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(shape).save_pretrained(folder)
+        (Path(folder) / "tokenizer.json").write_text("{}")
+        config = make_config(
+            resources={"device": "cuda", "trainer": {"processes": ranks, "gpus": 1}},
+            model={"path": folder, "init": "random", "dtype": "bfloat16", "max_length": length},
+            training={
+                "steps": 0,
+                "prompts_per_step": 1,
+                "warm_start": {"steps": 1, "batch": rows * ranks},
+                "micro_batch_tokens": rows * length,
+                "compile": "compiled" in way,
+                "activation_checkpointing": "recomputed" in way,
+                "reshard": "resharded" in way,
+                "mesh": {"ep": ep},
+            },
+        )
+        need = trainer_need(config, sizes_of(config.model))
+    return f"{shape}, {way}: {describe_mesh(config)}: {need}"
+
+
+def make_batch(shape: str, ranks: int = 1) -> Batch:
     (rows, length), draw = ROWS.get(shape, (16, 1024)), np.random.default_rng(0)
+    rows *= ranks
     tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
     made = [
@@ -192,8 +274,10 @@ def make_batch(shape: str) -> Batch:
     return Batch.of(made, "token")
 
 
-def figures(step: Callable[[], float], met: float, shape: str, device: str, steps: int) -> dict[str, Any]:
-    """The median of `steps` steps after `WARM_UP` others."""
+def figures(
+    step: Callable[[], float], met: float, shape: str, device: str, steps: int, ranks: int = 1
+) -> dict[str, Any]:
+    """The median of `steps` steps after `WARM_UP` others; peak memory of this rank."""
     seconds, loss = [], 0.0
     for _ in range(WARM_UP + steps):
         begun = time.perf_counter()
@@ -202,9 +286,15 @@ def figures(step: Callable[[], float], met: float, shape: str, device: str, step
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     rows, length = ROWS.get(shape, (16, 1024))
-    rate = rows * length / statistics.median(seconds[WARM_UP:])
+    rate = ranks * rows * length / statistics.median(seconds[WARM_UP:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return {"tokens_per_second": rate, "mfu": 6 * met * rate / PEAK, "peak_gib": peak, "seconds": seconds, "loss": loss}
+    return {
+        "tokens_per_second": rate,
+        "mfu": 6 * met * rate / PEAK / ranks,
+        "peak_gib": peak,
+        "seconds": seconds,
+        "loss": loss,
+    }
 
 
 def clear(device: str) -> None:
@@ -224,10 +314,10 @@ def attempt(way: str, shape: str, device: str, steps: int) -> dict[str, Any]:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """One line for each shape and way."""
-    lines = [f"{'shape, way':44s} {'tokens/s':>9s} {'MFU':>6s} {'peak GiB':>8s}"]
+    lines = [f"{'shape, way':68s} {'tokens/s':>9s} {'MFU':>6s} {'peak GiB':>8s}"]
     for name, each in found.items():
         numbers = "{tokens_per_second:9,.0f} {mfu:6.3f} {peak_gib:8.1f}"
-        lines.append(f"{name:44s} {each['error'] if 'error' in each else numbers.format(**each)}")
+        lines.append(f"{name:68s} {each['error'] if 'error' in each else numbers.format(**each)}")
     return "\n".join(lines)
 
 
@@ -238,9 +328,19 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=["3b", "30b-8layers"], choices=SHAPES)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=420.0)
+    parser.add_argument("--ep", nargs="*", type=int, help="time the worker on all ranks, with experts spread so")
+    parser.add_argument("--dry-run", action="store_true", help="with --ep: print what would be timed, and its memory")
     given = parser.parse_args()
     begun, found = time.perf_counter(), dict[str, dict[str, Any]]()
     torch._dynamo.config.recompile_limit = 32
+    if given.ep and given.dry_run:
+        ranks = int(os.environ.get("WORLD_SIZE", "2"))
+        print(*(describe_spread(*each, ranks) for each in product(given.shape, SPREAD, given.ep)), sep="\n")
+        return
+    if given.ep:
+        if found := time_spread(given, begun):
+            print(table(found))
+        return
     for shape, way in [(shape, way) for shape in given.shape for way in (*WORKER, *PLAIN)]:
         if time.perf_counter() - begun > given.seconds:
             found[f"{shape}, {way}"] = {"error": "not begun: time is over"}
