@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -30,6 +31,8 @@ from pipeline.train.model.expert_dispatch import Permute, apply, inverse_of, run
 EXPERTS = "rollcall"
 GROUP = "expert_group"
 """The attribute of an experts module that has the process group over which its experts are spread."""
+COUNTS = "expert_counts"
+"""The attribute with the tokens that were sent to each expert. With recomputed activations each counts twice."""
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 """What configs call the number of experts that a token is sent to."""
 _ALIGNMENT = 16
@@ -98,6 +101,8 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
     order_S = torch.argsort(expert_S, stable=True)
     inverse_S = inverse_of(order_S)
     counts_X = _tokens_per_expert(expert_S, len(module.down_proj))
+    if torch.is_grad_enabled():
+        _count(module, counts_X)
     sorted_SE = apply(_Take, hidden_TE, order_S, inverse_S, K)
     group = getattr(module, GROUP, None)
     if group is None:
@@ -107,6 +112,27 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
     output_TKE = apply(Permute, output_SE, inverse_S, order_S).view(T, K, hidden_TE.shape[1])
     total_TE = (output_TKE * weights_TK.unsqueeze(-1)).sum(1, dtype=_exact(hidden_TE.dtype))
     return total_TE.to(hidden_TE.dtype)
+
+
+def _count(module: Any, counts_X: Tensor) -> None:
+    before = getattr(module, COUNTS, None)
+    setattr(module, COUNTS, counts_X if before is None else before + counts_X)
+
+
+def load_metrics(network: nn.Module) -> dict[str, float]:
+    """`experts/load_max`: the tokens of the busiest expert of a layer / the mean over the layer's experts, at most over
+    all layers. It counts the tokens of all ranks that had a gradient since the last call.
+
+    Empty for a network without fused experts. Collective over all ranks.
+    """
+    counts = [each.__dict__.pop(COUNTS) for each in fused_experts(network) if COUNTS in each.__dict__]
+    if not counts:
+        return {}
+    whole = torch.cat(counts)
+    dist.all_reduce(whole)
+    layers = torch.split(whole, [len(counts_X) for counts_X in counts])
+    loads = [len(counts_X) * counts_X.max().double() / counts_X.sum().clamp_min(1) for counts_X in layers]
+    return {"experts/load_max": torch.stack(loads).max().item()}
 
 
 def _of_experts(module: Any, sorted_SE: Tensor, expert_S: Tensor, counts_X: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.cpu_offload import Memory, Movable, Part, allocated, empty_cache, local
+from pipeline.train.model.experts import load_metrics
 from pipeline.train.model.fsdp import shard_model
 from pipeline.train.model.hf_export import adapter_parameter_name, refuse_unwritable, write_model
 from pipeline.train.model.models import (
@@ -140,7 +141,8 @@ class ModelWorker:
                 loss, sums = self._loss(collate(batch, how, self.device), batch.temperature, objective, level)
                 (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
                 parts.append(sums)
-        return loss_metrics.combine(_numbers(sums) for sums in parts)
+        loads = load_metrics(self.model) if level != "none" else {}
+        return loss_metrics.combine(_numbers(sums) for sums in parts) | loads
 
     def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """One step of AdamW with clipping; see `Optimizer.step`."""
