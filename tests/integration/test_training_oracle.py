@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
 from pipeline.train.algorithms import ValueObjective
-from tests.support.oracle.cases import RECIPES, STEPS, make_rows, write_models
+from tests.support.oracle.cases import LAYERS, RECIPES, STEPS, make_rows, write_models
 from tests.support.oracle.losses import CLIPPED
 from tests.support.oracle.truth import FLOAT32, answers, errors, excess
 from tests.support.oracle.ways import (
@@ -33,6 +33,7 @@ from tests.support.oracle.ways import (
     all_cases,
     cases,
     compiled_cases,
+    mixture_cases,
 )
 from tests.support.ranks import forked_ranks, training_ranks
 
@@ -77,7 +78,7 @@ def check(result: Result, models: Path, case: Case, ranks: int) -> None:
     assert excess(errors(result, case.model(models), case.recipe), FLOAT32) == {}
     shards = ranks // case.replicas
     assert result.seen["shards"] == ranks * shards
-    assert result.seen["units"] == ranks * (3 if case.layers else 1)
+    assert result.seen["units"] == ranks * ((3 if case.layers else 1) + (LAYERS if case.ep > 1 else 0))
     assert result.seen.get("evicted", 0) == (ranks * STEPS if case.offload else 0)
     assert (result.seen["graphs"] > 0) == case.compile
     if not case.compile:
@@ -164,6 +165,17 @@ def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float
 def test_the_full_product_computes_what_the_oracle_does(ranks: int, models: Path, tmp_path: Path) -> None:
     computed = run_ranks(models, ranks, tmp_path / "results", "all", seconds=2900)
     for case in all_cases(ranks):
+        check(computed[case], models, case, ranks)
+
+
+@pytest.mark.trial
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_mixture_whose_experts_are_spread_computes_what_the_oracle_does(
+    ranks: int, models: Path, tmp_path: Path
+) -> None:
+    computed = run_ranks(models, ranks, tmp_path / "results", "mixtures", seconds=1400)
+    for case in mixture_cases(ranks):
         check(computed[case], models, case, ranks)
 
 

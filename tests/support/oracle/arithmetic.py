@@ -19,7 +19,8 @@ Parameters = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the forward needs to know of the architecture; `scale` is alpha / rank of the adapters."""
+    """What the forward needs to know of the architecture; `scale` is alpha / rank of the adapters, `taken` the experts
+    of a token in a mixture."""
 
     layers: int
     heads: int
@@ -28,6 +29,7 @@ class Shape:
     theta: float = 10_000.0
     eps: float = 1e-6
     scale: float = 0.0
+    taken: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,23 @@ def attention(p: Mapping[str, Tensor], prefix: str, x: Tensor, shape: Shape) -> 
     return linear(p, f"{prefix}.o_proj", torch.cat(heads, -1), shape)
 
 
+def multiplied(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+    """y [..., E] through the two inner matrices and the outer one of a layer, or of an expert."""
+    gate, up = linear(p, f"{name}.gate_proj", y, shape), linear(p, f"{name}.up_proj", y, shape)
+    return linear(p, f"{name}.down_proj", gate * torch.sigmoid(gate) * up, shape)
+
+
+def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+    """y [T, E], each token through the experts that its router likes best, weighted by how much it likes them."""
+    likes = linear(p, f"{name}.gate", y, shape).softmax(-1)
+    tokens = []
+    for token, of_token in zip(y, likes, strict=True):
+        best = sorted(range(len(of_token)), key=lambda expert: -of_token[expert].item())[: shape.taken]
+        parts = [of_token[expert] * multiplied(p, f"{name}.experts.{expert}", token, shape) for expert in best]
+        tokens.append(torch.stack(parts).sum(0) / of_token[best].sum())
+    return torch.stack(tokens)
+
+
 def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tensor:
     """The last hidden states after each prefix of one row: [T, E]."""
     x = p["model.embed_tokens.weight"][torch.tensor(tokens)]
@@ -95,8 +114,7 @@ def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tens
         name = f"model.layers.{layer}"
         x = x + attention(p, f"{name}.self_attn", normed(x, p[f"{name}.input_layernorm.weight"], shape.eps), shape)
         y = normed(x, p[f"{name}.post_attention_layernorm.weight"], shape.eps)
-        gate, up = linear(p, f"{name}.mlp.gate_proj", y, shape), linear(p, f"{name}.mlp.up_proj", y, shape)
-        x = x + linear(p, f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up, shape)
+        x = x + (mixed if f"{name}.mlp.gate.weight" in p else multiplied)(p, f"{name}.mlp", y, shape)
     return normed(x, p["model.norm.weight"], shape.eps)
 
 
@@ -163,7 +181,9 @@ def train(
     done = Training()
     for step in range(1, steps + 1):
         loss = batch_loss({**fixed, **p}, rows, shape, goal)
-        slopes = dict(zip(p, torch.autograd.grad(loss, list(p.values())), strict=True))
+        # An expert that no token chose has a gradient of zeros.
+        grads = torch.autograd.grad(loss, list(p.values()), allow_unused=True, materialize_grads=True)
+        slopes = dict(zip(p, grads, strict=True))
         norm = math.sqrt(sum(float((slope * slope).sum()) for slope in slopes.values()))
         done.losses.append(loss.item())
         done.gradients.append(slopes)

@@ -19,6 +19,8 @@ from tests.support.models.tiny import VOCABULARY, write_tiny
 STEPS = 3
 LAYERS, HEADS, GROUPS, SIZE = 2, 2, 1, 32
 ALPHA, MAX_LENGTH = 6.0, 12
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+"""Of each layer of the mixture."""
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
 Arrays = dict[str, NDArray[np.float32]]
 
@@ -68,15 +70,17 @@ RECIPES: dict[str, Recipe] = {
 
 
 def write_models(folder: Path) -> None:
-    """The model whose head is its embedding, and one with a head of its own."""
+    """The model whose head is its embedding, one with a head of its own, and a mixture of experts."""
     write_model(folder / "tied", tied=True)
     write_model(folder / "untied", tied=False)
+    write_model(folder / "mixture", tied=False, model_type="qwen3_moe", norm_topk_prob=True, **EXPERTS)
 
 
-def write_model(path: Path, tied: bool) -> None:
+def write_model(path: Path, tied: bool, **changed: Any) -> None:
     """A tiny Qwen3 whose weights are large enough that attention and positions matter."""
     size = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE}
-    write_tiny(path, 5, **size, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2)
+    large = {"max_position_embeddings": 64, "tie_word_embeddings": tied, "initializer_range": 0.2}
+    write_tiny(path, 5, **size, **large, **changed)
 
 
 def model_config(path: Path, lora: int = 0) -> ModelConfig:

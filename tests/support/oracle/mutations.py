@@ -23,7 +23,7 @@ import pipeline.train.algorithms
 from pipeline.train.batching import packing, sequences
 from pipeline.train.batching.packing import Bins, Kin, Layout, Packing
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.model import collate, model_worker, models
+from pipeline.train.model import collate, expert_dispatch, experts, model_worker, models
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.packed_attention import Segments
@@ -185,6 +185,33 @@ def forgotten_correction(rank: ModelWorker) -> None:
     patch(pipeline.train.algorithms, "corrected", uncorrected)
 
 
+def wrong_expert(rank: ModelWorker) -> None:
+    """One token of each rank is computed by the expert of another."""
+    run = experts.run_on_owners
+
+    def swapping(compute: Any, sorted_SE: Tensor, counts_X: Tensor, *others: Any) -> Tensor:
+        order = torch.arange(len(sorted_SE))
+        order[0], order[-1] = order[-1].clone(), order[0].clone()  # of the first and of the last expert in use
+        seen["mutated"] += int((counts_X > 0).sum()) > 1
+        return run(compute, sorted_SE[order], counts_X, *others)[order]
+
+    patch(experts, "run_on_owners", swapping)
+
+
+def lost_chunk(rank: ModelWorker) -> None:
+    """What the last rank sends to others does not arrive."""
+    exchange = expert_dispatch.all_to_all_single_autograd
+
+    def losing(sent: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> Tensor:
+        came: Tensor = exchange(sent, arriving, leaving, group)
+        if dist.get_rank(group) == len(arriving) - 1:
+            return came
+        seen["mutated"] += arriving[-1] > 0
+        return torch.cat([came[: sum(arriving[:-1])], torch.zeros_like(came[sum(arriving[:-1]) :])])
+
+    patch(expert_dispatch, "all_to_all_single_autograd", losing)
+
+
 MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "local_normalisation": local_normalisation,
     "dropped_micro_batch": dropped_micro_batch,
@@ -198,4 +225,6 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "stale_parameters": stale_parameters,
     "stale_moments": stale_moments,
     "forgotten_correction": forgotten_correction,
+    "wrong_expert": wrong_expert,
+    "lost_chunk": lost_chunk,
 }

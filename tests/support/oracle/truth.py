@@ -14,6 +14,7 @@ from pipeline.train.batching.sequences import Row
 from tests.support.oracle import arithmetic as oracle
 from tests.support.oracle.cases import (
     ALPHA,
+    EXPERTS,
     GROUPS,
     HEADS,
     LAYERS,
@@ -135,7 +136,8 @@ def goal_of(recipe: Recipe) -> Goal:
 
 def shape_of(recipe: Recipe) -> oracle.Shape:
     scale = ALPHA / recipe.lora if recipe.lora else 0.0
-    return oracle.Shape(layers=LAYERS, heads=HEADS, groups=GROUPS, size=SIZE, scale=scale)
+    taken = EXPERTS["num_experts_per_tok"]
+    return oracle.Shape(layers=LAYERS, heads=HEADS, groups=GROUPS, size=SIZE, scale=scale, taken=taken)
 
 
 def plain(row: Row) -> Sequence64:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ class Case:
         staged: whether the rows are sent once for all steps.
         level: of the metrics.
         tied: whether the model's head is its embedding.
+        ep: of a mixture of experts, as in `ModelSpec`; 0: the model is none.
     """
 
     recipe: str
@@ -48,10 +49,11 @@ class Case:
     level: Level = "basic"
     dtype: Dtype = "float32"
     tied: bool = True
+    ep: int = 0
 
     def model(self, folder: Path) -> Path:
         """Where `write_models` put the case's model."""
-        return folder / ("tied" if self.tied else "untied")
+        return folder / ("mixture" if self.ep else "tied" if self.tied else "untied")
 
     @property
     def budget(self) -> Budget:
@@ -62,7 +64,8 @@ class Case:
         words = [self.recipe, self.budget.packing, limit]
         words += [name for name in _NAMED if getattr(self, name)]
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
-        words += [] if self.tied else ["untied"]
+        words += [f"ep{self.ep}"] if self.ep else []
+        words += [] if self.tied or self.ep else ["untied"]
         return "-".join(words)
 
 
@@ -80,14 +83,14 @@ SWITCHES: tuple[dict[str, bool], ...] = (
 def cases(ranks: int) -> list[Case]:
     """Every recipe on 2 ranks packed, padded and shared, and on 1 rank, by number of rows or by tokens; and each switch
     with several recipes, among them always one with a critic or with adapters. On 4 ranks a third of them, and all that
-    is replicated: the rest of it is in `all_cases`."""
+    is replicated: the rest of it is in `all_cases`. Some are of a mixture; the rest of them in `mixture_cases`."""
     turn = WORLDS.index(ranks)
     plain, switched = [*_plain(turn)], [*_switched(turn)]
     if ranks == 2:
         plain = [*dict.fromkeys([*plain, *(Case(recipe, tokens=24) for recipe in RECIPES)])]
     if ranks > 2:
         plain, switched = plain[::3], switched[::3]
-    return [*plain, *switched, *_replicated(ranks)]
+    return [*plain, *switched, *_replicated(ranks), *_mixtures(ranks)]
 
 
 def _plain(turn: int) -> Iterator[Case]:
@@ -111,6 +114,31 @@ def _replicated(ranks: int) -> Iterator[Case]:
     if ranks > 1:
         for recipe in ("ppo", "value", "lora"):
             yield Case(recipe, rows=2, replicas=2, offload=recipe == "ppo")
+
+
+def _mixtures(ranks: int) -> Iterator[Case]:
+    if ranks == 1:
+        yield _mixture("grpo", 1)
+    if ranks == 2:
+        yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
+    if ranks == 4:
+        yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
+
+
+def _mixture(recipe: str, ep: int, **switches: Any) -> Case:
+    return Case(recipe, **({"rows": 2} | switches), ep=ep, tied=False)
+
+
+def mixture_cases(ranks: int) -> list[Case]:
+    """A mixture with each recipe of no adapters, each number of ranks for its experts, and each switch in turn."""
+    spread = [(ep, replicas) for ep in (1, 2, 4) for replicas in (1, 2) if ranks % (ep * replicas) == 0]
+    recipes = [name for name, recipe in RECIPES.items() if not recipe.lora]
+    switches: list[dict[str, Any]] = [{}, *SWITCHES, {"packed": False}, {"rows": None, "tokens": 24}, {"shared": False}]
+    return [
+        _mixture(recipe, ep, replicas=replicas, **switches[(number + turn) % len(switches)])
+        for turn, (ep, replicas) in enumerate(spread)
+        for number, recipe in enumerate(recipes)
+    ]
 
 
 def all_cases(ranks: int) -> list[Case]:
@@ -179,9 +207,12 @@ Mutation = Literal[
     "stale_parameters",
     "stale_moments",
     "forgotten_correction",
+    "wrong_expert",
+    "lost_chunk",
 ]
 PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
 OFFLOADED = replace(PACKED, offload=True)
+SPREAD = _mixture("grpo", 2)
 MUTATIONS: dict[Mutation, Case] = {
     "local_normalisation": PADDED,
     "dropped_micro_batch": PACKED,
@@ -195,6 +226,8 @@ MUTATIONS: dict[Mutation, Case] = {
     "stale_parameters": OFFLOADED,
     "stale_moments": OFFLOADED,
     "forgotten_correction": Case("dapo", rows=2),
+    "wrong_expert": SPREAD,
+    "lost_chunk": SPREAD,
 }
 
 

@@ -7,14 +7,16 @@ import argparse
 import gc
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -35,6 +37,7 @@ from tests.support.oracle.ways import (
     cases,
     compiled_cases,
     few_compiled_cases,
+    mixture_cases,
     mutations,
 )
 
@@ -48,7 +51,20 @@ def plain_name(name: str) -> str:
 def gradients(rank: ModelWorker) -> Arrays:
     """The accumulated gradients, whole."""
     whole = {name: p.grad.full_tensor() for name, p in rank.model.named_parameters() if isinstance(p.grad, DTensor)}
-    return {plain_name(name): tensor.float().cpu().numpy() for name, tensor in whole.items()}
+    named = {plain_name(name): tensor.float().cpu().numpy() for name, tensor in whole.items()}
+    return {name: matrix for fused, array in named.items() for name, matrix in matrices_of(fused, array)}
+
+
+def matrices_of(name: str, array: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The matrices of each expert, which lie in one array [experts, …], by the oracle's names; another as it is."""
+    layer, _, fused = name.rpartition(".")
+    if not layer.endswith(".experts"):
+        yield name, array
+        return
+    for expert, matrices in enumerate(array):
+        parts = np.split(matrices, 2) if fused == "gate_up_proj" else [matrices]
+        for part, matrix in zip(fused.replace("gate_up_proj", "gate_proj up_proj").split(), parts, strict=True):
+            yield f"{layer}.{expert}.{part}.weight", matrix
 
 
 def parameters(dispatch: Dispatch, name: str) -> Arrays:
@@ -56,7 +72,7 @@ def parameters(dispatch: Dispatch, name: str) -> Arrays:
     dispatch.prepare_weight_sync(name)
     whole = {plain_name(key): tensor.float().cpu().numpy().copy() for key, tensor in dispatch.full_parameters(name)}
     dispatch.finish_weight_sync(name)
-    return whole
+    return {each: matrix for fused, array in whole.items() for each, matrix in matrices_of(fused, array)}
 
 
 def set_layer_unit(rank: ModelWorker, parameters: int) -> None:
@@ -98,7 +114,7 @@ def watch(rank: ModelWorker) -> None:
     training_mutations.patch(packed_attention, "varlen_attn", counted)
     training_mutations.patch(packing, "overlap", shared)
     for module in rank.model.modules():
-        if type(module).__name__ == "Qwen3Attention":
+        if type(module).__name__ in ("Qwen3Attention", "Qwen3MoeAttention"):
             module.register_forward_pre_hook(before)
 
 
@@ -149,6 +165,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         compile=case.compile,
         reshard=case.reshard,
         dp_replicate=case.replicas,
+        ep=max(1, case.ep),
     )
 
 
@@ -209,6 +226,7 @@ CHOICES: dict[str, Callable[[int], list[Case]]] = {
     "all": all_cases,
     "compiled": compiled_cases,
     "few_compiled": few_compiled_cases,
+    "mixtures": mixture_cases,
 }
 
 
