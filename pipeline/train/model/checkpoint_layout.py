@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -42,6 +44,21 @@ class Fused:
     names: tuple[str, ...]
     patterns: Mapping[str, str]
     converter: Any
+
+    @property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of each pattern, in order."""
+        found: dict[str, list[str]] = {}
+        for key, pattern in self.patterns.items():
+            found.setdefault(pattern, []).append(key)
+        return found
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the tensor is a stack with a row for each key of a pattern, as that of experts."""
+        first, *others = self.converter.operations
+        apart = all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
+        return len(self.names) == 1 and isinstance(first, MergeModulelist) and first.dim == 0 and apart
 
 
 class Form:
@@ -99,11 +116,12 @@ class Form:
         found: Tensors = revert_weight_conversion(self._twin, dict(tensors))
         return found
 
-    def convert(self, fused: Fused, read: Callable[[str], Tensor]) -> Tensors:
-        """The whole tensors of `fused`, by name; `read` gives one of the files, whole."""
+    def convert(self, fused: Fused, read: Callable[[str], Tensor], rows: slice = slice(None)) -> Tensors:
+        """The whole tensors of `fused`, by name; `read` gives one of the files. Of a stack, `rows` of it alone."""
         converter = deepcopy(fused.converter)
-        for key, pattern in fused.patterns.items():
-            converter.add_tensor(fused.names[0], key, pattern, partial(read, key))
+        for pattern, keys in fused.keys.items():
+            for key in keys[rows]:
+                converter.add_tensor(fused.names[0], key, pattern, partial(read, key))
         made = converter.convert(fused.names[0], model=self._twin, config=self._twin.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 

@@ -4,6 +4,7 @@ Owns which rows of a tensor are a rank's. Promises that neither way needs memory
 rows and the one whole tensor that is asked for. Must not know where tensors come from, nor where they go.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,34 @@ from pipeline.train.model.cpu_offload import local
 BLOCK_BYTES = 1 << 24
 
 
-def first_row_here(tensor: Tensor) -> int:
-    """The number of this rank's first row; 0 of a tensor that is whole here."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    return _rows_of_rank(tensor, dist.get_rank()).start if tensor.ndim else 0
+@dataclass(frozen=True)
+class SomeRows:
+    """Rows of a tensor from number `first` on, of `count` rows in all; read like the whole tensor."""
+
+    rows: Tensor
+    first: int
+    count: int
+
+    def __getitem__(self, wanted: slice) -> Tensor:
+        return self.rows[wanted.start - self.first : wanted.stop - self.first]
+
+    def get_shape(self) -> list[int]:
+        """Of the whole tensor."""
+        return [self.count, *self.rows.shape[1:]]
+
+
+def rows_here(tensor: Tensor) -> slice:
+    """The rows of a tensor that this rank has."""
+    if not isinstance(tensor, DTensor) or not tensor.ndim:
+        return slice(0, len(tensor) if tensor.ndim else 0)
+    return _rows_of_rank(tensor, dist.get_rank())
 
 
 @torch.no_grad()
 def fill_shard(target: Tensor, source: Any) -> None:
     """Fill this rank's rows of `target` from `source`: a whole tensor, or what reads the rows that it is indexed with
     (`safe_open().get_slice`)."""
-    mine, first = local(target.detach()), first_row_here(target)
+    mine, first = local(target.detach()), rows_here(target).start
     if not mine.ndim:
         mine.copy_(source[...])
         return
@@ -39,7 +56,7 @@ def fill_shard(target: Tensor, source: Any) -> None:
 @torch.no_grad()
 def holds(target: Tensor, source: Any) -> bool:
     """Whether `source` has, in this rank's rows, the numbers that are in `target`."""
-    mine, first = local(target.detach()), first_row_here(target)
+    mine, first = local(target.detach()), rows_here(target).start
     pairs = ((mine[rows], source[first + rows.start : first + rows.stop]) for rows in _blocks(mine))
     return all(torch.equal(own, other.to(own)) for own, other in pairs)
 

@@ -1,7 +1,7 @@
 """A model's first weights: those of its directory, or random ones.
 
 Owns how a model that has shapes alone gets its numbers. Promises that a rank reads and keeps its own rows, beside at
-most one tensor, or those that are made together, as all experts of a layer are; that every number is the same on any
+most one tensor, or those that are made together, as its experts of a layer are; that every number is the same on any
 number of ranks; and that none is made up: tensors that the directory lacks, or has too many, are named before anything
 is trained. Must not know optimizers, nor how models are sharded.
 
@@ -21,7 +21,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.train.model.checkpoint_layout import Form, Fused, Tensors
 from pipeline.train.model.cpu_offload import give_back_heap
-from pipeline.train.model.row_shards import fill_shard, holds
+from pipeline.train.model.row_shards import SomeRows, fill_shard, holds, rows_here
 from pipeline.train.model.safetensors_files import TensorFiles
 
 log = logging.getLogger(__name__)
@@ -79,17 +79,23 @@ class Weights:
     def _draw(self, seed: int) -> Iterator[tuple[str, Any]]:
         return self.form.drawn(lambda name: seed_of(seed, name))
 
-    def _read(self, files: TensorFiles, targets: Collection[str]) -> Iterator[tuple[str, Any]]:
+    def _read(self, files: TensorFiles, targets: Tensors) -> Iterator[tuple[str, Any]]:
         for name, key in self.form.plain.items():
             yield name, files.slice(key)
         for fused in self.form.fused:
             if not set(fused.names).isdisjoint(targets):
-                yield from self._convert(files, fused).items()
+                yield from self._convert(files, fused, targets).items()
 
-    def _convert(self, files: TensorFiles, fused: Fused) -> Tensors:
+    def _convert(self, files: TensorFiles, fused: Fused, targets: Tensors) -> dict[str, Tensor | SomeRows]:
+        """What `fused` makes; of stacked experts only those of this rank are read."""
         self._refuse("every tensor of the model", "not", self.form.keys_of(fused) - fused.patterns.keys())
         try:
-            return self.form.convert(fused, files.whole)
+            if not fused.stacked:
+                return {**self.form.convert(fused, files.whole)}
+            mine, count = rows_here(targets[fused.names[0]]), min(map(len, fused.keys.values()))
+            rows = slice(mine.start, mine.stop) if mine.start < mine.stop else slice(0, 1)  # a rank may have none
+            made = self.form.convert(fused, files.whole, rows)
+            return {name: SomeRows(tensor, rows.start, count) for name, tensor in made.items()}
         except (RuntimeError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{key} {list(files.shape(key))}" for key in list(fused.patterns)[:_NAMED])
             expected = f"tensors that make {fused.names[0]}, not {shapes}"

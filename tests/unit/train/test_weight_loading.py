@@ -1,6 +1,7 @@
 """How a model gets its first weights: what is refused by name, and what every rank of any world holds alike."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from pipeline.train.model import fsdp, model_worker, safetensors_files
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.models import build_model, fill_model, outline
+from pipeline.train.model.safetensors_files import TensorFiles
 from pipeline.train.model.weight_loading import Weights
 from pipeline.train.worker_spec import Kind, ModelSpec
 from tests.fakes.full_disk import room_for
 from tests.fakes.shards import rank_of
+from tests.support.models.tiny import write_tiny
 
 SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 19, "head_dim": 8}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -315,3 +318,24 @@ def test_a_model_that_cannot_be_written_has_been_gathered_all_the_same(
         with pytest.raises(CheckpointError, match="disk full"):
             one.save_hf_model(folder.parent / "out")
         assert len(calls) == len(one.layout.parameters) > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    folder = write_tiny(tmp_path / "mixture", 5, model_type="qwen3_moe", **experts)
+    reads: list[str] = []
+    whole = TensorFiles.whole
+
+    def read(files: TensorFiles, key: str) -> Tensor:
+        reads.append(key)
+        return whole(files, key)
+
+    monkeypatch.setattr(TensorFiles, "whole", read)
+    for rank, one in enumerate(shards(folder, ranks, monkeypatch)):
+        share = -(-4 // ranks)
+        own = {*range(4)[rank * share : (rank + 1) * share]} or {0}
+        found = {int(match[1]) for key in reads if (match := re.search(r"experts\.(\d+)\.", key))}
+        assert found == own, f"of rank {rank}"
+        assert len(reads) == len(own) * 3 * one.model.network.config.num_hidden_layers
+        reads.clear()
