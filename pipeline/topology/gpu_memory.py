@@ -47,7 +47,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         logits: most logits that exist at a time.
         activations: bytes a token that eager layers keep for the backward pass; 0 where that is not known.
         experts: parameters of all experts of a mixture that `training.mesh.ep` can spread; `experts_layer` those of
-            the largest layer; `experts_per_token` how many of them a token is sent to.
+            the largest layer, of which there are `experts_of_layer`; a token is sent to `experts_per_token` of them.
         kv: numbers a token in a server's cache, over `kv_heads` heads, of layers that keep all tokens; `kv_window` of
             those that keep the last `window` tokens alone. Both 0 where that is not known.
         width: bytes of a number in compute type.
@@ -70,6 +70,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     experts: int = 0
     experts_layer: int = 0
+    experts_of_layer: int = 0
     experts_per_token: int = 0
 
     @property

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.config.schema import MeshConfig
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
 from pipeline.topology.gpu_memory import (
@@ -19,6 +18,7 @@ from pipeline.topology.gpu_memory import (
     Need,
     Sizes,
     beside_vllm,
+    dp_shard,
     least_vllm,
     outside_vllm,
     server_need,
@@ -98,7 +98,7 @@ def _too_small(config: RunConfig, who: str, need: Need, hint: str) -> ConfigErro
 
 def _hint_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
     """The first change that makes a trainer process fit, the cheapest first."""
-    one = _changed(config, {"mesh": MeshConfig()})
+    one = _on_mesh(config, dp_replicate=1)
     if config.training.mesh.dp_replicate > 1 and trainer_need(one, sizes).total <= memory:
         return "set training.mesh.dp_replicate=1"
     for changes in _SAVINGS:
@@ -106,10 +106,13 @@ def _hint_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
         if trainer_need(saved, sizes).total <= memory:
             return f"set {' '.join(f'training.{key}={_text(value)}' for key, value in changes.items())}"
     saved, ranks = _changed(config, _SAVINGS[-1]), trainer_ranks(config)
+    keys = " ".join(f"training.{key}={_text(value)}" for key, value in _SAVINGS[-1].items())
+    for ep in _spreads(config, sizes):
+        if trainer_need(_on_mesh(saved, ep=ep), sizes).total <= memory:
+            return f"set {keys} training.mesh.ep={ep}"
     more = next((n for n in _powers(ranks) if trainer_need(saved, sizes, n).total <= memory), 0)
     if not more:
         return "no number of trainer processes would do: choose GPUs of more memory, or adapters (model.lora.rank)"
-    keys = " ".join(f"training.{key}={_text(value)}" for key, value in _SAVINGS[-1].items())
     return f"set {keys} and spread the trainer over {more} processes"
 
 
@@ -134,6 +137,16 @@ _SAVINGS: Sequence[dict[str, Any]] = (
 
 def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def _on_mesh(config: RunConfig, **dimensions: int) -> RunConfig:
+    return _changed(config, {"mesh": config.training.mesh.model_copy(update=dimensions)})
+
+
+def _spreads(config: RunConfig, sizes: Sizes) -> list[int]:
+    """Larger values of `training.mesh.ep` that the model and the processes of a replica allow."""
+    shards, first = dp_shard(config, trainer_ranks(config)), config.training.mesh.ep + 1
+    return [ep for ep in range(first, sizes.experts_of_layer + 1) if shards % ep == sizes.experts_of_layer % ep == 0]
 
 
 def _powers(first: int) -> Iterable[int]:

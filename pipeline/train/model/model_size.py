@@ -69,12 +69,17 @@ def check_experts(config: ModelConfig, ep: int) -> None:
 
 
 def _experts(network: Any) -> dict[str, int]:
-    """`experts`, `experts_layer` and `experts_per_token` of `Sizes`: all 0 where none are fused."""
-    of_modules = [sum(p.numel() for p in each.parameters()) for each in fused_experts(network)]
-    if not of_modules:
+    """`experts` and what begins with it of `Sizes`: all 0 where none are fused."""
+    modules: list[Any] = fused_experts(network)
+    if not modules:
         return {}
-    taken = experts_per_token(network.config.get_text_config())
-    return {"experts": sum(of_modules), "experts_layer": max(of_modules), "experts_per_token": taken}
+    of_modules = [sum(p.numel() for p in each.parameters()) for each in modules]
+    return {
+        "experts": sum(of_modules),
+        "experts_layer": max(of_modules),
+        "experts_of_layer": len(modules[0].down_proj),
+        "experts_per_token": experts_per_token(network.config.get_text_config()),
+    }
 
 
 def _outline(directory: Path, config: ModelConfig) -> Any:

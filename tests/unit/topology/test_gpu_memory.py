@@ -317,6 +317,14 @@ def test_spread_experts_are_gathered_by_none_and_tokens_travel_instead() -> None
     assert whole["copies in compute type"] == 2 * (8_000_000_000 - 4_500_000_000)
 
 
+def test_spread_experts_are_proposed_before_more_processes() -> None:
+    wide = replace(B8, layer=1_000_000_000, experts_layer=900_000_000, experts_of_layer=6, experts_per_token=2)
+    with pytest.raises(ConfigError) as refused:
+        check_memory(config_of(processes=8, memory="34G", publish_from="host", **SAVING), wide)
+    saving = "training.publish_from=host training.reshard=true training.activation_checkpointing=true"
+    assert str(refused.value).endswith(f"; set {saving} training.mesh.ep=2")
+
+
 def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
     replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
     assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"

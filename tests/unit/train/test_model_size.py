@@ -132,6 +132,7 @@ def test_the_experts_of_a_mixture_are_counted_with_those_that_a_token_meets(tmp_
     sizes = sizes_of(saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MIXTURE)))  # the first layer is dense
     layer = 6 * 3 * 16 * SHAPE["hidden_size"]
     assert (sizes.experts, sizes.experts_layer, sizes.experts_per_token) == (2 * layer, layer, 2)
+    assert sizes.experts_of_layer == 6
     dense = sizes_of(saved(tmp_path, Qwen3Config(**SHAPE)))
     assert (dense.experts, dense.experts_layer, dense.experts_per_token) == (0, 0, 0)
 
