@@ -239,6 +239,7 @@ class ServedModels:
             activation_checkpointing=training.activation_checkpointing,
             compile=training.compile,
             reshard=training.reshard,
+            ep=training.mesh.ep,
         )
 
 

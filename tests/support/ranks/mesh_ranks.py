@@ -4,23 +4,28 @@ experts of a mixture spread over ranks."""
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.checkpoints import Fence, TrainerState, newest_committed
+from pipeline.tinker.tinker_records import Adapter
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.model_saving import await_save, load_models, stage_models, start_save
+from pipeline.train.controller.model_saving import await_save, forget_models, load_models, stage_models, start_save
 from pipeline.train.controller.rank_group import Dispatch
 from pipeline.train.controller.rank_process import Deadlines, Site
 from pipeline.train.model import fsdp
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.experts import is_fused
 from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.service.client_models import ServedModels
+from tests.support.models.jobs import config_of
 from tests.support.oracle.cases import make_batch, policy_spec
 from tests.support.ranks.dispatch_cases import BUDGET, OPTIM, parameters, step
+from tests.support.ranks.served_commits import STEP, train
 
 PATIENCE = Deadlines(operation=60, control=120, grace=2)
 Shards = dict[str, NDArray[np.float32]]
@@ -73,9 +78,27 @@ def spread_experts(dispatch: Dispatch, model: Path, folder: Path) -> None:
     for mesh in ({}, {"ep": 4}):
         make(dispatch, folder / "exported", **mesh)
         assert_equal(parameters(dispatch), written)
+    compare_clients(dispatch, folder / "exported", folder)
+
+
+def compare_clients(dispatch: Dispatch, model: Path, folder: Path) -> None:
+    """Adapters that take turns on a mixture, and a whole one, say the same with spread experts as with whole ones."""
+    said = []
+    for ep in (1, 2):
+        forget_models(dispatch)
+        models = ServedModels(dispatch, config_of(model, mesh={"ep": ep}), folder / f"clients-{ep}", "1-0")
+        for name, adapter in {"a": Adapter(4, mlp=False), "b": Adapter(4, mlp=False), "whole": Adapter(0)}.items():
+            models.create(name, adapter)
+        turns = enumerate(["a", "b", "whole", "a", "b", "whole"])
+        said.append([train(models, name, seed, SMOOTH) for seed, name in turns])
+    for wanted, found in zip(*said, strict=True):
+        for one, other in zip(wanted, found, strict=True):
+            np.testing.assert_allclose(np.frombuffer(other, np.float32), np.frombuffer(one, np.float32), atol=1e-5)
 
 
 EXPERTS = 8
+SMOOTH = msgspec.structs.replace(STEP, eps=1e-3)
+"""AdamW whose steps do not depend on how gradients near zero are rounded."""
 
 
 def gather_each_layer(worker: ModelWorker) -> None:

@@ -136,13 +136,13 @@ def deal(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return [*blocks, *(tensor[:0] for _ in range(ranks - len(blocks)))]
 
 
-def train(models: ServedModels, id: str, seed: int) -> list[bytes]:
+def train(models: ServedModels, id: str, seed: int, step: Step = STEP) -> list[bytes]:
     """One step on data of this seed; what the model says of them before it."""
     tokens = np.random.default_rng(seed).integers(1, 11, 9).astype(np.int32)
     ones = {"weights": np.ones(8, np.float32).tobytes()}
     datum = Datum(tokens[:-1].tobytes(), np.arange(8).tobytes(), tokens[1:].tobytes(), ones)
     said = models.run_pass(id, Pass((datum,), "cross_entropy", {}, backward=True)).logprobs
-    models.step(id, STEP)
+    models.step(id, step)
     return said
 
 
