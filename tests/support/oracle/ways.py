@@ -161,12 +161,14 @@ def all_cases(ranks: int) -> list[Case]:
 
 
 def compiled_cases(ranks: int) -> list[Case]:
-    """Every recipe compiled, packed and padded."""
-    return [
+    """Every recipe compiled, packed and padded; and a mixture whose experts are spread where there are ranks for it."""
+    spread = [_mixture("cispo", 2, compile=True, layers=True, checkpointing=again) for again in (False, True)]
+    dense = [
         Case(recipe, rows=2, packed=packed, compile=True, checkpointing=number % 2 > 0, offload=number % 3 > 1)
         for number, recipe in enumerate(RECIPES)
         for packed in (True, False)
     ]
+    return [*dense, *(spread if ranks % 2 == 0 else [])]
 
 
 def few_compiled_cases(ranks: int) -> list[Case]:
