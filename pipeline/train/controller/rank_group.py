@@ -117,6 +117,9 @@ class Dispatch:
         replicas = spec.dp_replicate
         if replicas < 1 or self._site.ranks % replicas:
             raise TrainingError(f"{replicas} replicas of {name!r}; expected a divisor of {self._site.ranks} ranks")
+        if spec.ep < 1 or self._site.ranks // replicas % spec.ep:
+            found = f"experts of {name!r} over {spec.ep} ranks"
+            raise TrainingError(f"{found}; expected a divisor of {self._site.ranks // replicas}, those of a replica")
         self._budget = replace(self._budget, packed=packs(spec.model, self._budget.packed))
         self._forget(name)
         needs: Needs = {name: "init_model"}

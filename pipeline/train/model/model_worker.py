@@ -29,14 +29,14 @@ from pipeline.train.algorithms import Level, Objective, ValueObjective, loss_met
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model.collate import MicroBatch, collate
-from pipeline.train.model.cpu_offload import Memory, Movable, Part, allocated, empty_cache, local
+from pipeline.train.model.cpu_offload import Memory, Movable, Part, allocated, empty_cache
 from pipeline.train.model.experts import load_metrics
 from pipeline.train.model.fsdp import shard_model
 from pipeline.train.model.hf_export import adapter_parameter_name, refuse_unwritable, write_model
 from pipeline.train.model.models import (
-    DecoderModel,
     PolicyModel,
     compile_layers,
+    copy_parameters,
     fill_model,
     outline,
     recompute_activations,
@@ -170,14 +170,7 @@ class ModelWorker:
 
         A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
         """
-        whole = isinstance(self.model, PolicyModel) and isinstance(other.model, PolicyModel)
-        targets, sources = (dict(_copied(each.model, whole)) for each in (self, other))
-        missing = [name for name, p in targets.items() if name not in sources or _shape(sources[name]) != _shape(p)]
-        if missing:
-            raise TrainingError(f"parameters cannot be copied: the other model has no {missing[0]} of the same shape")
-        with torch.no_grad():
-            for name, target in targets.items():
-                local(target).copy_(local(sources[name]))
+        copy_parameters(other.model, self.model)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All that was or could be trained, whole, in compute type, as the tensors of a Hugging Face checkpoint: in the
@@ -365,20 +358,6 @@ class ModelWorker:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """What `copy_from` copies: all, or the decoder without adapters, under names that are alike in both models."""
-    if whole:
-        yield from model.named_parameters()
-        return
-    for name, parameter in model.decoder.named_parameters():
-        if "lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter
-
-
-def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
-    return parameter.shape, local(parameter).shape
 
 
 def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:

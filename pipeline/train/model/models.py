@@ -238,6 +238,34 @@ def stored(model: DecoderModel, form: Form) -> Tensors:
     return {name: tensor for name, tensor in found.items() if name in form.tensors}
 
 
+@torch.no_grad()
+def copy_parameters(source: DecoderModel, target: DecoderModel) -> None:
+    """Give a model the parameters of another of the same architecture, which is sharded alike; what is copied:
+    see `_copied`. Raises `TrainingError` if the source lacks one."""
+    whole = isinstance(source, PolicyModel) and isinstance(target, PolicyModel)
+    targets, sources = (dict(_copied(each, whole)) for each in (target, source))
+    missing = [name for name, p in targets.items() if name not in sources or _shape(sources[name]) != _shape(p)]
+    if missing:
+        expected = f"{missing[0]} of the same shape, spread alike"
+        raise TrainingError(f"parameters cannot be copied: the other model has no {expected}")
+    for name, parameter in targets.items():
+        local(parameter).copy_(local(sources[name]))
+
+
+def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters, or those of the decoder without adapters, under names that are alike in both models."""
+    if whole:
+        yield from model.named_parameters()
+        return
+    for name, parameter in model.decoder.named_parameters():
+        if "lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter
+
+
+def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size, object]:
+    return parameter.shape, local(parameter).shape, getattr(parameter, "placements", None)
+
+
 def recompute_activations(model: DecoderModel) -> None:
     """Have the backward pass compute each layer's activations again instead of keeping them (Chen et al. 2016)."""
     if not model.decoder.supports_gradient_checkpointing:

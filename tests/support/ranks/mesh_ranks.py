@@ -24,7 +24,7 @@ from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.service.client_models import ServedModels
 from tests.support.models.jobs import config_of
 from tests.support.oracle.cases import make_batch, policy_spec
-from tests.support.ranks.dispatch_cases import BUDGET, OPTIM, parameters, step
+from tests.support.ranks.dispatch_cases import BUDGET, OPTIM, parameters, refusal, step
 from tests.support.ranks.served_commits import STEP, train
 
 PATIENCE = Deadlines(operation=60, control=120, grace=2)
@@ -78,7 +78,22 @@ def spread_experts(dispatch: Dispatch, model: Path, folder: Path) -> None:
     for mesh in ({}, {"ep": 4}):
         make(dispatch, folder / "exported", **mesh)
         assert_equal(parameters(dispatch), written)
+    refuse_what_cannot_be_spread_or_copied(dispatch, model)
     compare_clients(dispatch, folder / "exported", folder)
+
+
+def refuse_what_cannot_be_spread_or_copied(dispatch: Dispatch, model: Path) -> None:
+    over_three = policy_spec(model, ep=3)
+    assert "over 3 ranks; expected a divisor of 4" in refusal(lambda: dispatch.init_model("policy", over_three))
+    make(dispatch, model, ep=2)
+    dispatch.init_model("reference", policy_spec(model, optim=None))
+    said = refusal(lambda: dispatch.copy_parameters("policy", "reference"))
+    assert (
+        "the other model has no network.model.layers.0.mlp.experts.gate_up_proj of the same shape, spread alike" in said
+    )
+    dispatch.init_model("reference", policy_spec(model, optim=None, ep=2))
+    dispatch.copy_parameters("policy", "reference")
+    dispatch.remove_model("reference")
 
 
 def compare_clients(dispatch: Dispatch, model: Path, folder: Path) -> None:
