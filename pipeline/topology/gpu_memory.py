@@ -47,7 +47,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         logits: most logits that exist at a time.
         activations: bytes a token that eager layers keep for the backward pass; 0 where that is not known.
         experts: parameters of all experts of a mixture that `training.mesh.ep` can spread; `experts_layer` those of
-            the largest layer, of which there are `experts_of_layer`; a token is sent to `experts_per_token` of them.
+            the largest layer. `experts_of_layer` counts these, `experts_per_token` those that a token is sent to.
         kv: numbers a token in a server's cache, over `kv_heads` heads, of layers that keep all tokens; `kv_window` of
             those that keep the last `window` tokens alone. Both 0 where that is not known.
         width: bytes of a number in compute type.
@@ -308,7 +308,7 @@ def _layer(config: RunConfig, sizes: Sizes) -> int:
 
 
 def _without_spread(config: RunConfig, parameters: int, experts: int) -> int:
-    """Of so many parameters, among them those of experts, the ones that a process computes with."""
+    """The parameters that a process computes with, out of `parameters` that include those of `experts`."""
     return parameters - experts + _shard(experts, config.training.mesh.ep)
 
 
@@ -320,8 +320,8 @@ def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
 
 
 def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
-    """What a process sends to the experts of a layer and what arrives, of which twice the average is expected: which
-    experts are chosen is in the data."""
+    """What a process sends to the experts of a layer and what arrives. The data decides which experts are chosen, so
+    each counts with twice its average."""
     if config.training.mesh.ep == 1:
         return 0
     return 2 * _ARRIVING * tokens * sizes.experts_per_token * sizes.hidden * sizes.width

@@ -30,7 +30,7 @@ class SomeRows:
         return self.rows[wanted.start - self.first : wanted.stop - self.first]
 
     def get_shape(self) -> list[int]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return [self.count, *self.rows.shape[1:]]
 
 
