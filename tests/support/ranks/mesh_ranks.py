@@ -92,7 +92,11 @@ def refuse_what_cannot_be_spread_or_copied(dispatch: Dispatch, model: Path) -> N
         "the other model has no network.model.layers.0.mlp.experts.gate_up_proj of the same shape, spread alike" in said
     )
     dispatch.init_model("reference", policy_spec(model, optim=None, ep=2))
+    step(dispatch, make_batch("grpo"))
     dispatch.copy_parameters("policy", "reference")
+    answers = dispatch.forward_each(["policy", "reference"], make_batch("grpo"))  # at the same time, in two threads
+    for one, other in zip(answers["policy"], answers["reference"], strict=True):
+        assert np.array_equal(one, other)
     dispatch.remove_model("reference")
 
 
