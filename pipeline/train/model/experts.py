@@ -12,7 +12,6 @@ scatter in compute type. The function stays outside of compiled graphs: there, `
 Notation: T tokens, K experts of each token, S = T × K slots, X experts, E features.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -67,11 +66,10 @@ def is_fused(module: nn.Module) -> bool:
 def spread_experts(network: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Give each rank of `mesh` an equal part of the experts of each layer; returns the modules, in order.
 
-    Each tensor becomes one of DTensor, sharded by its first dimension. `ConfigError` for a network without fused
-    experts, or with a number of them that the ranks cannot share evenly.
+    Each tensor becomes a DTensor, sharded by its first dimension. Raises what `refuse_unspreadable` raises.
     """
+    refuse_unspreadable(network, mesh.size())
     modules = fused_experts(network)
-    refuse_unspreadable(network, modules, mesh.size())
     for module in modules:
         setattr(module, GROUP, mesh.get_group())
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -80,14 +78,15 @@ def spread_experts(network: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     return modules
 
 
-def refuse_unspreadable(network: nn.Module, modules: Sequence[nn.Module], ranks: int) -> None:
-    """`ConfigError` unless each of these fused experts modules of the network can be shared evenly by the ranks."""
+def refuse_unspreadable(network: nn.Module, ranks: int) -> None:
+    """`ConfigError` unless the network has experts, all of them fused, which the ranks can share evenly."""
+    modules: list[Any] = fused_experts(network)
     named = ((name.rpartition(".")[-1], type(each).__name__, each) for name, each in network.named_modules())
     others = [kind for leaf, kind, each in named if (leaf == "experts" or "Experts" in kind) and not is_fused(each)]
     if others or not modules:
         what = f"with experts that are not fused ({others[0]})" if others else "without experts"
         raise ConfigError("training.mesh.ep", ranks, f"1 for a model {what}", "remove it")
-    for count in sorted({len(cast(Any, module).down_proj) for module in modules}):
+    for count in sorted({len(module.down_proj) for module in modules}):
         if count % ranks:
             allowed = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
             expected = f"a divisor of {count}, the experts of a layer: {allowed}"

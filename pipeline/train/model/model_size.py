@@ -64,8 +64,7 @@ def _count(network: Any) -> Sizes:
 
 def check_experts(config: ModelConfig, ep: int) -> None:
     """`ConfigError` unless the experts of the policy can be spread over `ep` ranks (`training.mesh.ep`)."""
-    network = _outline(model_directory(config), config)
-    refuse_unspreadable(network, fused_experts(network), ep)
+    refuse_unspreadable(_outline(model_directory(config), config), ep)
 
 
 def _experts(network: Any) -> dict[str, int]:
