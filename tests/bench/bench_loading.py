@@ -1,11 +1,12 @@
 """What a rank holds in memory while its model is loaded, handed to the servers for the first time, and written.
 
-    python -m tests.bench.bench_loading [--ranks 1 2 4] [--dtype bfloat16]
+    python -m tests.bench.bench_loading [--ranks 1 2 4] [--dtype bfloat16] [--experts 32]
 
-Makes a model of some 300 MB in a temporary folder, then a world of each size. Prints for each phase and rank the most
-private memory (MiB, `RssAnon` read every 2 ms) beyond what the process held after it had a tiny model, and what of it
-is more than the rank's float32 shards and, on rank 0 of the publication, the version that waits for the servers; as a
-part of the model's bytes in its compute type that must not be above 0.3. Exits with 1 if it is.
+Makes a model of some 300 MB in a temporary folder (`--experts`: a mixture of that many experts in each layer), then
+a world of each size. Prints for each phase and rank the most private memory (MiB, `RssAnon`, every 2 ms) beyond what
+the process held after it had a tiny model, and what of it is more than the rank's float32 shards and, on rank 0 of the
+publication, the version that waits for the servers; as a part of the model's bytes in its compute type that must not be
+above 0.3. Exits with 1 if it is.
 """
 
 import argparse
@@ -82,11 +83,14 @@ def watched(dispatch: Dispatch, most: list[int]) -> Iterator[None]:
     most += dispatch.on_sites(end)
 
 
-def make_model(folder: Path, size: int = 1024, layers: int = 9) -> None:
-    """Some 150M parameters in bfloat16, in several files."""
+def make_model(folder: Path, size: int = 1024, layers: int = 9, experts: int = 0) -> None:
+    """Some 150M parameters in bfloat16, in several files; of a mixture, layers of as many parameters."""
     shape = {"hidden_size": size, "intermediate_size": 3 * size, "num_hidden_layers": layers, "head_dim": 128}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
-    network = tiny_network(0, vocab_size=8000, tie_word_embeddings=False, **shape, **heads)
+    if experts:
+        shape |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * size // experts}
+    kind = "qwen3_moe" if experts else "qwen3"
+    network = tiny_network(0, model_type=kind, vocab_size=8000, tie_word_embeddings=False, **shape, **heads)
     network.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
     (folder / "tokenizer.json").write_text("{}")
 
@@ -144,6 +148,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -152,8 +157,8 @@ def main() -> int:
         return 0
     table = []
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model")
-        make_model(Path(folder) / "tiny", size=64, layers=1)
+        make_model(Path(folder) / "model", experts=given.experts)
+        make_model(Path(folder) / "tiny", size=64, layers=1, experts=given.experts)
         for ranks in given.ranks:
             for row in world(ranks, Path(folder), given.dtype):
                 table.append((ranks, *row))
