@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-WORKERS = 3
-"""Files of tests that run at a time. Most of them wait, for Slurm or for a server."""
+from tests.workers import WORKERS
 
 MOST_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 3600, 660
 """Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+SUITE += ("-p", "tests.workers")
 REPORTS = ("-p", "tests.times", "--failures")
 FAILED, OUT_OF_TIME = 1, 124
 """Exit codes: pytest's own when tests failed, and ours when it did not end. Any but 0 and `FAILED` means that not all

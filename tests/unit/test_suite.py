@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers import WAITERS
+
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
@@ -34,12 +36,23 @@ import pytest
 def test_broken(case):
     assert False, "each time"
 """
+NOTES_ITS_WORKER = """
+import os, time
+from pathlib import Path
+
+def test_case():
+    Path(__file__).with_suffix(".worker").write_text(os.environ["PYTEST_XDIST_WORKER"])
+    began = time.monotonic()
+    while {waits} and len(list(Path(__file__).parents[1].glob("unit/*.worker"))) < 4:
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+"""
 
 
-def run_suite(folder: Path, text: str, workers: int = 0) -> subprocess.CompletedProcess[str]:
+def run_suite(folder: Path, text: str, workers: int = 0, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_case.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = integration\n")
-    suite = ("-n", str(workers), "--dist", "loadfile")
+    suite = ("-n", str(workers), "--dist", "loadfile", *options)
     code = f"import sys; from tests.suite import main; sys.exit(main([], {suite}))"
     plugins = {"PYTEST_PLUGINS": "xdist.plugin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others take seconds to load
     environment = os.environ | plugins | {"PYTHONPATH": str(ROOT)}
@@ -78,6 +91,22 @@ def test_a_file_that_cannot_be_read_fails_the_suite(tmp_path: Path, workers: int
     ended = run_suite(tmp_path, "import nothing_of_this_name", workers)
     assert ended.returncode in (1, 2)
     assert "once more" not in ended.stdout
+
+
+def test_files_that_wait_run_beside_files_that_compute_and_all_workers_help_in_the_end(tmp_path: Path) -> None:
+    """Each file notes its worker. The waiting ones end only when four others have ended."""
+    waiting = ("cluster/test_a.py", "cluster/test_b.py", "protocol/test_c.py")
+    for file in (*waiting, *(f"unit/test_{name}.py" for name in "defghi")):
+        path = tmp_path / "tests" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(NOTES_ITS_WORKER.format(waits=file in waiting))
+    run_suite(tmp_path, "", 2 + WAITERS, "-p", "tests.workers")
+    notes = {note.stem: note.read_text() for note in tmp_path.glob("tests/*/*.worker")}
+    assert len(notes) == 9
+    waiters, others = {"gw0", "gw1"}, {"gw2", "gw3"}
+    assert {notes["test_a"], notes["test_b"]} == waiters
+    assert notes["test_c"] in waiters
+    assert {notes[f"test_{name}"] for name in "defg"} == others
 
 
 def test_torch_was_loaded_after_it_was_told_to_use_one_thread() -> None:
