@@ -12,7 +12,7 @@
 | `evaluation_keys` | the keys of evaluation sets |
 | `tinker_keys`, `tinker_losses` | the keys of a run that serves; the losses that its clients name |
 | `value_types` | the forms of values |
-| `cross_checks` | what must hold between keys |
+| `cross_checks`, `mesh_checks` | what must hold between keys; what a mesh can be divided by |
 | `key_relevance` | who reads which key |
 | `run_identity` | which keys make a run the same |
 | `frozen_config` | the copy in the run directory |

@@ -14,6 +14,11 @@ from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.config.evaluation_keys import check_sets
 from pipeline.config.key_relevance import default_of, unread, value_of
+from pipeline.config.mesh_checks import (
+    context_divides_a_replica,
+    experts_divide_a_replica,
+    replicas_divide_the_trainer,
+)
 from pipeline.errors import ConfigError
 
 _TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
@@ -170,26 +175,6 @@ def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
         raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", mend)
 
 
-def _replicas_divide_the_trainer(config: RunConfig) -> None:
-    replicas, trainer = config.training.mesh.dp_replicate, config.resources.trainer
-    ranks = trainer.nodes * trainer.processes
-    if replicas > 1 and config.serve.enabled:
-        expected = "1 with serve.enabled: adapters of clients are swapped in shards of one model"
-        raise ConfigError("training.mesh.dp_replicate", replicas, expected, "remove it")
-    if ranks % replicas:
-        expected = f"a divisor of {ranks}, the trainer's processes (resources.trainer.nodes × processes)"
-        raise ConfigError("training.mesh.dp_replicate", replicas, expected, "change one of them")
-
-
-def _experts_divide_a_replica(config: RunConfig) -> None:
-    ep, trainer = config.training.mesh.ep, config.resources.trainer
-    ranks = trainer.nodes * trainer.processes // config.training.mesh.dp_replicate
-    if ranks % ep:
-        allowed = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
-        expected = f"a divisor of {ranks}, the processes of a replica of the trainer: {allowed}"
-        raise ConfigError("training.mesh.ep", ep, expected, "change one of them")
-
-
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
     if config.cluster.kind == "slurm":
         if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
@@ -296,10 +281,13 @@ def _turns_leave_room_for_prompts(config: RunConfig) -> None:
 
 
 def _samples_fit_micro_batches(config: RunConfig) -> None:
-    budget, length = config.training.micro_batch_tokens, config.model.max_length
-    if budget < length:
-        expected = f"at least model.max_length ({length}), so that every sample fits"
-        raise ConfigError("training.micro_batch_tokens", budget, expected, "raise it or lower model.max_length")
+    training, length = config.training, config.model.max_length
+    if training.micro_batch_budget < length:
+        least, cp = -(-length // training.mesh.cp), training.mesh.cp
+        of_each = f"model.max_length ({length})" + (f" / training.mesh.cp ({cp})" if cp > 1 else "")
+        expected = f"at least {of_each}, so that every sample fits"
+        mend = f"raise it to {least} or lower model.max_length"
+        raise ConfigError("training.micro_batch_tokens", training.micro_batch_tokens, expected, mend)
 
 
 def _sets_can_be_asked(config: RunConfig) -> None:
@@ -332,8 +320,9 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _a_trainer_process_has_one_gpu,
-    _replicas_divide_the_trainer,
-    _experts_divide_a_replica,
+    replicas_divide_the_trainer,
+    context_divides_a_replica,
+    experts_divide_a_replica,
     _shared_gpus_have_room,
     _slurm_keys_need_slurm,
     _het_needs_services,

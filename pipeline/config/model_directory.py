@@ -83,6 +83,13 @@ def attention_heads(model: ModelConfig) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
+def key_heads(model: ModelConfig) -> int | None:
+    """The key heads of each attention layer, if the config says; those of latent attention are made for each head."""
+    settings = _text_settings(model)
+    heads = settings.get("num_key_value_heads")
+    return heads if isinstance(heads, int) and not settings.get("kv_lora_rank") else attention_heads(model)
+
+
 def experts(model: ModelConfig) -> int:
     """The experts of a layer of a mixture; 0 for a model without, as far as its config says."""
     settings = _text_settings(model)

@@ -32,6 +32,7 @@ OPERATIONAL = (
     "training.compile",
     "training.data_seconds",
     "training.keep_checkpoints",
+    "training.mesh.cp",
     "training.mesh.dp_replicate",
     "training.mesh.ep",
     "training.micro_batch_rows",

@@ -172,6 +172,11 @@ class MeshConfig(Section):
         description="Expert parallelism: processes among which the experts of each layer of a mixture are spread. "
         "Tokens travel to the process of their expert. 1: every process computes all experts of its tokens.",
     )
+    cp: Positive = Field(
+        1,
+        description="Context parallelism (Ulysses): neighboring processes that share each packed micro-batch. Each "
+        "computes a part of its tokens, and attention for a part of the heads. 1: every process has its own samples.",
+    )
 
 
 class TrainingConfig(Section):
@@ -197,7 +202,7 @@ class TrainingConfig(Section):
     micro_batch_tokens: Positive = Field(
         16384,
         description="Token budget of a micro-batch in one process, including padding; a shared prefix counts for "
-        "each of its samples.",
+        "each of its samples. With training.mesh.cp a micro-batch has the budgets of that many processes.",
     )
     micro_batch_rows: NotNegative = Field(
         0, description="Largest number of samples in a micro-batch; 0: limited by the token budget only."
@@ -265,6 +270,11 @@ class TrainingConfig(Section):
         description="A job file, or a folder of job files, for the trainer to execute (docs/jobs.md); the run then "
         "has no other steps.",
     )
+
+    @property
+    def micro_batch_budget(self) -> int:
+        """Most tokens of a micro-batch, over the processes that share it (`mesh.cp`)."""
+        return self.micro_batch_tokens * self.mesh.cp
 
     @property
     def masked_finish(self) -> str | None:

@@ -112,6 +112,7 @@ def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
         "copies in compute type": _copies(config, sizes),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
+        "tables of shared lines": _tables(config, tokens),
         "CUDA": CONTEXT,
     }
     peaks: list[dict[str, int]] = [
@@ -219,18 +220,22 @@ def describe_mesh(config: RunConfig) -> str:
     With expert parallelism, those of the same ranks as experts see them, too."""
     shards = dp_shard(config, trainer_ranks(config))
     experts = f"; experts: efsdp {shards // ep} × ep {ep}" if (ep := config.training.mesh.ep) > 1 else ""
-    return f"dp_replicate {config.training.mesh.dp_replicate} × dp_shard {shards}{experts}"
+    context = f" × cp {cp}" if (cp := config.training.mesh.cp) > 1 else ""
+    return f"dp_replicate {config.training.mesh.dp_replicate} × dp_shard {shards // cp}{context}{experts}"
 
 
 def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
-    """Most tokens of a micro-batch: its budget, or all that a rank gets of the largest batch if that is less. Of the
-    batches of jobs that stand alone, which are in their files, and of clients, nothing is known here."""
-    training = config.training
+    """Most tokens of a micro-batch on a rank: its budget, or all that a rank gets of the largest batch if that is less;
+    of a micro-batch that `training.mesh.cp` ranks share, the part of one.
+
+    Of the batches of jobs that stand alone, which are in their files, and of clients, nothing is known here.
+    """
+    training, cp = config.training, config.training.mesh.cp
     if training.jobs or config.serve.enabled:
         return training.micro_batch_tokens
     rl = training.prompts_per_step * config.rollout.samples if config.has_rollouts else 0
-    rows = math.ceil(max(rl, training.warm_start.batch if config.has_sft else 0) / ranks)
-    return min(training.micro_batch_tokens, rows * config.model.max_length)
+    rows = math.ceil(max(rl, training.warm_start.batch if config.has_sft else 0) * cp / ranks)
+    return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 
 
 def least_vllm(config: RunConfig, sizes: Sizes) -> int:
@@ -310,6 +315,13 @@ def _layer(config: RunConfig, sizes: Sizes) -> int:
 def _without_spread(config: RunConfig, parameters: int, experts: int) -> int:
     """The parameters that a process computes with, out of `parameters` that include those of `experts`."""
     return parameters - experts + _shard(experts, config.training.mesh.ep)
+
+
+def _tables(config: RunConfig, tokens: int) -> int:
+    """Index tables of a packed line that several ranks share: each has those of the whole line, int64, up to two of
+    rectangles, one of places and one of what rows share."""
+    cp = config.training.mesh.cp
+    return 4 * 8 * tokens * cp if cp > 1 else 0
 
 
 def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:

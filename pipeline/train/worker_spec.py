@@ -25,6 +25,7 @@ class ModelSpec:
         activation_checkpointing, compile, reshard: as in `training.*`.
         dp_replicate: as in `training.mesh`; groups of neighboring ranks that each hold the whole model.
         ep: as in `training.mesh`; neighboring ranks among which the experts of each layer are spread.
+        cp: as there; neighboring ranks that share each micro-batch.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class ModelSpec:
     reshard: bool = False
     dp_replicate: int = 1
     ep: int = 1
+    cp: int = 1
 
 
 def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
@@ -56,6 +58,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
             reshard=training.reshard,
             dp_replicate=training.mesh.dp_replicate,
             ep=training.mesh.ep,
+            cp=training.mesh.cp,
         )
 
     models = {"policy": spec("policy", config.model, optim)}

@@ -15,7 +15,15 @@ from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.config.cross_checks import check_adapters, check_parallel, check_run
-from pipeline.config.model_directory import attention_heads, describe_weights, experts, longest_sequence
+from pipeline.config.mesh_checks import check_context_heads, check_context_packing
+from pipeline.config.model_directory import (
+    attention_heads,
+    describe_weights,
+    experts,
+    key_heads,
+    longest_sequence,
+    model_directory,
+)
 from pipeline.environments import check_demonstrations, check_task, load_task
 from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
 from pipeline.environments.rewards import check_rewards
@@ -126,6 +134,8 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_inputs(config)
     if config.training.mesh.ep > 1:
         _check_experts(config.model, config.training.mesh.ep)
+    if config.training.mesh.cp > 1:
+        _check_context(config.model, config.training.mesh.cp)
     if config.has_servers:
         check_parallel(config, attention_heads(config.model))
         check_adapters(config, experts(config.model))
@@ -156,6 +166,16 @@ def _sizes(model: ModelConfig) -> Sizes:
     from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
 
     return sizes_of(model)
+
+
+@cache
+def _check_context(model: ModelConfig, cp: int) -> None:
+    """Once for all points of a sweep."""
+    check_context_heads(cp, attention_heads(model), key_heads(model))
+    from pipeline.train.model.packing_probe import packs  # torch and transformers take seconds
+
+    found = model.model_copy(update={"path": str(model_directory(model))})
+    check_context_packing(found, cp, packs(found, wanted=True))
 
 
 @cache

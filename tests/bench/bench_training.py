@@ -65,7 +65,7 @@ def plain_step(model: ModelConfig, share: list[Batch], ranks: int) -> Step:
     def step() -> None:
         for batch in share:
             micro = collate(batch, "packed", torch.device("cpu"))
-            where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N, micro.targets_N
+            where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M, micro.targets_M
             logprobs_N, _ = policy(*where, batch.temperature, False)
             loss, _ = total(micro.loss_tokens(logprobs_N, None), LOSS, "none")
             loss.backward()  # type: ignore[no-untyped-call]

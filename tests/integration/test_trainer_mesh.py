@@ -1,4 +1,4 @@
-"""Meshes of four real ranks: replicas (HSDP) and spread experts (EP) train as one model that is sharded over all."""
+"""Meshes of four real ranks: replicas (HSDP), spread experts (EP) and shared lines (CP) train as one sharded model."""
 
 from pathlib import Path
 
@@ -23,3 +23,9 @@ def test_spread_experts_train_as_whole_ones_and_checkpoints_go_from_mesh_to_mesh
     large = {"initializer_range": 0.2, "tie_word_embeddings": False, "max_position_embeddings": 64}
     model = write_tiny(tmp_path / "model", 5, model_type="qwen3_moe", norm_topk_prob=True, **experts, **large)
     run_ranks(4, mesh_ranks.work_of_mixture, model, tmp_path, seconds=240)
+
+
+def test_ranks_that_share_lines_train_as_one_model_and_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_model(model, tied=False)
+    run_ranks(4, mesh_ranks.work_of_context, model, tmp_path, seconds=240)

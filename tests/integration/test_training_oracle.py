@@ -33,6 +33,7 @@ from tests.support.oracle.ways import (
     all_cases,
     cases,
     compiled_cases,
+    context_cases,
     mixture_cases,
 )
 from tests.support.ranks import forked_ranks, training_ranks
@@ -176,6 +177,15 @@ def test_a_mixture_whose_experts_are_spread_computes_what_the_oracle_does(
 ) -> None:
     computed = run_ranks(models, ranks, tmp_path / "results", "mixtures", seconds=1400)
     for case in mixture_cases(ranks):
+        check(computed[case], models, case, ranks)
+
+
+@pytest.mark.trial
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_lines_compute_what_the_oracle_does(ranks: int, models: Path, tmp_path: Path) -> None:
+    computed = run_ranks(models, ranks, tmp_path / "results", "context", seconds=1400)
+    for case in context_cases(ranks):
         check(computed[case], models, case, ranks)
 
 

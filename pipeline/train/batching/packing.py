@@ -12,7 +12,7 @@ Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle t
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -154,6 +154,20 @@ def overlap(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
     return Layout((1, used), np.array(lengths, np.int64), np.concatenate(where), np.concatenate(positions), "shared")
 
 
+def fill(layout: Layout, length: int) -> Layout:
+    """A packed layout whose line has `length` tokens: what is lacking becomes one row more, of which nothing counts."""
+    used = len(layout.positions)
+    if used == length:
+        return layout
+    return replace(
+        layout,
+        shape=(1, length),
+        lengths=np.append(layout.lengths, length - used),
+        where=np.append(layout.where, np.arange(used, length)),
+        positions=np.append(layout.positions, np.arange(length - used)),
+    )
+
+
 def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[Kin] = ()) -> list[Bins]:
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
@@ -172,7 +186,7 @@ def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence
 def shares_of(rank: int, ranks: int, size: int, shares: int) -> range:
     """The shares that fall to a rank when a model's data-parallel size is `size`, a divisor of both other counts.
 
-    Neighbouring ranks, `ranks / size` of them, get the same: they are replicas.
+    Neighbouring ranks, `ranks / size` of them, get the same: they compute it together (`training.mesh.cp`).
     """
     each = shares // size
     place = rank * size // ranks

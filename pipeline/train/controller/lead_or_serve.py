@@ -43,7 +43,7 @@ def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispat
     """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
     share, each process keeps to what they leave: `ConfigError` if that is too little."""
     training, resources = config.training, config.resources
-    most = training.micro_batch_tokens, training.micro_batch_rows or None
+    most = training.micro_batch_budget, training.micro_batch_rows or None
     budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
     shared = resources.share_gpus and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None

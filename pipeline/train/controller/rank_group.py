@@ -38,6 +38,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.async_save import Saver
 from pipeline.config import LossConfig, OptimConfig
+from pipeline.config.mesh_checks import check_context_packing
 from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.algorithms import Level, Objective, loss_metrics
@@ -112,19 +113,23 @@ class Dispatch:
     def init_model(self, name: str, spec: ModelSpec) -> ModelInfo:
         """Build and shard a model and its optimizer; one of that name is replaced, and gone if that fails.
 
-        From the first model on whose rows would see each other packed, all rows are padded; see `likeness`.
+        From the first model on whose rows would see each other packed, all rows are padded; see `likeness`. They cannot
+        be spread over ranks (`ModelSpec.cp`), and such a model is refused with a `ConfigError` then.
         """
-        replicas = spec.dp_replicate
-        if replicas < 1 or self._site.ranks % replicas:
-            raise TrainingError(f"{replicas} replicas of {name!r}; expected a divisor of {self._site.ranks} ranks")
-        if spec.ep < 1 or self._site.ranks // replicas % spec.ep:
-            found = f"experts of {name!r} over {spec.ep} ranks"
-            raise TrainingError(f"{found}; expected a divisor of {self._site.ranks // replicas}, those of a replica")
-        self._budget = replace(self._budget, packed=packs(spec.model, self._budget.packed))
+        ranks, replicas, cp = self._site.ranks, spec.dp_replicate, spec.cp
+        if replicas < 1 or ranks % replicas:
+            raise TrainingError(f"{replicas} replicas of {name!r}; expected a divisor of {ranks} ranks")
+        for dimension, size in (("ep", spec.ep), ("cp", cp)):
+            if size < 1 or ranks // replicas % size:
+                expected = f"a divisor of {ranks // replicas}, the ranks of a replica"
+                raise TrainingError(f"{dimension}={size} of {name!r}; expected {expected}")
+        packed = packs(spec.model, self._budget.packed)
+        check_context_packing(spec.model, cp, packed)
+        self._budget = replace(self._budget, packed=packed)
         self._forget(name)
         needs: Needs = {name: "init_model"}
         info: ModelInfo = self._control.everywhere("init_model", rank_operations.init_model, name, spec, needs=needs)[0]
-        self._models[name], self._sizes[name], self._replicas[name] = info, self._site.ranks, replicas
+        self._models[name], self._sizes[name], self._replicas[name] = info, ranks // cp, replicas
         self._control.states |= device_placement.states_of_new(name, spec.optim is not None)
         return info
 
@@ -332,7 +337,7 @@ class Dispatch:
         if data.highest >= vocabulary:
             batch_staging.refuse_foreign_tokens(data.batch, vocabulary)
         if not {self._sizes[name] for name in names} <= data.sizes:
-            raise TrainingError("these rows were staged before a model with other replicas was made: stage them again")
+            raise TrainingError("these rows were staged before a model with another cp was made: stage them again")
         return data
 
     def _stageable(self, batch: Batch, number: int, index: int) -> CutBatch:
@@ -344,7 +349,7 @@ class Dispatch:
             raise TrainingError(f"batch {index}: {error}") from None
 
     def _of_places(self, name: str, outcomes: list[T]) -> list[T]:
-        """The outcome of the first replica of each data-parallel place."""
+        """The outcome of the first rank of those that have the same rows."""
         return outcomes[:: self._site.ranks // self._sizes[name]]
 
     def _check(self, *names: str) -> None:

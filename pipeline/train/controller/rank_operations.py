@@ -47,7 +47,10 @@ def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
     with heartbeat.during(f"making {name}", site.patience.commit):
         site.workers[name] = ModelWorker(
-            spec, site.mesh_of(name, spec.dp_replicate), site.expert_mesh_of(name, spec.dp_replicate, spec.ep)
+            spec,
+            site.mesh_of(name, spec.dp_replicate),
+            site.expert_mesh_of(name, spec.dp_replicate, spec.ep),
+            site.context_of(name, spec.cp),
         )
     return site.workers[name].info
 

@@ -18,7 +18,7 @@ connections break, and the controller, thrown out of the collective, finds the f
 | group | backend | carries | deadline |
 |---|---|---|---|
 | the world | gloo, with CUDA nccl too | what is not a model's | `Deadlines.operation` |
-| of models (see `Site.mesh_of`) | gloo or nccl | parameters and gradients | `Deadlines.operation` |
+| of models (`Site.mesh_of`, `context_of`) | gloo or nccl | parameters, gradients, attention | `Deadlines.operation` |
 | control | gloo | orders and outcomes | `Deadlines.control` |
 | background | gloo | commits, beside training | `Deadlines.commit` |
 """
@@ -47,6 +47,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipeline.checkpoints.async_save import Saver
 from pipeline.errors import DeadlineError, TrainingError
 from pipeline.train.batching.sequences import Batch
+from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.utils import heartbeat
 from pipeline.utils.signed_store import SignedStore, signed_objects
@@ -177,6 +178,18 @@ class Site:
         groups.insert(0, self._group(name, "dp_replicate", ranks.view(dp_replicate, -1).T))
         names = ("dp_replicate", "efsdp", "ep")
         return DeviceMesh.from_group(groups, self.device, mesh=ranks, mesh_dim_names=names)
+
+    def context_of(self, name: str, cp: int = 1) -> ContextParallel | None:
+        """The `cp` neighboring ranks that share the micro-batches of a model of this name; None if no two do.
+
+        They are a part of the `dp_shard` of `mesh_of`, over all of which parameters are sharded. Collective over all
+        ranks.
+        """
+        if cp == 1:
+            return None
+        name = name if self.device == "cpu" else ""
+        group = self._group(name, "cp", torch.arange(self.ranks).view(-1, cp))
+        return ContextParallel(group, self.rank % cp, cp)
 
     def _group(self, name: str, dimension: str, ranks: Tensor) -> dist.ProcessGroup:
         """This rank's group along a dimension of a mesh; each row of `ranks` is a group. Collective over all ranks."""

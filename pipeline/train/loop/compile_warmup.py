@@ -71,13 +71,13 @@ class WarmUp:
 
     def _batches(self, names: Sequence[str]) -> list[Batch]:
         """Each of them is one micro-batch on every rank."""
-        ranks, budget = trainer_ranks(self._config), self._dispatch.budget
-        tokens = min(budget.tokens, micro_batch_tokens(self._config, ranks))
+        ranks, budget, cp = trainer_ranks(self._config), self._dispatch.budget, self._config.training.mesh.cp
+        tokens, places = min(budget.tokens, micro_batch_tokens(self._config, ranks) * cp), ranks // cp
         vocabulary = min(self._dispatch.models[name].vocabulary for name in names)
         sizes = shapes(tokens, self._config.model.max_length, budget.rows)
-        apart = [[empty_row(length, vocabulary, number) for number in range(count * ranks)] for count, length in sizes]
+        apart = [[empty_row(length, vocabulary, number) for number in range(count * places)] for count, length in sizes]
         alike = [
-            [row for rank in range(ranks) for row in alike_rows(count, length, vocabulary, rank * count)]
+            [row for place in range(places) for row in alike_rows(count, length, vocabulary, place * count)]
             for count, length in sizes
             if budget.packing == "shared" and min(count, length) > 1
         ]

@@ -7,7 +7,7 @@
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
 | `supported_architectures`, `rope` | supported architectures; rotary frequencies, as in the servers |
 | `fsdp`, `row_shards` | the model spread over ranks; one tensor's rows, filled and gathered |
-| `collate` | a micro-batch as tensors |
+| `collate`, `context_parallel` | a micro-batch as tensors; a packed line that ranks share |
 | `optimizer` | AdamW, its schedule, clipping, skipped steps |
 | `cpu_offload` | parts that leave the device and come back |
 | `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |

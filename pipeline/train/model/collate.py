@@ -3,9 +3,9 @@
 Owns the step from rows (numpy) to what the models and the losses read. Promises that only counted tokens reach the head
 and the losses, in the order of rows and tokens, and that an empty micro-batch becomes two tokens that count nothing, so
 that a short rank can take part in the collective operations of the others (one token is a size that layers are compiled
-for once more). Must not know models, ranks or losses' formulas.
+for once more). Of a line that several ranks share, each gets its part. Must not know models or losses' formulas.
 
-Notation: B × T the rectangle that the model reads, N counted tokens, R rows.
+Notation: B × T the rectangle that the model reads here, N counted tokens, M of them predicted here, R rows.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from pipeline.train.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Layout, Packing
 from pipeline.train.batching.sequences import Batch, Column, Row
+from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.packed_attention import Segments
 from pipeline.train.model.to_device import to_device
 
@@ -33,17 +34,28 @@ class MicroBatch:
     Attributes:
         tokens_BT, positions_BT: int64; padding is token 0.
         segments: tables that keep attention inside the rows of a packed line; None when each line is a row.
-        before_N: int64, index in the flattened rectangle of the token before each counted one.
-        targets_N: int64, the counted tokens.
+        before_M: int64, index in the flattened rectangle of the token before each that is predicted here.
+        targets_M: int64, the tokens that are predicted.
         batch: the rows themselves.
+        own_M: int64, which of the N counted tokens are predicted here: those whose predecessor is; None: all of them.
     """
 
     tokens_BT: Tensor
     positions_BT: Tensor
     segments: Segments | None
-    before_N: Tensor
-    targets_N: Tensor
+    before_M: Tensor
+    targets_M: Tensor
     batch: Batch
+    own_M: Tensor | None = None
+
+    def complete(self, answer_M: Tensor) -> Tensor:
+        """The answers about all N counted tokens, from those of each rank that shares the line. Collective over these.
+
+        Losses need all of them: some are of whole rows, which may lie on several ranks.
+        """
+        if self.own_M is None or self.segments is None or self.segments.context is None:
+            return answer_M
+        return self.segments.context.merge(answer_M, self.own_M, self.batch.counted)
 
     def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
         """The counted tokens with the policy's answer about them; numbers in the type of `logprobs_N`.
@@ -85,32 +97,51 @@ class MicroBatch:
         return None if any(getattr(row, field) is None for row in rows) else _like(_flat(rows, field), like)
 
 
-def collate(batch: Batch, how: Packing, device: torch.device) -> MicroBatch:
-    """The tensors of a micro-batch on `device`."""
+def collate(batch: Batch, how: Packing, device: torch.device, context: ContextParallel | None = None) -> MicroBatch:
+    """The tensors of a micro-batch on `device`; with `context`, of this rank's part of it."""
     laid = batch if batch.rows else _NOTHING
     rows = laid.rows
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     counted_N = np.flatnonzero(np.concatenate([row.mask for row in rows]))
     layout = packing.lay(laid.lengths, how, laid.kin(how))
+    before_N, own_M, first = layout.where[counted_N - 1], None, 0
+    if context is not None:
+        layout = _filled(layout, context)
+        part = context.own_part(len(layout.positions))
+        own_M, first = np.flatnonzero((before_N >= part.start) & (before_N < part.stop)), part.start
+    mine = slice(None) if own_M is None else own_M
     return MicroBatch(
-        *model_input(layout, tokens_R, device),
-        before_N=to_device(layout.where[counted_N - 1], device),
-        targets_N=to_device(tokens_R[counted_N], device),
+        *model_input(layout, tokens_R, device, context),
+        before_M=to_device(before_N[mine] - first, device),
+        targets_M=to_device(tokens_R[counted_N[mine]], device),
         batch=batch,
+        own_M=None if own_M is None else to_device(own_M, device),
     )
 
 
 def model_input(
-    layout: Layout, tokens_R: NDArray[np.int64], device: torch.device
+    layout: Layout, tokens_R: NDArray[np.int64], device: torch.device, context: ContextParallel | None = None
 ) -> tuple[Tensor, Tensor, Segments | None]:
-    """What a model reads of rows whose tokens, row after row, are these: `tokens_BT`, `positions_BT`, `segments`."""
-    tokens = np.zeros(len(layout.positions), np.int64)
-    tokens[layout.where] = tokens_R
-    segments = None
+    """What a model reads of rows whose tokens, row after row, are these: `tokens_BT`, `positions_BT`, `segments`.
+
+    With `context`, of a line whose length the ranks can share, this rank's part; the segments are those of all of it.
+    """
+    tokens, segments = np.zeros(len(layout.positions), np.int64), None
+    tokens[layout.where[: len(tokens_R)]] = tokens_R  # a row that fills a line up has no tokens of the batch
     if layout.packing != "padded":
-        segments = Segments.of(layout.lengths.tolist(), device, layout.where if layout.packing == "shared" else None)
-    tokens_BT, positions_BT = (to_device(each.reshape(layout.shape), device) for each in (tokens, layout.positions))
+        where = layout.where if layout.packing == "shared" else None
+        segments = Segments.of(layout.lengths.tolist(), device, where, context)
+    part = slice(None) if context is None else context.own_part(len(tokens))
+    whole = (each.reshape(layout.shape)[:, part] for each in (tokens, layout.positions))
+    tokens_BT, positions_BT = (to_device(each, device) for each in whole)
     return tokens_BT, positions_BT, segments
+
+
+def _filled(layout: Layout, context: ContextParallel) -> Layout:
+    """The layout with a line that the ranks of `context` can share evenly."""
+    if layout.packing == "padded":
+        raise TrainingError("padded rows cannot be spread over ranks: only packed ones can (training.mesh.cp)")
+    return packing.fill(layout, context.whole_length(len(layout.positions)))
 
 
 def _like(values: NDArray[np.float64], like: Tensor) -> Tensor:

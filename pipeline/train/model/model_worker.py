@@ -29,6 +29,7 @@ from pipeline.train.algorithms import Level, Objective, ValueObjective, loss_met
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model.collate import MicroBatch, collate
+from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Movable, Part, allocated, empty_cache
 from pipeline.train.model.experts import load_metrics
 from pipeline.train.model.fsdp import shard_model
@@ -73,14 +74,21 @@ class ModelWorker:
     middle of a pass answers, trains and is saved no more.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        expert_mesh: DeviceMesh | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
         """Make the model's shapes, shard them over the last dimension of `mesh`, with a replica for each place of the
-        first if it has two, and fill the shards on the device. `expert_mesh`: see `shard_model`.
+        first if it has two, and fill the shards on the device. `expert_mesh`: see `shard_model`. The ranks of `context`
+        share each micro-batch.
 
         Raises what `outline`, `Weights` and `fill_model` raise.
         """
         self.device = torch.device(mesh.device_type)
-        self._config = spec.model
+        self._config, self.context = spec.model, context
         self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
         self.model = outline(spec.model, spec.kind)
         if spec.optim is not None and spec.kind == "policy":
@@ -119,7 +127,7 @@ class ModelWorker:
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
         with torch.no_grad(), self.passes():
-            answers = [self._answer(collate(batch, how, self.device), batch.temperature) for batch in micro_batches]
+            answers = [self._answer(self._collate(batch, how), batch.temperature) for batch in micro_batches]
         return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
 
     def forward_backward(
@@ -138,7 +146,7 @@ class ModelWorker:
         with self.passes():
             for number, batch in enumerate(micro_batches):
                 self.reduce_after(number == len(micro_batches) - 1)
-                loss, sums = self._loss(collate(batch, how, self.device), batch.temperature, objective, level)
+                loss, sums = self._loss(self._collate(batch, how), batch.temperature, objective, level)
                 (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
                 parts.append(sums)
         loads = load_metrics(self.model) if level != "none" else {}
@@ -306,6 +314,9 @@ class ModelWorker:
     def _moments(self) -> list[Tensor]:
         return [] if self.optimizer is None else self.optimizer.moments()
 
+    def _collate(self, batch: Batch, how: Packing) -> MicroBatch:
+        return collate(batch, how, self.device, self.context)
+
     def _answer(self, micro: MicroBatch, temperature: float) -> Tensor:
         if isinstance(self.model, PolicyModel):
             return self._logprobs(micro, temperature, False)[0]
@@ -327,13 +338,14 @@ class ModelWorker:
 
     def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         heartbeat.beat()
-        where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N
-        answer = self.model(*where, micro.targets_N, temperature, entropy)
-        return cast(tuple[Tensor, Tensor | None], answer)
+        where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
+        logprobs_M, entropy_M = self.model(*where, micro.targets_M, temperature, entropy)
+        return micro.complete(logprobs_M), None if entropy_M is None else micro.complete(entropy_M)
 
     def _values(self, micro: MicroBatch) -> Tensor:
         heartbeat.beat()
-        return cast(Tensor, self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N))
+        values_M: Tensor = self.model(micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M)
+        return micro.complete(values_M)
 
     def _refuse_if_broken(self) -> None:
         """FSDP keeps gradients of a call that broke off, and adds them to those of the next."""

@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.errors import ConfigError
+from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.to_device import to_device
 
 ATTENTION = "rollcall"
@@ -68,6 +69,7 @@ class Segments:
         own: the rows as they lie in the line.
         whole: the rows as attention reads them; the same as `own` if they share nothing.
         line_R: int64, index in the line of each token of the whole rows; None if these are the line.
+        context: the ranks over which the line is spread; None if all of it is here. All tables are of the whole line.
     """
 
     rectangles: tuple[Tensor, ...]
@@ -75,9 +77,16 @@ class Segments:
     own: Ragged
     whole: Ragged
     line_R: Tensor | None = None
+    context: ContextParallel | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device, where: NDArray[np.int64] | None = None) -> "Segments":
+    def of(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        where: NDArray[np.int64] | None = None,
+        context: ContextParallel | None = None,
+    ) -> "Segments":
         """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
         which place of the line each of their tokens has. As `packing.overlap` lays them: what is a row's own is the end
         of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other places.
@@ -99,7 +108,7 @@ class Segments:
         rectangle_P = torch.arange(int(own_S.sum())) + before_S.repeat_interleave(own_S)
         if line_R is not None:
             rectangles = [line_R[each] for each in rectangles]
-        return cls(tuple(rectangles), to_device(rectangle_P, device), own, whole, line_R)
+        return cls(tuple(rectangles), to_device(rectangle_P, device), own, whole, line_R, context)
 
 
 def _rectangles(lengths_S: Tensor, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -135,7 +144,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: returns [B, T, H, D]. Grouped key and value heads are fewer than H.
 
-    Without `segments` each line is one row, padded on the right; causality alone keeps its tokens from the padding.
+    Without `segments` each line is one row, padded on the right; causality alone keeps its tokens from the padding. Of
+    a line that is spread over ranks (`Segments.context`), T and H are what this rank has: all heads of a part.
     Never drops out, and keeps no cache. Raises `ConfigError` for any other argument that a model passes, such as
     `softcap`, `s_aux` or a mask of its own: to ignore it would be to train another model than the one that samples.
     """
@@ -144,13 +154,18 @@ def attend(
     if unknown:
         found = f"{type(module).__name__} with {', '.join(unknown)}"
         raise ConfigError("model.path", found, "a model with plain causal attention", "choose another model")
+    context = None if segments is None else segments.context
     tensors = query_BHTD, key_BHTD, value_BHTD
+    if context is not None:
+        tensors = context.scatter_heads(*tensors)
     if segments is None:
         attended = _attend(*tensors, scaling, sliding_window)
     elif _kernel_takes(query_BHTD):
         attended = _attend_lengths(*tensors, segments, scaling, sliding_window)
     else:
         attended = _attend_packed(*tensors, segments, scaling, sliding_window)
+    if context is not None:
+        attended = context.gather_heads(attended)
     return attended.transpose(1, 2).contiguous(), None
 
 

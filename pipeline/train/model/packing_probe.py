@@ -142,8 +142,8 @@ def _answers(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
 
 def _ours(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
     micro = collate(Batch.of(rows), how, torch.device("cpu"))
-    where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_N
-    logprobs_N: Tensor = policy(*where, micro.targets_N, 1.0, False)[0]
+    where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
+    logprobs_N: Tensor = policy(*where, micro.targets_M, 1.0, False)[0]
     return logprobs_N
 
 

@@ -223,7 +223,7 @@ class Execution:
         with ExitStack() as opened:
             with heartbeat.during(f"checking {folder.name}", patience):
                 packed = opened.enter_context(PackedRows(folder))
-                longest = min(self._config.model.max_length, training.micro_batch_tokens)
+                longest = min(self._config.model.max_length, training.micro_batch_budget)
                 packed.check(self._dispatch.models["policy"].vocabulary, longest, sampled=isinstance(job, RlJob))
             runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed, self._pulse), done)
 

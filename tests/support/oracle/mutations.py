@@ -23,7 +23,7 @@ import pipeline.train.algorithms
 from pipeline.train.batching import packing, sequences
 from pipeline.train.batching.packing import Bins, Kin, Layout, Packing
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.model import collate, expert_dispatch, experts, model_worker, models
+from pipeline.train.model import collate, context_parallel, expert_dispatch, experts, model_worker, models
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.packed_attention import Segments
@@ -98,6 +98,41 @@ def unreduced_replicas(rank: ModelWorker) -> None:
         return reduce(tensor, *others, group=group, **more)
 
     patch(dist, "all_reduce", skipping)
+
+
+def summed_answers(rank: ModelWorker) -> None:
+    """The gradient of what the ranks of a line put together is summed over them, as that of a sum usually is."""
+    context = rank.context
+    assert context is not None
+
+    def summing(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].clone()
+        dist.all_reduce(whole, group=context.group)
+        seen["mutated"] += not torch.equal(whole, gradients[0])
+        return whole, None
+
+    patch(context_parallel._SumOfParts, "backward", staticmethod(summing))
+
+
+def cut_prefix(rank: ModelWorker) -> None:
+    """A row whose own tokens lie on the second rank of a line sees nothing of a prefix that lies on the first: it
+    reads the first token of the second part in its place."""
+
+    class CutSegments(Segments):
+        @classmethod
+        def of(cls, lengths: Sequence[int], device: torch.device, where: Any, context: Any) -> Segments:
+            if where is not None:
+                middle = (int(where.max()) + 1) // 2
+                rows, done = np.split(where, np.cumsum(lengths)[:-1]), -1
+                for row in sorted(rows, key=lambda row: int(row[-1])):
+                    own = row[row > done]
+                    done = max(done, int(row[-1]))
+                    if len(own) and own[0] >= middle:
+                        seen["mutated"] += int(row[0]) < middle
+                        row[row < middle] = middle  # of `where`, of which each row is a view
+            return Segments.of(lengths, device, where, context)
+
+    patch(collate, "Segments", CutSegments)
 
 
 def leaking_attention(rank: ModelWorker) -> None:
@@ -218,6 +253,8 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "duplicated_shard": duplicated_shard,
     "averaged_gradients": averaged_gradients,
     "unreduced_replicas": unreduced_replicas,
+    "summed_answers": summed_answers,
+    "cut_prefix": cut_prefix,
     "leaking_attention": leaking_attention,
     "wrong_positions": wrong_positions,
     "strange_kin": strange_kin,

@@ -27,7 +27,7 @@ class Case:
         tokens, rows, packed, shared: the budget of a micro-batch.
         layers: whether each layer is an FSDP unit of its own.
         offload: whether a reference model and a second trained model compete for the device.
-        reshard, checkpointing, compile, dtype: as in `ModelSpec`; replicas: its `dp_replicate`.
+        reshard, checkpointing, compile, dtype, cp: as in `ModelSpec`; replicas: its `dp_replicate`.
         staged: whether the rows are sent once for all steps.
         level: of the metrics.
         tied: whether the model's head is its embedding.
@@ -46,6 +46,7 @@ class Case:
     compile: bool = False
     staged: bool = False
     replicas: int = 1
+    cp: int = 1
     level: Level = "basic"
     dtype: Dtype = "float32"
     tied: bool = True
@@ -65,6 +66,7 @@ class Case:
         words += [name for name in _NAMED if getattr(self, name)]
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
         words += [f"ep{self.ep}"] if self.ep else []
+        words += [f"cp{self.cp}"] if self.cp > 1 else []
         words += [] if self.tied or self.ep else ["untied"]
         return "-".join(words)
 
@@ -83,14 +85,15 @@ SWITCHES: tuple[dict[str, bool], ...] = (
 def cases(ranks: int) -> list[Case]:
     """Every recipe on 2 ranks packed, padded and shared, and on 1 rank, by number of rows or by tokens; and each switch
     with several recipes, among them always one with a critic or with adapters. On 4 ranks a third of them, and all that
-    is replicated: the rest of it is in `all_cases`. Some are of a mixture; the rest of them in `mixture_cases`."""
+    is replicated or shares lines: the rest of it is in `all_cases` and `context_cases`. Some are of a mixture; the rest
+    of them in `mixture_cases`."""
     turn = WORLDS.index(ranks)
     plain, switched = [*_plain(turn)], [*_switched(turn)]
     if ranks == 2:
         plain = [*dict.fromkeys([*plain, *(Case(recipe, tokens=24) for recipe in RECIPES)])]
     if ranks > 2:
         plain, switched = plain[::3], switched[::3]
-    return [*plain, *switched, *_replicated(ranks), *_mixtures(ranks)]
+    return [*plain, *switched, *_replicated(ranks), *_mixtures(ranks), *_context(ranks)]
 
 
 def _plain(turn: int) -> Iterator[Case]:
@@ -138,6 +141,34 @@ def mixture_cases(ranks: int) -> list[Case]:
         _mixture(recipe, ep, replicas=replicas, **switches[(number + turn) % len(switches)])
         for turn, (ep, replicas) in enumerate(spread)
         for number, recipe in enumerate(recipes)
+    ]
+
+
+def _context(ranks: int) -> Iterator[Case]:
+    """Lines that two ranks share: packed, with shared prefixes, with whole rows and parts of rows on a rank; on 4 ranks
+    beside shards and replicas."""
+    if ranks == 2:
+        yield Case("grpo", 24, cp=2, level="with_entropy")
+        yield Case("gspo", cp=2, shared=False, layers=True, tied=False)
+        yield Case("value", 24, cp=2, staged=True, checkpointing=True)
+        yield Case("lora", rows=1, cp=2)
+        yield Case("ppo", rows=2, cp=2, offload=True)
+    if ranks == 4:
+        yield Case("cispo", 24, cp=2, layers=True, reshard=True)
+        yield Case("sft", 24, cp=2, shared=False)
+        yield Case("value_free", 24, cp=2, replicas=2)
+        yield Case("lora_sft", cp=2, replicas=2, layers=True)
+        yield _mixture("grpo", 4, cp=2)
+
+
+def context_cases(ranks: int) -> list[Case]:
+    """Every recipe with lines that two ranks share, packed and with shared prefixes, by each budget and each switch; on
+    4 ranks in one replica and in two."""
+    switches = ({}, *SWITCHES)
+    wanted = product(RECIPES, (True, False), ((96, None), (24, None), (96, 2), (96, 1)), range(1, ranks // 2 + 1))
+    return [
+        Case(recipe, *budget, shared=shared, cp=2, replicas=replicas, tied=number % 3 > 0, **switches[number % 6])
+        for number, (recipe, shared, budget, replicas) in enumerate(wanted)
     ]
 
 
@@ -202,6 +233,8 @@ Mutation = Literal[
     "duplicated_shard",
     "averaged_gradients",
     "unreduced_replicas",
+    "summed_answers",
+    "cut_prefix",
     "leaking_attention",
     "wrong_positions",
     "strange_kin",
@@ -221,6 +254,8 @@ MUTATIONS: dict[Mutation, Case] = {
     "duplicated_shard": PACKED,
     "averaged_gradients": PADDED,
     "unreduced_replicas": replace(PACKED, replicas=2),
+    "summed_answers": Case("reinforce", rows=2, cp=2),
+    "cut_prefix": Case("grpo", 24, cp=2),
     "leaking_attention": replace(PACKED, shared=False),
     "wrong_positions": PACKED,
     "strange_kin": Case("grpo", 24),

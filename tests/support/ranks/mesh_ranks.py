@@ -1,5 +1,5 @@
-"""What each rank runs for `test_trainer_mesh`: the same steps on meshes with and without replicas, and with the
-experts of a mixture spread over ranks."""
+"""What each rank runs for `test_trainer_mesh`: the same steps on meshes with and without replicas, with the experts of
+a mixture spread over ranks, and with ranks that share lines."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +49,31 @@ def compare_meshes(dispatch: Dispatch, model: Path, folder: Path) -> None:
     resume_on_another_mesh(dispatch, model, batch, folder / "to-two", dp_replicate=2)
 
 
+def work_of_context(rank: int, model: Path, folder: Path) -> None:
+    lead_or_serve(lambda dispatch: share_lines(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE)
+
+
+def share_lines(dispatch: Dispatch, model: Path, folder: Path) -> None:
+    """Four ranks: each with rows of its own, and in pairs that share them; then from mesh to mesh."""
+    batch = make_batch("grpo")
+    make(dispatch, model)
+    first = dispatch.forward("policy", batch)
+    plain = [step(dispatch, batch) for _ in range(3)]
+    wanted = parameters(dispatch)
+    staged = dispatch.stage([batch])
+    make(dispatch, model, cp=2)
+    assert "staged before a model with another cp" in refusal(lambda: dispatch.forward("policy", staged[0]))
+    assert dispatch.on_sites(place_in_context) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    for found, answer in zip(dispatch.forward("policy", batch), first, strict=True):
+        np.testing.assert_allclose(found, answer, rtol=1e-4, atol=1e-5)
+    assert_same_steps(dispatch, batch, plain, wanted)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-own-rows")
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-pairs", cp=2)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-replicas-of-pairs", cp=2, dp_replicate=2)
+    over_three = policy_spec(model, cp=3)
+    assert "cp=3 of 'policy'; expected a divisor of 4" in refusal(lambda: dispatch.init_model("policy", over_three))
+
+
 def work_of_mixture(rank: int, model: Path, folder: Path) -> None:
     lead_or_serve(lambda dispatch: spread_experts(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE)
 
@@ -84,7 +109,7 @@ def spread_experts(dispatch: Dispatch, model: Path, folder: Path) -> None:
 
 def refuse_what_cannot_be_spread_or_copied(dispatch: Dispatch, model: Path) -> None:
     over_three = policy_spec(model, ep=3)
-    assert "over 3 ranks; expected a divisor of 4" in refusal(lambda: dispatch.init_model("policy", over_three))
+    assert "ep=3 of 'policy'; expected a divisor of 4" in refusal(lambda: dispatch.init_model("policy", over_three))
     make(dispatch, model, ep=2)
     dispatch.init_model("reference", policy_spec(model, optim=None))
     said = refusal(lambda: dispatch.copy_parameters("policy", "reference"))
@@ -123,6 +148,12 @@ SMOOTH = msgspec.structs.replace(STEP, eps=1e-3)
 def gather_each_layer(worker: ModelWorker) -> None:
     """From the next model on, each layer is a unit by itself."""
     fsdp.LAYER_UNIT = 1
+
+
+def place_in_context(site: Site) -> tuple[int, int]:
+    context = site.worker("policy").context
+    assert context is not None
+    return context.rank, context.size
 
 
 def experts_at_once(site: Site) -> int:

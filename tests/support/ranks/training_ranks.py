@@ -36,6 +36,7 @@ from tests.support.oracle.ways import (
     all_cases,
     cases,
     compiled_cases,
+    context_cases,
     few_compiled_cases,
     mixture_cases,
     mutations,
@@ -166,6 +167,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         reshard=case.reshard,
         dp_replicate=case.replicas,
         ep=max(1, case.ep),
+        cp=case.cp,
     )
 
 
@@ -224,6 +226,7 @@ def read_results(path: Path) -> dict[object, Result]:
 CHOICES: dict[str, Callable[[int], list[Case]]] = {
     "some": cases,
     "all": all_cases,
+    "context": context_cases,
     "compiled": compiled_cases,
     "few_compiled": few_compiled_cases,
     "mixtures": mixture_cases,

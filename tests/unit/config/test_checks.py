@@ -1,11 +1,13 @@
 """Rules between keys: what would only fail later is refused at once, with its mend."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from pipeline.config import load_config
+from pipeline.config import ModelConfig, load_config
 from pipeline.config.cross_checks import check_config, check_run
+from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.errors import ConfigError
 from slurm.submission.compose_config import compose_config, config_groups
 
@@ -131,6 +133,18 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
             ["training.mesh.ep=3", "training.mesh.dp_replicate=2", "resources.trainer.processes=8"],
             "training.mesh.ep=3: expected a divisor of 4, the processes of a replica of the trainer: 1, 2, 4; change",
         ),
+        (
+            ["training.mesh.cp=4", "training.mesh.dp_replicate=2", "resources.trainer.processes=4"],
+            "training.mesh.cp=4: expected a divisor of 2, the trainer's processes in each replica",
+        ),
+        (
+            ["training.mesh.cp=2", "resources.trainer.processes=2", "training.packing=false"],
+            "training.packing=False: expected true with training.mesh.cp",
+        ),
+        (
+            ["training.mesh.cp=2", "resources.trainer.processes=2", "training.micro_batch_tokens=31"],
+            "at least model.max_length (64) / training.mesh.cp (2), so that every sample fits; raise it to 32",
+        ),
         (["resources.trainer.gpus=2"], "resources.trainer.gpus=2: expected 0 or 1 for each process of the trainer"),
     ],
 )
@@ -138,6 +152,33 @@ def test_what_cannot_is_refused_with_its_mend(overrides: list[str], said: str) -
     with pytest.raises(ConfigError) as refused:
         check_config(compose_config(["experiment=demo", *overrides]))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "key_heads", "allowed"),
+    [
+        (3, 16, 8, "1, 2, 4, 8, 16 for 16 query heads and 8 key heads"),
+        (4, 12, 3, "1, 3, 6, 12 for 12 query heads and 3 key heads"),
+        (32, 16, None, "1, 2, 4, 8, 16 for 16 query heads and 16 key heads"),
+    ],
+)
+def test_the_heads_of_a_model_say_how_many_processes_can_share_a_line(
+    cp: int, heads: int, key_heads: int | None, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"training.mesh.cp={cp}: expected one of {allowed}; change it")):
+        check_context_heads(cp, heads, key_heads)
+
+
+@pytest.mark.parametrize(("cp", "heads", "key_heads"), [(1, 7, 3), (8, 16, 2), (2, 16, 8), (5, None, None), (6, 12, 3)])
+def test_heads_that_divide_evenly_are_shared(cp: int, heads: int | None, key_heads: int | None) -> None:
+    check_context_heads(cp, heads, key_heads)
+
+
+def test_rows_that_cannot_be_packed_cannot_be_spread() -> None:
+    model = ModelConfig(path="mamba")
+    check_context_packing(model, 1, packed=False)
+    with pytest.raises(ConfigError, match=r"training\.mesh\.cp=2: expected 1 for mamba, whose rows cannot be packed"):
+        check_context_packing(model, 2, packed=False)
 
 
 def test_mini_batches_of_a_run_are_of_one_size() -> None:

@@ -99,9 +99,9 @@ def test_who_retries_on_a_disk_that_fails_is_never_silent_for_long(
 
 @pytest.mark.parametrize("ask", [ModelWorker._values, partial(ModelWorker._logprobs, temperature=1.0, entropy=False)])
 def test_every_micro_batch_is_progress(heart: Heart, ask: Callable[..., object]) -> None:
-    micro = SimpleNamespace(tokens_BT=0, positions_BT=0, segments=0, before_N=0, targets_N=0)
+    micro = SimpleNamespace(tokens_BT=0, positions_BT=0, segments=0, before_M=0, targets_M=0, complete=lambda it: it)
     for _ in range(3):
-        ask(SimpleNamespace(model=lambda *given: None), micro)
+        ask(SimpleNamespace(model=lambda *given: (0, None)), micro)
     assert heart.beats == 3
 
 

@@ -325,6 +325,16 @@ def test_spread_experts_are_proposed_before_more_processes() -> None:
     assert str(refused.value).endswith(f"; set {saving} training.mesh.ep=2")
 
 
+def test_processes_that_share_a_line_have_a_part_of_its_tokens_each_and_shard_the_model_over_all() -> None:
+    shared, alone = config_of(processes=8, mesh={"cp": 4}, **SAVING), config_of(processes=8, **SAVING)
+    assert describe_mesh(shared) == "dp_replicate 1 × dp_shard 2 × cp 4"
+    before, after = trainer_need(alone, B8).parts, trainer_need(shared, B8).parts
+    assert {name for name in before if before[name] != after[name]} == {"tables of shared lines"}
+    assert after["tables of shared lines"] == 4 * 8 * 4 * 16_384
+    few = config_of(processes=8, mesh={"cp": 4}, prompts_per_step=1, micro_batch_tokens=1 << 20)
+    assert micro_batch_tokens(few, 8) == 4 * 4096 // 4  # 8 samples, of which two ranks-of-four get four each
+
+
 def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
     replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
     assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"

@@ -48,10 +48,16 @@ class Ranks:
         self.models[name] = ModelInfo(1, 17, 1)
 
 
-def a_config(**resources: Any) -> RunConfig:
+def a_config(mesh: dict[str, int] | None = None, **resources: Any) -> RunConfig:
     return make_config(
         model={"path": "tiny_qwen3", "init": "random", "max_length": 512},
-        training={"compile": True, "micro_batch_tokens": BUDGET, "steps": 1, "prompts_per_step": 16},
+        training={
+            "compile": True,
+            "micro_batch_tokens": BUDGET,
+            "steps": 1,
+            "prompts_per_step": 16,
+            "mesh": mesh or {},
+        },
         resources=resources,
     )
 
@@ -89,6 +95,15 @@ def test_each_rank_gets_one_micro_batch_of_the_whole_budget() -> None:
     shares = [split_rows(batch.lengths, 2, ranks.budget) for batch in ranks.batches]
     assert all(len(bins) == 1 for share in shares for bins in share)
     assert ranks.batches[1].lengths == [512] * 16
+
+
+def test_ranks_that_share_lines_get_micro_batches_of_the_budget_of_all_of_them() -> None:
+    config, ranks = a_config(trainer={"processes": 4}, mesh={"cp": 2}), Ranks()
+    ranks.budget = Budget(config.training.micro_batch_budget, shared=False)
+    warm_up(ranks, config).run({"policy": SFT})
+    shares = [split_rows(batch.lengths, 2, ranks.budget) for batch in ranks.batches]
+    assert all(len(bins) == 1 for share in shares for bins in share)
+    assert ranks.batches[1].lengths == [512] * 32
 
 
 def test_where_rows_may_share_two_more_micro_batches_have_rows_that_begin_alike() -> None:

@@ -1,0 +1,67 @@
+"""What `training.mesh` can get wrong: dimensions that the trainer's processes, or the model, cannot be divided by.
+
+Pure; the rules between keys run with `pipeline.config.cross_checks`, that between a dimension and the model's heads at
+submission and again on the ranks, which see the heads of every layer.
+"""
+
+from pipeline.config import ModelConfig, RunConfig
+from pipeline.errors import ConfigError
+
+
+def replicas_divide_the_trainer(config: RunConfig) -> None:
+    """`ConfigError` unless `dp_replicate` divides the trainer's processes."""
+    replicas, ranks = config.training.mesh.dp_replicate, _ranks(config)
+    if replicas > 1 and config.serve.enabled:
+        expected = "1 with serve.enabled: adapters of clients are swapped in shards of one model"
+        raise ConfigError("training.mesh.dp_replicate", replicas, expected, "remove it")
+    if ranks % replicas:
+        expected = f"a divisor of {ranks}, the trainer's processes (resources.trainer.nodes × processes)"
+        raise ConfigError("training.mesh.dp_replicate", replicas, expected, "change one of them")
+
+
+def context_divides_a_replica(config: RunConfig) -> None:
+    """`ConfigError` unless `cp` divides the processes of a replica, which then pack the rows of whole batches."""
+    cp, ranks = config.training.mesh.cp, _ranks(config) // config.training.mesh.dp_replicate
+    if cp == 1:
+        return
+    if ranks % cp:
+        expected = f"a divisor of {ranks}, the trainer's processes in each replica"
+        raise ConfigError("training.mesh.cp", cp, expected, "change it, or resources.trainer.processes")
+    if config.serve.enabled:
+        expected = "1 with serve.enabled: each process answers other rows of a client"
+        raise ConfigError("training.mesh.cp", cp, expected, "remove it")
+    if not config.training.packing:
+        expected = "true with training.mesh.cp: only packed rows are spread over several processes"
+        raise ConfigError("training.packing", False, expected, "remove it, or training.mesh.cp")
+
+
+def experts_divide_a_replica(config: RunConfig) -> None:
+    """`ConfigError` unless `ep` divides the processes of a replica."""
+    ep, ranks = config.training.mesh.ep, _ranks(config) // config.training.mesh.dp_replicate
+    if ranks % ep:
+        allowed = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+        expected = f"a divisor of {ranks}, the processes of a replica of the trainer: {allowed}"
+        raise ConfigError("training.mesh.ep", ep, expected, "change one of them")
+
+
+def check_context_heads(cp: int, heads: int | None, key_heads: int | None) -> None:
+    """`ConfigError` unless `cp` processes can share an attention layer with so many query and key heads (None: the
+    model's config does not say): each gets as many query heads, all of which read its own key heads."""
+    if heads is None or cp == 1:
+        return
+    key_heads = key_heads or heads
+    if heads % cp or (key_heads % cp and cp % key_heads):
+        allowed = [n for n in range(1, heads + 1) if not heads % n and (not key_heads % n or not n % key_heads)]
+        expected = f"one of {', '.join(map(str, allowed))} for {heads} query heads and {key_heads} key heads"
+        raise ConfigError("training.mesh.cp", cp, expected, "change it")
+
+
+def check_context_packing(model: ModelConfig, cp: int, packed: bool) -> None:
+    """`ConfigError` for a model whose rows are not packed, and so cannot be spread over `cp` processes."""
+    if cp > 1 and not packed:
+        expected = f"1 for {model.path}, whose rows cannot be packed: its layers would carry a state between them"
+        raise ConfigError("training.mesh.cp", cp, expected, "remove it, or choose another model")
+
+
+def _ranks(config: RunConfig) -> int:
+    return config.resources.trainer.nodes * config.resources.trainer.processes
