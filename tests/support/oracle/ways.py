@@ -126,6 +126,7 @@ def _mixtures(ranks: int) -> Iterator[Case]:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
+        yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing=True))
 
 
 def _mixture(recipe: str, ep: int, **switches: Any) -> Case:
