@@ -183,11 +183,17 @@ class Launched:
     def assert_nothing_left(self, seconds: float = 15) -> None:
         """No process of the run lives and none of its ports is held, at the latest after `seconds`."""
         assert self._family, "no process of the run was ever seen"
-        wait_for(f"the processes of {self.run.root} to end", lambda: not self.processes(), seconds, missing=self._left)
-        assert [place for place in self.ports() if not _is_free(*place)] == []
+        awaited = f"the processes of {self.run.root} to end, and its ports to be free"
+        wait_for(awaited, lambda: not self.processes() and not self._held(), seconds, missing=self._left)
+
+    def _held(self) -> list[tuple[str, int]]:
+        """The ports of the run that are not free. A process that started after the last look at the launcher's children
+        is in no list of theirs, and may still be ending."""
+        return [place for place in self.ports() if not _is_free(*place)]
 
     def _left(self) -> str:
-        return "; ".join(" ".join(_cmdline(process)[:6]) for process in self.processes())
+        processes = [" ".join(_cmdline(process)[:6]) for process in self.processes()]
+        return "; ".join([*processes, *(f"port {address}:{port}" for address, port in self._held())])
 
     def _world(self) -> dict[str, Any]:
         body = shared_files.unseal((self.attempts[-1].rendezvous / "world.json").read_bytes())
